@@ -1,0 +1,41 @@
+"""Training that fits in memory and scales out, on PyTorch and on MindSpore, without changes to the model.
+
+Importing this package imports no framework: each public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from hyper_parallel._base.log import show_logs_from_environment
+from hyper_parallel._version import __version__
+
+# public name -> the module it lives in
+_PUBLIC = {
+    "get_platform": "hyper_parallel.platform",
+    "get_torch_platform": "hyper_parallel.platform",
+    "get_mindspore_platform": "hyper_parallel.platform",
+    "platform_of": "hyper_parallel.platform",
+    "Platform": "hyper_parallel.platform",
+    "PlatformType": "hyper_parallel.platform",
+    "HyperParallelError": "hyper_parallel._base.errors",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})
+
+
+show_logs_from_environment()

@@ -1,0 +1,123 @@
+"""The errors of this package.
+
+Every error says what failed; what was expected and what was got; where; and one thing to do. Each class also inherits
+the built-in that a user would catch, so that `except ValueError` works without knowing this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "HyperParallelError",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "StateError",
+    "FrameworkMissingError",
+    "ComesLaterError",
+    "NotProvidedError",
+    "UnsupportedDeviceError",
+    "DamagedFileError",
+    "describe",
+]
+
+
+class HyperParallelError(Exception):
+    """Base of all errors raised by this package.
+
+    Example:
+        >>> print(HyperParallelError("The budget cannot be met.", expected="at most 4 GiB", got="6 GiB",
+        ...                          where="layers.3", do="Raise the budget."))
+        The budget cannot be met.
+        Expected at most 4 GiB, got 6 GiB; layers.3.
+        Raise the budget.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        expected: str | None = None,
+        got: str | None = None,
+        where: str | None = None,
+        do: str | None = None,
+    ) -> None:
+        self.what = what
+        self.expected = expected
+        self.got = got
+        self.where = where
+        self.do = do
+        super().__init__(_compose(what, expected, got, where, do))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default would call the class with the composed text as `what` and lose the parts; errors travel between
+        # processes, so they must arrive as they left.
+        parts = {"expected": self.expected, "got": self.got, "where": self.where, "do": self.do}
+        return _rebuild, (type(self), self.what, parts)
+
+
+class ArgumentError(HyperParallelError, ValueError):
+    """An argument has the right type and a value that cannot be used."""
+
+
+class ArgumentTypeError(HyperParallelError, TypeError):
+    """An argument has the wrong type."""
+
+
+class StateError(HyperParallelError, RuntimeError):
+    """A call that is not possible now: something before it decided otherwise, or has not happened yet."""
+
+
+class FrameworkMissingError(HyperParallelError, ImportError):
+    """A framework or an optional package is needed and not installed."""
+
+
+class ComesLaterError(HyperParallelError, NotImplementedError):
+    """A name of the contract whose part of the package is not in this version yet."""
+
+
+class NotProvidedError(HyperParallelError, NotImplementedError):
+    """A user's own subclass of `Platform` lacks a method."""
+
+
+class UnsupportedDeviceError(HyperParallelError, RuntimeError):
+    """The framework has no such thing on this device."""
+
+
+class DamagedFileError(HyperParallelError, ValueError):
+    """A file is not what was written: cut, changed, or not of this format."""
+
+
+def describe(value: object, limit: int = 80) -> str:
+    """A short text for `got`: type and value; a tensor or array by dtype and shape, never by its numbers."""
+    shape = getattr(value, "shape", None)
+    dtype = getattr(value, "dtype", None)
+    if shape is not None and dtype is not None:
+        return f"{type(value).__name__} {str(dtype).removeprefix('torch.')}{list(shape)}"
+    if value is None:
+        return "None"
+    text = repr(value)
+    if len(text) > limit:
+        text = text[: limit - 1] + "…"
+    return f"{text} ({type(value).__name__})"
+
+
+def _compose(what: str, expected: str | None, got: str | None, where: str | None, do: str | None) -> str:
+    parts = []
+    if expected is not None:
+        parts.append(f"expected {expected}")
+    if got is not None:
+        parts.append(f"got {got}")
+    line = ", ".join(parts)
+    if where is not None:
+        line = f"{line}; {where}" if line else f"in {where}"
+    lines = [what]
+    if line:
+        lines.append(line[0].upper() + line[1:] + ".")
+    if do is not None:
+        lines.append(do)
+    return "\n".join(lines)
+
+
+def _rebuild(cls: type[HyperParallelError], what: str, parts: dict[str, str | None]) -> HyperParallelError:
+    return cls(what, **parts)

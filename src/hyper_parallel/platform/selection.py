@@ -1,0 +1,166 @@
+"""Which framework this process works on.
+
+Two facts are kept, and only here:
+
+- the *chosen* platform: the instance that `get_platform()` returns. Choosing is free to change while nothing is bound.
+- the *binding*: set once something was built on one framework (a wrapped model, a tensor handed to a public call, the
+  import of `DFunction` or `DTensor`), with the call that did it. From then on asking for the other framework is an error,
+  never a mix.
+
+Invariant: _state.bound_since is None or _state.chosen is not None
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from dataclasses import dataclass
+from typing import cast
+
+from hyper_parallel._base import trace
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, FrameworkMissingError, StateError, describe
+from hyper_parallel._base.log import get_logger
+from hyper_parallel.platform.interface import Platform, PlatformType
+
+HYPER_PARALLEL_PLATFORM = "HYPER_PARALLEL_PLATFORM"
+HYPER_PARALLEL_PLATFORM_MINDSPORE = "mindspore"
+HYPER_PARALLEL_PLATFORM_TORCH = "torch"
+
+_CLASSES = {
+    PlatformType.MINDSPORE: ("hyper_parallel.platform.mindspore.platform", "MindSporePlatform"),
+    PlatformType.PYTORCH: ("hyper_parallel.platform.torch.platform", "TorchPlatform"),
+}
+
+_logger = get_logger("platform")
+
+
+@dataclass
+class _State:
+    chosen: Platform | None = None
+    bound_since: str | None = None
+
+
+_state = _State()
+_lock = threading.RLock()
+
+
+def get_platform() -> Platform:
+    """The platform of this process: the one already chosen, else by `HYPER_PARALLEL_PLATFORM`, else MindSpore, else PyTorch.
+
+    Raises:
+        ValueError: the variable has a value that names no framework.
+        ImportError: the framework it names, or any framework at all, is not installed.
+    """
+    with _lock:
+        if _state.chosen is not None:
+            return _state.chosen
+        wanted = _type_from_environment()
+        if wanted is not None:
+            return _choose(wanted)
+        for platform_type in (PlatformType.MINDSPORE, PlatformType.PYTORCH):
+            try:
+                return _choose(platform_type)
+            except ImportError as error:
+                _logger.debug("%s is not there: %s", platform_type.display_name, error)
+        raise FrameworkMissingError(
+            "No framework is installed.",
+            expected="PyTorch 2.8 or later, or MindSpore 2.10",
+            do="Run `pip install 'hyper-parallel[torch]'` or `pip install 'hyper-parallel[mindspore]'`.",
+        )
+
+
+def get_torch_platform() -> Platform:
+    """PyTorch's platform, chosen from now on. An error once something is bound to MindSpore."""
+    return _choose(PlatformType.PYTORCH)
+
+
+def get_mindspore_platform() -> Platform:
+    """MindSpore's platform, chosen from now on. An error once something is bound to PyTorch."""
+    return _choose(PlatformType.MINDSPORE)
+
+
+def platform_of(thing: object, *, call: str = "platform_of") -> Platform:
+    """The platform of a module or tensor, to which the process is bound from now on.
+
+    The framework is read from the object's class: the other framework is not imported. `call` is what the user called; it
+    is named if something of the other framework comes later.
+
+    Example:
+        >>> import torch
+        >>> platform_of(torch.nn.Linear(2, 2)).platform_type
+        <PlatformType.PYTORCH: 'torch'>
+    """
+    platform_type = _type_of(thing)
+    if platform_type is None:
+        raise ArgumentTypeError(
+            f"`{call}` cannot tell which framework its argument belongs to.",
+            expected="a module or tensor of PyTorch or MindSpore",
+            got=describe(thing),
+        )
+    with _lock:
+        platform = _choose(platform_type, asked_by=f"{call}({type(thing).__name__})")
+        bind(f"{call}({type(thing).__name__})")
+        return platform
+
+
+def bind(since: str) -> Platform:
+    """Bind the process to the chosen platform, because of the call or import `since`; the first one is remembered."""
+    with _lock:
+        platform = get_platform()
+        if _state.bound_since is None:
+            _state.bound_since = since
+            trace.emit("platform.bind", platform=platform.platform_type.value, since=since)
+        return platform
+
+
+def _choose(platform_type: PlatformType, asked_by: str | None = None) -> Platform:
+    with _lock:
+        chosen = _state.chosen
+        if chosen is not None and chosen.platform_type is platform_type:
+            return chosen
+        if chosen is not None and _state.bound_since is not None:
+            raise StateError(
+                "One process works on one framework.",
+                expected=f"{chosen.platform_type.display_name}, bound since `{_state.bound_since}`",
+                got=platform_type.display_name,
+                where=asked_by,
+                do="Use the other framework in a process of its own, or set HYPER_PARALLEL_PLATFORM before the first call.",
+            )
+        module_name, class_name = _CLASSES[platform_type]
+        module = importlib.import_module(module_name)
+        _state.chosen = cast(Platform, getattr(module, class_name)())
+        trace.emit("platform.choose", platform=platform_type.value)
+        return _state.chosen
+
+
+def _type_from_environment() -> PlatformType | None:
+    value = os.environ.get(HYPER_PARALLEL_PLATFORM, "")
+    if value == "":
+        return None
+    try:
+        return PlatformType(value.strip().lower())
+    except ValueError:
+        raise ArgumentError(
+            f"{HYPER_PARALLEL_PLATFORM} names no framework.",
+            expected=f"{HYPER_PARALLEL_PLATFORM_MINDSPORE!r} or {HYPER_PARALLEL_PLATFORM_TORCH!r}, in any case",
+            got=repr(value),
+            do=f"Set {HYPER_PARALLEL_PLATFORM} to one of the two, or unset it.",
+        ) from None
+
+
+def _type_of(thing: object) -> PlatformType | None:
+    for cls in type(thing).__mro__:
+        root = cls.__module__.partition(".")[0]
+        if root == "torch":
+            return PlatformType.PYTORCH
+        if root == "mindspore":
+            return PlatformType.MINDSPORE
+    return None
+
+
+def _forget() -> None:
+    """For tests: as if nothing had been chosen or bound."""
+    with _lock:
+        _state.chosen = None
+        _state.bound_since = None
