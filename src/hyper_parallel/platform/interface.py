@@ -57,7 +57,7 @@ def _reason(operation: Operation, owner: type) -> Exception:
         )
     return NotProvidedError(
         f"{owner.__name__} does not provide `{operation.name}`.",
-        expected=f"a method that does this: {operation.summary}",
+        expected=f"a method that does this: {operation.summary.rstrip('.')}",
         do=f"Define `{operation.name}` in {owner.__name__}, or derive it from TorchPlatform or MindSporePlatform.",
     )
 

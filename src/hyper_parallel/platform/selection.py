@@ -58,14 +58,17 @@ def get_platform() -> Platform:
         wanted = _type_from_environment()
         if wanted is not None:
             return _choose(wanted)
+        reasons = []
         for platform_type in (PlatformType.MINDSPORE, PlatformType.PYTORCH):
             try:
                 return _choose(platform_type)
             except ImportError as error:
-                _logger.debug("%s is not there: %s", platform_type.display_name, error)
+                reasons.append(f"{platform_type.display_name}: {error}".splitlines()[0])
+                _logger.debug("%s cannot be used: %s", platform_type.display_name, error)
         raise FrameworkMissingError(
-            "No framework is installed.",
+            "No framework can be used.",
             expected="PyTorch 2.8 or later, or MindSpore 2.10",
+            got="; ".join(reasons).rstrip("."),
             do="Run `pip install 'hyper-parallel[torch]'` or `pip install 'hyper-parallel[mindspore]'`.",
         )
 
@@ -128,7 +131,16 @@ def _choose(platform_type: PlatformType, asked_by: str | None = None) -> Platfor
                 do="Use the other framework in a process of its own, or set HYPER_PARALLEL_PLATFORM before the first call.",
             )
         module_name, class_name = _CLASSES[platform_type]
-        module = importlib.import_module(module_name)
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name != platform_type.value:
+                raise
+            raise FrameworkMissingError(
+                f"{platform_type.display_name} is not installed.",
+                where=asked_by,
+                do=f"Run `pip install 'hyper-parallel[{platform_type.value}]'`.",
+            ) from error
         _state.chosen = cast(Platform, getattr(module, class_name)())
         trace.emit("platform.choose", platform=platform_type.value)
         return _state.chosen

@@ -1,0 +1,79 @@
+"""Checks of arguments that both backends make in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+
+
+def check_size(size: Any, name: str = "size") -> tuple[int, ...]:
+    """A size is one tuple or list of whole numbers."""
+    if not isinstance(size, (tuple, list)):
+        raise ArgumentTypeError(f"`{name}` is one tuple or list.", expected="for example (2, 3)", got=describe(size))
+    for number in size:
+        if isinstance(number, bool) or not hasattr(number, "__index__") or int(number) < 0:
+            raise ArgumentError(f"`{name}` holds the length of each dim.", expected="whole numbers from 0", got=describe(size))
+    return tuple(int(number) for number in size)
+
+
+def check_tensors(tensors: Any, tensor_type: type, call: str) -> list[Any]:
+    """A non-empty list or tuple of tensors."""
+    if isinstance(tensors, tensor_type) or not isinstance(tensors, (list, tuple)):
+        raise ArgumentTypeError(f"`{call}` takes several tensors.", expected="a list or tuple of tensors", got=describe(tensors))
+    if not tensors:
+        raise ArgumentError(f"`{call}` takes several tensors.", expected="at least one", got="none")
+    for position, tensor in enumerate(tensors):
+        if not isinstance(tensor, tensor_type):
+            raise ArgumentTypeError(
+                f"`{call}` takes tensors only.", expected="a tensor", got=describe(tensor), where=f"position {position}"
+            )
+    return list(tensors)
+
+
+def check_tensor(tensor: Any, tensor_type: type, call: str) -> Any:
+    if not isinstance(tensor, tensor_type):
+        raise ArgumentTypeError(f"`{call}` takes a tensor.", expected="a tensor", got=describe(tensor))
+    return tensor
+
+
+def check_module(module: Any, module_type: type, call: str) -> Any:
+    if module is None:  # a ValueError: the argument was forgotten rather than mistaken
+        raise ArgumentError(f"`{call}` needs a module.", expected=f"a {_path(module_type)}", got="None")
+    if not isinstance(module, module_type):
+        raise ArgumentTypeError(f"`{call}` needs a module.", expected=f"a {_path(module_type)}", got=describe(module))
+    return module
+
+
+def check_stage_index(stage_index: Any) -> int:
+    if isinstance(stage_index, bool) or not isinstance(stage_index, int) or stage_index < 0:
+        raise ArgumentError("Stages are counted from 0.", expected="a stage of at least 0", got=describe(stage_index))
+    return stage_index
+
+
+def check_same_shape(expected: Sequence[int], got: Sequence[int], call: str) -> None:
+    if tuple(expected) != tuple(got):
+        raise ArgumentError(
+            f"`{call}` copies values of one shape.", expected=f"shape {list(expected)}", got=f"shape {list(got)}"
+        )
+
+
+def unknown_name(what: str, value: Any, accepted: Iterable[str]) -> ArgumentError:
+    return ArgumentError(what, expected="one of " + ", ".join(accepted), got=describe(value))
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__.partition('.')[0]} {cls.__name__}"
+
+
+def check_norm_arguments(max_norm: Any, norm_type: Any) -> float:
+    """The order of the norm as a float; `max_norm` must be a number that is not negative."""
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise ArgumentTypeError(f"`{name}` is a number.", expected="a number", got=describe(value)) from None
+        if number != number or number < 0 or (name == "norm_type" and number == 0):
+            raise ArgumentError(f"`{name}` is a positive number.", expected="above 0", got=describe(value))
+    return float(norm_type)

@@ -1,0 +1,96 @@
+"""Gradients of many parameters at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore.graph.api import _no_grad
+
+from hyper_parallel._base.errors import StateError
+from hyper_parallel.platform.arguments import check_norm_arguments
+from hyper_parallel.platform.mindspore.devices import Devices
+from hyper_parallel.platform.mindspore.tensors import is_whole
+
+
+class Gradients:
+    @staticmethod
+    def clip_grad_norm_(
+        parameters: nn.Cell | Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Scale all gradients so that their total norm is at most `max_norm`; the norm before is returned.
+
+        The gradients are those of the tape (`_grad`), which `run_backward` leaves on the parameters. `foreach` is
+        accepted for compatibility and has no effect.
+        """
+        norm_type = check_norm_arguments(max_norm, norm_type)
+        with_grad = [p for p in _as_parameters(parameters) if p._grad is not None]
+        with _no_grad():
+            total = _total_norm([p._grad for p in with_grad], norm_type)
+        if error_if_nonfinite and not np.isfinite(total.asnumpy()):
+            raise StateError(
+                "The total norm of the gradients is not finite.",
+                expected="a number",
+                got=str(total.asnumpy().item()),
+                where=f"{len(with_grad)} gradients",
+                do="Look for the first loss that is not finite, or pass error_if_nonfinite=False.",
+            )
+        if with_grad:
+            with _no_grad():
+                scale = ops.clamp(_number(float(max_norm), total) / (total + _number(1e-6, total)), max=1.0)
+                for parameter in with_grad:
+                    _scale_grad(parameter, scale)
+        return total
+
+
+def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    # float16 and bfloat16 are added up in float32: their own sums overflow, or have no kernel on the CPU.
+    wide = mindspore.float64 if any(grad.dtype == mindspore.float64 for grad in grads) else mindspore.float32
+    norms = [_norm(grad.to(wide), norm_type) for grad in grads if grad.numel()]
+    if not norms:
+        return Tensor(0.0, wide)
+    return norms[0] if len(norms) == 1 else _norm(ops.stack(norms), norm_type)
+
+
+def _norm(tensor: Tensor, norm_type: float) -> Tensor:
+    if math.isinf(norm_type):
+        return tensor.abs().max()
+    if norm_type == 1.0:
+        return tensor.abs().sum()
+    if norm_type == 2.0:
+        return (tensor * tensor).sum().sqrt()
+    return (tensor.abs() ** _number(norm_type, tensor)).sum() ** _number(1.0 / norm_type, tensor)
+
+
+def _number(value: float, like: Tensor) -> Tensor:
+    # As a tensor: MindSpore rounds a Python number to float32 before it meets a float64 tensor.
+    return Tensor(value, like.dtype)
+
+
+def _scale_grad(parameter: Tensor, scale: Tensor) -> None:
+    grad = parameter._grad
+    if not grad.numel():
+        return
+    scaled = grad * scale.to(grad.dtype)
+    if Devices.device_type() != "cpu":
+        grad.copy_(scaled)
+    elif is_whole(grad):
+        grad.copy_(scaled)  # `mul_` leaves its tensor unchanged on the CPU, and says nothing
+    else:
+        parameter._grad = scaled  # the CPU cannot write through a view
+
+
+def _as_parameters(parameters: Any) -> list[Tensor]:
+    if isinstance(parameters, nn.Cell):
+        return list(parameters.get_parameters())
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    return list(parameters)

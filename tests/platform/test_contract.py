@@ -1,0 +1,119 @@
+"""The rows of the contract, the two backends and a user's own subclass agree."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.backends import Backend
+
+import hyper_parallel.platform
+from hyper_parallel.platform import Platform
+from hyper_parallel.platform.contract import BY_NAME, OPERATIONS, How
+
+SIGNATURES = """
+tensor_type_cast(input_data, cast_type)
+get_element_size(tensor)
+get_tensor_storage_size(tensor)
+tensor_to_numpy(tensor)
+set_tensor_requires_grad(input_tensor)
+full_like(tensor, fill_value, dtype=None)
+arange(start, end=None, step=1, dtype=None, device=None)
+zeros(size, dtype=None, device=None)
+empty_like(tensor, *, dtype=None, device=None, pin_memory=False)
+new_tensor(tensor_shape, tensor_type, device)
+new_zero_parameter(param_shape, param_type, requires_grad, device)
+cat(tensors, dim=0)
+chunk(data, split_dim, split_size, index)
+construct_strided_slice(x, begin, end, stride)
+search_parameter_by_name(cell, param_name)
+update_parameter_by_name(cell, result, new_param)
+init_parameters(module, stage_index)
+init_on_device(device, include_buffers=False)
+register_forward_pre_hook(module, hook, prepend=False, with_kwargs=False)
+register_full_backward_hook(module, hook, prepend=False)
+register_full_backward_pre_hook(module, hook, prepend=False)
+micro_batch(micro_batch_num, args_batch_dim=None, kwargs_batch_dim=None)
+get_model_state_dict(model, *, options=None)
+save_checkpoint(cell, file_path, ckpt_format='safetensors')
+load_checkpoint(file_path, ckpt_format='safetensors')
+clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None)
+str_to_dtype(dtype_str)
+list_to_size(size_list)
+cast_fp_tensor(dtype, x)
+apply_to_tensors(fn, container)
+tree_map(fn, tree)
+set_grad_reduce_handle(handle, post_process=None)
+wait_grad_handle()
+""".strip().splitlines()
+
+ON_THE_INSTANCE = (
+    "_create_group create_group new_stream get_stream_context set_grad_reduce_handle wait_grad_handle get_current_stream "
+    "new_event tree_map cast_fp_tensor apply_to_tensors init_on_device str_to_dtype list_to_size"
+).split()
+
+
+def test_there_are_ninety_five_operations_each_once() -> None:
+    assert len(OPERATIONS) == len(BY_NAME) == 95
+
+
+def test_the_way_each_is_called_is_that_of_the_specification() -> None:
+    assert {o.name for o in OPERATIONS if o.how is How.INSTANCE} == set(ON_THE_INSTANCE)
+    assert {o.name for o in OPERATIONS if o.how is How.PROPERTY} == {"checkpoint", "noop_context_fn", "meta_device"}
+
+
+@pytest.mark.parametrize("line", SIGNATURES, ids=lambda line: line.partition("(")[0])
+def test_signatures_are_those_of_the_specification(platform: Any, line: str) -> None:
+    name, _, wanted = line.partition("(")
+    signature = inspect.signature(getattr(platform, name))
+    bare = signature.replace(
+        parameters=[p.replace(annotation=p.empty) for p in signature.parameters.values()], return_annotation=signature.empty
+    )
+    assert str(bare) == "(" + wanted
+
+
+def test_what_can_be_called_on_the_class_needs_no_instance(platform: Any) -> None:
+    for operation in OPERATIONS:
+        if operation.how is How.ANYWHERE and operation.comes_with is None:
+            found = inspect.getattr_static(type(platform), operation.name)
+            assert isinstance(found, (staticmethod, classmethod)), operation.name
+
+
+def test_every_operation_says_what_it_does(platform: Any) -> None:
+    for operation in OPERATIONS:
+        if operation.how is not How.PROPERTY:
+            assert getattr(type(platform), operation.name).__doc__, operation.name
+
+
+def test_every_platform_has_its_types(backend: Backend, platform: Any) -> None:
+    assert isinstance(backend.tensor([1.0]), platform.Tensor)
+    assert isinstance(backend.model(), platform.Module)
+    assert issubclass(platform.Parameter, platform.Tensor)
+    assert hasattr(platform.Function, "apply")
+    assert isinstance(platform, Platform)
+
+
+def test_a_method_that_a_users_platform_lacks_is_named() -> None:
+    class Mine(Platform):
+        @staticmethod
+        def get_rank() -> int:
+            return 3
+
+    assert Mine.get_rank() == 3
+    with pytest.raises(NotImplementedError, match="(?s)Mine.*`cat`"):
+        Mine.cat([])
+    with pytest.raises(NotImplementedError, match="`new_stream`"):
+        Mine().new_stream()
+    with pytest.raises(NotImplementedError, match="`meta_device`"):
+        _ = Mine().meta_device
+    with pytest.raises(AttributeError):
+        _ = Mine().no_such_thing
+
+
+def test_the_two_backends_mirror_each_other_file_by_file() -> None:
+    root = Path(hyper_parallel.platform.__file__).parent
+    torch_files = {path.name for path in (root / "torch").glob("*.py")}
+    mindspore_files = {path.name for path in (root / "mindspore").glob("*.py")}
+    assert torch_files == mindspore_files
