@@ -624,6 +624,8 @@ def test_the_hostile_pickle_runs_when_it_is_unpickled(tmp_path: Path) -> None:
         "metadata that is a list",
         "offsets that overlap",
         "offsets with a hole",
+        "offsets turned round",
+        "offsets below zero",
         "offsets past the end",
         "data behind the last tensor",
         "shape of NaN",
@@ -643,6 +645,22 @@ def test_a_file_the_stock_library_did_not_look_at_is_checked_too(
     target.write_bytes(hostile_files("")[kind])
     with pytest.raises(DamagedFileError):
         load(target)
+
+
+def test_a_list_in_place_of_a_description_is_named(target: Path) -> None:
+    target.write_bytes(hostile_files("")["a tensor that is a list"])
+    with pytest.raises(DamagedFileError, match="not described by a JSON object"):
+        open_tensors(target)
+
+
+@pytest.mark.parametrize("kind", ["a name twice", "three offsets"])
+def test_a_refused_file_is_closed_while_the_error_is_kept(target: Path, kind: str) -> None:
+    target.write_bytes(hostile_files("")[kind])
+    with pytest.raises(DamagedFileError) as caught:
+        open_tensors(target)
+    own = Path("/proc/self/fd")
+    assert str(target) not in [os.path.realpath(own / name) for name in os.listdir(own)]
+    assert caught.value is not None
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:
@@ -942,8 +960,8 @@ def test_a_save_that_fails_at_any_file_call_leaves_the_old_file_and_nothing_else
         if len(made) < stop_at:
             break
         failed_at.append(made[stop_at - 1])
-        # Looking for leftovers and locking can fail without harm; nothing else may.
-        assert raised or failed_at[-1] in ("listdir", "flock")
+        # A folder that cannot be searched for leftovers, or a file system without locks, is no reason not to save.
+        assert raised == (kind is KeyboardInterrupt or failed_at[-1] not in ("listdir", "flock")), made
     calls = {"listdir", "stat", "open", "flock", "fstat", "lseek", "write", "fchmod", "fsync", "replace", "close"}
     assert set(failed_at) == calls
 
@@ -1055,8 +1073,10 @@ def test_the_file_of_a_live_writer_stays_and_its_save_succeeds(target: Path) -> 
 def test_a_link_named_as_a_leftover_is_not_followed(target: Path) -> None:
     elsewhere = target.with_name("precious")
     elsewhere.write_bytes(b"precious")
-    target.with_name(f".{target.name}.0123abcd.part").symlink_to(elsewhere)
+    link = target.with_name(f".{target.name}.0123abcd.part")
+    link.symlink_to(elsewhere)
     write(target, [])
+    assert link.is_symlink()
     assert elsewhere.read_bytes() == b"precious"
 
 

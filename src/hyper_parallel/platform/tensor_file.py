@@ -57,9 +57,9 @@ _BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FN
 _BITS |= {"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
 
 _SEAL = "hyper_parallel.seal"
-_LEAD = f'{{"__metadata__":{{"{_SEAL}":"1 crc32 '.encode()  # how every sealed header starts
 _TRACES = (_SEAL.encode(), b"\t \t \t")  # in JSON, a raw TAB stands between values only; nobody writes these there
-_SUM_AT = 8 + len(_LEAD)  # where its own checksum stands, counted from the start of the file
+# Where the header's own checksum stands in a sealed file: behind the length and how each such header starts.
+_SUM_AT = 8 + len(f'{{"__metadata__":{{"{_SEAL}":"1 crc32 ')
 _MAX_HEADER_BYTES = 100_000_000  # the stock library reads no longer one
 _CHUNK_BYTES = 1 << 20
 _UNCHANGED = "the new tensors were not saved, and a file that was there is unchanged"
@@ -189,7 +189,7 @@ def _header(specs: list[TensorSpec], metadata: dict[str, str], sums: str) -> byt
         stop = start + spec.size_bytes
         fields[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [start, stop]}
         start = stop
-    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + _TRACES[1]
+    text = json.dumps(fields, separators=(",", ":")).encode() + _TRACES[1]
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -381,7 +381,6 @@ class TensorFile:
             raise ArgumentError(f"{self.path} has no tensor {name!r}.", expected=f"one of its {len(self.specs)} names")
         spec, place, expected = self._tensors[name]
         view = memoryview(self._content)[place]
-        # Compared as text: as numbers, a damaged "0A" would equal "0a".
         if self.verified and (got := f"{zlib.crc32(view):08x}") != expected:
             raise _damaged(self.path, f"{got} in tensor {name!r}, {spec}", expected=f"checksum {expected}")
         return view
@@ -453,7 +452,8 @@ def _check_seal(path: str, header: bytes) -> bool:
     """Whether there is a seal; raises when there is one and it is not right."""
     if not any(trace in header for trace in _TRACES):
         return False
-    if header[8:_SUM_AT] != _LEAD or header[_SUM_AT : _SUM_AT + 8] != _header_sum(header):
+    # Compared as text: as numbers, a damaged "0A" would equal "0a".
+    if header[_SUM_AT : _SUM_AT + 8] != _header_sum(header):
         got = "another one (damage; or another program wrote the file anew and copied the metadata)"
         raise _damaged(path, got, expected="the header that was sealed")
     return True

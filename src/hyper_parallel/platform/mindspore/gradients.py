@@ -45,7 +45,8 @@ class Gradients:
             )
         if with_grad:
             with _no_grad():
-                scale = ops.clamp(_number(float(max_norm), total) / (total + _number(1e-6, total)), max=1.0)
+                scale = _number(float(max_norm), total) / (total + _number(1e-6, total))
+                scale = ops.where(scale > 1.0, _number(1.0, total), scale)  # `clamp` turns NaN into 1 on the CPU
                 for parameter in with_grad:
                     _scale_grad(parameter, scale)
         return total
@@ -62,7 +63,9 @@ def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
 
 def _norm(tensor: Tensor, norm_type: float) -> Tensor:
     if math.isinf(norm_type):
-        return tensor.abs().max()
+        largest = tensor.abs().max()
+        # The CPU's maximum passes over NaN, depending on where it stands.
+        return ops.where(ops.isnan(tensor).any(), _number(math.nan, tensor), largest)
     if norm_type == 1.0:
         return tensor.abs().sum()
     if norm_type == 2.0:
