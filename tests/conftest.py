@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+
 from support import backends
 
 os.environ.setdefault("GLOG_v", "3")  # MindSpore prints a page of warnings otherwise
@@ -59,7 +60,11 @@ def _open_files() -> set[str]:
         except OSError:
             continue
         # what frameworks load lazily (libraries, devices) stays open by design; files of a test do not
-        if target.startswith("/") and not target.startswith(("/dev/", "/proc/", "/sys/")) and "site-packages" not in target:
+        if (
+            target.startswith("/")
+            and not target.startswith(("/dev/", "/proc/", "/sys/"))
+            and "site-packages" not in target
+        ):
             found.add(target)
     return found
 

@@ -10,7 +10,9 @@ import pytest
 from hyper_parallel._base import errors
 from hyper_parallel._base.errors import HyperParallelError, describe
 
-CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, HyperParallelError)]
+CLASSES = [
+    value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, HyperParallelError)
+]
 
 
 def test_the_parts_make_three_lines() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-
-import pytest
 
 from hyper_parallel._base import trace
 
@@ -43,7 +42,7 @@ def test_a_full_ring_keeps_the_newest_and_counts_the_lost() -> None:
 
 def test_recordings_nest_and_an_exception_closes_them() -> None:
     with trace.recording() as outer:
-        with pytest.raises(KeyError), trace.recording() as inner:
+        with contextlib.suppress(KeyError), trace.recording() as inner:
             trace.emit("a")
             raise KeyError
         trace.emit("b")

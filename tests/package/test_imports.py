@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.interpreter import run_fresh
 
 import hyper_parallel
+from support.interpreter import run_fresh
 
 SOURCE = Path(hyper_parallel.__file__).parent
 

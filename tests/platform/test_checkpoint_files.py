@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from support.backends import Backend
 
 covers = pytest.mark.covers
@@ -32,7 +33,11 @@ def test_every_dtype_and_shape_comes_back_as_it_was(backend: Backend, platform: 
     values = np.array([[0, 1, 2], [3, 5, 100]])
     tensors = {dtype: backend.tensor(values, dtype) for dtype in DTYPES}
     tensors |= {"scalar": backend.tensor(np.float32(2.5)), "empty": backend.tensor(np.zeros((0, 3)))}
-    tensors |= {"turned": backend.tensor(values).T, "part": backend.tensor(values)[:, 1:], "ein Ümläut/'\"": backend.tensor([1.0])}
+    tensors |= {
+        "turned": backend.tensor(values).T,
+        "part": backend.tensor(values)[:, 1:],
+        "ein Ümläut/'\"": backend.tensor([1.0]),
+    }
     path = tmp_path / "all.safetensors"
     platform.save_checkpoint(tensors, path)
     loaded = platform.load_checkpoint(file_path=path, ckpt_format="safetensors")
@@ -79,7 +84,9 @@ def test_an_unknown_format_is_an_error_with_the_accepted_ones(backend: Backend, 
 
 
 @covers("save_checkpoint")
-@pytest.mark.parametrize("wrong", [None, 3, [1.0], {"x": 1.0}, {"x": np.ones(2)}, {1: None}, collections.OrderedDict(x="text")])
+@pytest.mark.parametrize(
+    "wrong", [None, 3, [1.0], {"x": 1.0}, {"x": np.ones(2)}, {1: None}, collections.OrderedDict(x="text")]
+)
 def test_something_that_holds_no_tensors_is_refused_and_the_old_file_stays(
     backend: Backend, platform: Any, tmp_path: Path, wrong: Any
 ) -> None:
@@ -103,7 +110,9 @@ def test_parameters_without_data_are_refused_by_name(backend: Backend, platform:
 
 
 @covers("load_checkpoint")
-def test_a_damaged_file_is_a_clear_error_and_a_missing_one_is_not_found(backend: Backend, platform: Any, tmp_path: Path) -> None:
+def test_a_damaged_file_is_a_clear_error_and_a_missing_one_is_not_found(
+    backend: Backend, platform: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "x.safetensors"
     platform.save_checkpoint({"a": backend.tensor(np.ones(100)), "b": backend.tensor(np.ones(100))}, path)
     content = bytearray(path.read_bytes())
@@ -118,7 +127,9 @@ def test_a_damaged_file_is_a_clear_error_and_a_missing_one_is_not_found(backend:
 
 
 @covers("load_checkpoint")
-def test_a_file_of_another_program_loads_and_is_marked_unverified(backend: Backend, platform: Any, tmp_path: Path) -> None:
+def test_a_file_of_another_program_loads_and_is_marked_unverified(
+    backend: Backend, platform: Any, tmp_path: Path
+) -> None:
     import safetensors.numpy
 
     path = tmp_path / "other.safetensors"
@@ -169,13 +180,17 @@ with backend.active():
 
 
 @covers("save_checkpoint", "load_checkpoint")
-def test_a_saver_killed_at_any_time_leaves_one_whole_checkpoint(backend: Backend, platform: Any, tmp_path: Path) -> None:
+def test_a_saver_killed_at_any_time_leaves_one_whole_checkpoint(
+    backend: Backend, platform: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "w.safetensors"
     platform.save_checkpoint({f"w{i}": backend.tensor(np.zeros(40_000)) for i in range(8)}, path)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     random = np.random.default_rng(2026)
     for _ in range(4):
-        process = subprocess.Popen([sys.executable, "-c", SAVER, backend.name, path], stdout=subprocess.PIPE, env=environment)
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVER, backend.name, path], stdout=subprocess.PIPE, env=environment
+        )
         try:
             assert process.stdout is not None
             while process.stdout.readline() not in (b"ready\n", b""):

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.backends import Backend
 
 import hyper_parallel.platform
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.contract import BY_NAME, OPERATIONS, How
+from support.backends import Backend
 
 SIGNATURES = """
 tensor_type_cast(input_data, cast_type)
@@ -49,10 +49,22 @@ set_grad_reduce_handle(handle, post_process=None)
 wait_grad_handle()
 """.strip().splitlines()
 
-ON_THE_INSTANCE = (
-    "_create_group create_group new_stream get_stream_context set_grad_reduce_handle wait_grad_handle get_current_stream "
-    "new_event tree_map cast_fp_tensor apply_to_tensors init_on_device str_to_dtype list_to_size"
-).split()
+ON_THE_INSTANCE = [
+    "_create_group",
+    "create_group",
+    "new_stream",
+    "get_stream_context",
+    "set_grad_reduce_handle",
+    "wait_grad_handle",
+    "get_current_stream",
+    "new_event",
+    "tree_map",
+    "cast_fp_tensor",
+    "apply_to_tensors",
+    "init_on_device",
+    "str_to_dtype",
+    "list_to_size",
+]
 
 
 def test_there_are_ninety_five_operations_each_once() -> None:
@@ -69,7 +81,8 @@ def test_signatures_are_those_of_the_specification(platform: Any, line: str) -> 
     name, _, wanted = line.partition("(")
     signature = inspect.signature(getattr(platform, name))
     bare = signature.replace(
-        parameters=[p.replace(annotation=p.empty) for p in signature.parameters.values()], return_annotation=signature.empty
+        parameters=[p.replace(annotation=p.empty) for p in signature.parameters.values()],
+        return_annotation=signature.empty,
     )
     assert str(bare) == "(" + wanted
 

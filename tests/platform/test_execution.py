@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.backends import Backend
-from support.outcomes import refuses
 
 from hyper_parallel._base.errors import UnsupportedDeviceError
+from support.backends import Backend
+from support.outcomes import refuses
 
 covers = pytest.mark.covers
 
@@ -100,9 +100,9 @@ def test_a_profiler_range_is_a_context_and_a_decorator(backend: Backend, platfor
     if backend.name.startswith("torch"):
         import torch
 
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            with platform.profiler_record("range in a block"):
-                double(backend.tensor([1.0]))
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities) as profile, platform.profiler_record("range in a block"):
+            double(backend.tensor([1.0]))
         names = {event.key for event in profile.key_averages()}
         assert {"range in a block", "decorated range"} <= names
 

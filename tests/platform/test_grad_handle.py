@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.backends import Backend
 
 from hyper_parallel.platform import Platform
+from support.backends import Backend
 
 pytestmark = pytest.mark.covers("set_grad_reduce_handle", "wait_grad_handle", "_process_current_handle")
 
@@ -65,13 +65,13 @@ def test_an_exception_reaches_the_caller_and_leaves_nothing_pending(platform: An
         handle.wait = fail  # type: ignore[method-assign]
     before = platform.get_current_stream()
     platform.set_grad_reduce_handle(handle, fail)
+    drains = {
+        "set": lambda: platform.set_grad_reduce_handle(Handle([], "b", platform)),
+        "wait": platform.wait_grad_handle,
+        "process": platform._process_current_handle,
+    }
     with pytest.raises(KeyError, match="mine"):
-        if drain == "set":
-            platform.set_grad_reduce_handle(Handle([], "b", platform))
-        elif drain == "wait":
-            platform.wait_grad_handle()
-        else:
-            platform._process_current_handle()
+        drains[drain]()
     assert Platform.current_grad_handle is Platform.post_grad_handle_process is None
     assert platform.get_current_stream() == before
     platform.wait_grad_handle()

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from support.backends import Backend
 
 pytestmark = pytest.mark.covers("clip_grad_norm_")
@@ -24,7 +25,9 @@ def with_grads(backend: Backend, platform: Any, grads: list[np.ndarray | None]) 
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, float("inf"), "inf"])
-def test_gradients_are_scaled_to_the_norm_and_the_norm_before_is_returned(backend: Backend, platform: Any, norm_type: Any) -> None:
+def test_gradients_are_scaled_to_the_norm_and_the_norm_before_is_returned(
+    backend: Backend, platform: Any, norm_type: Any
+) -> None:
     parameters = with_grads(backend, platform, list(GRADS))
     flat = np.concatenate([grad.ravel() for grad in GRADS])
     expected = np.linalg.norm(flat, float(norm_type))
@@ -47,7 +50,9 @@ def test_a_module_one_tensor_and_an_iterator_are_accepted(backend: Backend, plat
     grads = backend.train_step(model, backend.tensor(np.ones((2, 3))))
     expected = np.sqrt(sum((grad**2).sum() for grad in grads.values()))
     assert float(platform.clip_grad_norm_(model, 1e9)) == pytest.approx(expected, rel=1e-5)
-    assert float(platform.clip_grad_norm_(iter(platform.parameters_dict(model).values()), 1e9)) == pytest.approx(expected, rel=1e-5)
+    assert float(platform.clip_grad_norm_(iter(platform.parameters_dict(model).values()), 1e9)) == pytest.approx(
+        expected, rel=1e-5
+    )
     (one,) = with_grads(backend, platform, [GRADS[0]])
     assert float(platform.clip_grad_norm_(one, 1.0, foreach=True)) == pytest.approx(5.0)
 
@@ -60,7 +65,9 @@ def test_parameters_without_gradients_count_nothing(backend: Backend, platform: 
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_norm_that_is_not_finite_raises_only_when_asked_and_changes_nothing_then(backend: Backend, platform: Any, bad: float) -> None:
+def test_a_norm_that_is_not_finite_raises_only_when_asked_and_changes_nothing_then(
+    backend: Backend, platform: Any, bad: float
+) -> None:
     parameters = with_grads(backend, platform, [GRADS[0], np.array([bad, 1.0], np.float32)])
     with pytest.raises(RuntimeError, match="not finite"):
         platform.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)

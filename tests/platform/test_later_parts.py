@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.backends import Backend
-from support.outcomes import refuses
 
 from hyper_parallel.platform.contract import OPERATIONS, How
+from support.backends import Backend
+from support.outcomes import refuses
 
 LATER = [operation for operation in OPERATIONS if operation.comes_with is not None]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from support.backends import Backend
 
 covers = pytest.mark.covers
@@ -57,7 +58,10 @@ def test_a_parameter_is_found_by_its_exact_path_only(backend: Backend, platform:
 @covers("search_parameter_by_name")
 def test_a_tied_parameter_is_found_under_both_names(backend: Backend, platform: Any) -> None:
     model = backend.tied_model()
-    assert platform.search_parameter_by_name(model, "a.weight")[2] is platform.search_parameter_by_name(model, "b.weight")[2]
+    assert (
+        platform.search_parameter_by_name(model, "a.weight")[2]
+        is platform.search_parameter_by_name(model, "b.weight")[2]
+    )
     assert platform.search_parameter_by_name(model, "b.weight")[0] is model.b
 
 
@@ -72,7 +76,12 @@ def test_a_replaced_parameter_is_the_new_one_everywhere(backend: Backend, platfo
     assert model.second.inner.weight is new
     assert platform.parameters_dict(model)["second.inner.weight"] is new
     assert platform.search_parameter_by_name(model, "second.inner.weight")[2] is new
-    assert list(platform.parameters_dict(model)) == ["first.weight", "first.bias", "second.inner.weight", "second.inner.bias"]
+    assert list(platform.parameters_dict(model)) == [
+        "first.weight",
+        "first.bias",
+        "second.inner.weight",
+        "second.inner.bias",
+    ]
     out = backend.numbers(model(backend.tensor(np.ones((1, 3)))))
     assert np.allclose(out, backend.numbers(model.second.inner.bias)), "the new zeros are what is computed with"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from support.backends import Backend
 
 covers = pytest.mark.covers

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+
 from support.interpreter import run_fresh
 
 has_torch = importlib.util.find_spec("torch") is not None
 has_mindspore = importlib.util.find_spec("mindspore") is not None
 needs_torch = pytest.mark.skipif(not has_torch, reason="PyTorch is not installed")
 needs_mindspore = pytest.mark.skipif(not has_mindspore, reason="MindSpore is not installed")
-needs_both = pytest.mark.skipif(not (has_torch and has_mindspore), reason="PyTorch and MindSpore are not both installed")
+needs_both = pytest.mark.skipif(
+    not (has_torch and has_mindspore), reason="PyTorch and MindSpore are not both installed"
+)
 
 CHOOSE = """
 import hyper_parallel as hp
@@ -213,7 +216,7 @@ numpy.__version__ = "2.4.6"
 from unittest import mock
 def dies(*args, **kwargs): raise SystemError("returned a result with an exception set")
 import hyper_parallel as hp
-with mock.patch.object(mindspore.Tensor, "__add__", dies):
+with mock.patch.object(mindspore.Tensor, "__mul__", dies):
     hp.get_mindspore_platform()
 """
     result = run_fresh(program)

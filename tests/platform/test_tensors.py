@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+
 from support.backends import Backend
 
 covers = pytest.mark.covers
@@ -23,7 +24,9 @@ def test_a_tensor_and_a_parameter_are_tensors_and_nothing_else_is(backend: Backe
 
 
 @covers("get_element_size")
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("float16", 2), ("bfloat16", 2), ("int64", 8), ("bool", 1)])
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("float32", 4), ("float16", 2), ("bfloat16", 2), ("int64", 8), ("bool", 1)]
+)
 def test_the_element_size_is_in_bytes(backend: Backend, platform: Any, dtype: str, size: int) -> None:
     assert platform.get_element_size(backend.tensor([1, 0], dtype)) == size
 
@@ -45,7 +48,9 @@ def test_sizes_of_something_else_than_a_tensor_are_a_type_error_that_shows_it(pl
 
 
 @covers("tensor_type_cast")
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "bool", "BFloat16"])
+@pytest.mark.parametrize(
+    "name", ["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "bool", "BFloat16"]
+)
 def test_casting_by_name_gives_that_dtype_and_the_values(backend: Backend, platform: Any, name: str) -> None:
     cast = platform.tensor_type_cast(input_data=backend.tensor([0.0, 1.0, 2.0]), cast_type=name)
     assert cast.dtype == platform.str_to_dtype(name)
@@ -61,7 +66,9 @@ def test_casting_accepts_a_dtype_object(backend: Backend, platform: Any) -> None
 
 @covers("tensor_type_cast", "str_to_dtype")
 @pytest.mark.parametrize("wrong", ["float33", "", "torch.", None, 3, "numpy.float32"])
-def test_an_unknown_dtype_name_is_an_error_that_lists_the_accepted_names(backend: Backend, platform: Any, wrong: Any) -> None:
+def test_an_unknown_dtype_name_is_an_error_that_lists_the_accepted_names(
+    backend: Backend, platform: Any, wrong: Any
+) -> None:
     with pytest.raises(ValueError, match="bfloat16") as caught:
         platform.tensor_type_cast(backend.tensor([1.0]), wrong)
     assert repr(wrong) in str(caught.value) or "None" in str(caught.value)
@@ -252,7 +259,8 @@ def test_a_strided_slice_is_pythons(backend: Backend, platform: Any, begin: tupl
     assert np.array_equal(backend.numbers(part), values[where])
     if values[where].size:
         (grad,) = backend.grad_of(
-            lambda x: platform.construct_strided_slice(x, list(begin), list(end), list(stride)) * 2, backend.tensor(values)
+            lambda x: platform.construct_strided_slice(x, list(begin), list(end), list(stride)) * 2,
+            backend.tensor(values),
         )
         expected = np.zeros_like(values)
         expected[where] = 2
@@ -313,7 +321,9 @@ def test_full_like_keeps_shape_and_dtype(backend: Backend, platform: Any) -> Non
 
 
 @covers("empty_like")
-def test_empty_like_keeps_shape_and_dtype_and_pins_only_where_something_can_be_pinned(backend: Backend, platform: Any) -> None:
+def test_empty_like_keeps_shape_and_dtype_and_pins_only_where_something_can_be_pinned(
+    backend: Backend, platform: Any
+) -> None:
     like = backend.tensor(np.zeros((2, 3)), "bfloat16")
     made = platform.empty_like(like)
     assert (tuple(made.shape), made.dtype) == ((2, 3), like.dtype)
@@ -331,7 +341,9 @@ def test_a_new_tensor_has_shape_and_dtype(backend: Backend, platform: Any) -> No
 @covers("new_zero_parameter")
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_a_zero_parameter_is_a_parameter_of_zeros(backend: Backend, platform: Any, requires_grad: bool) -> None:
-    made = platform.new_zero_parameter(param_shape=(2, 2), param_type="float32", requires_grad=requires_grad, device="cpu")
+    made = platform.new_zero_parameter(
+        param_shape=(2, 2), param_type="float32", requires_grad=requires_grad, device="cpu"
+    )
     assert isinstance(made, platform.Parameter)
     assert made.requires_grad is requires_grad
     assert backend.numbers(made).tolist() == [[0.0, 0.0]] * 2

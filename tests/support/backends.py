@@ -72,7 +72,7 @@ class TorchBackend(Backend):
         if self.kind == "cpu" and torch.accelerator.is_available():
             from unittest import mock
 
-            hidden = mock.patch("torch.accelerator.current_accelerator", lambda check_available=False: None)
+            hidden = mock.patch("torch.accelerator.current_accelerator", return_value=None)
         with hidden, torch.device(self.kind):
             yield
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import backends
 
 from hyper_parallel._base.errors import ComesLaterError
 from hyper_parallel.platform import contract
+from support import backends
 
 TABLE = Path(__file__).parents[2] / "src" / "hyper_parallel" / "platform" / "outcomes.json"
 
@@ -130,14 +130,20 @@ def _differences() -> list[str]:
     found = []
     for name, column in fresh_columns().items():
         old = kept.get(name, {"cells": {}})["cells"]
-        found += [f"{name}: {op}: table {old.get(op)}, run {cell}" for op, cell in column["cells"].items() if old.get(op) != cell]
+        found += [
+            f"{name}: {op}: table {old.get(op)}, run {cell}"
+            for op, cell in column["cells"].items()
+            if old.get(op) != cell
+        ]
         found += [f"{name}: {op}: no test" for op in contract.BY_NAME if op not in column["cells"]]
     return found
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     terminalreporter.section("tests on each framework")
-    titles = {backend.name: backend.title for backend in backends.ALL} | {"neutral": "no framework, or its own processes"}
+    titles = {backend.name: backend.title for backend in backends.ALL} | {
+        "neutral": "no framework, or its own processes"
+    }
     for name, title in titles.items():
         counts = _per_backend[name]
         text = ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped") if counts[kind])

@@ -26,8 +26,15 @@ class HyperParallelError(Exception):
     """Base of all errors raised by this package.
 
     Example:
-        >>> print(HyperParallelError("The budget cannot be met.", expected="at most 4 GiB", got="6 GiB",
-        ...                          where="layers.3", do="Raise the budget."))
+        >>> print(
+        ...     HyperParallelError(
+        ...         "The budget cannot be met.",
+        ...         expected="at most 4 GiB",
+        ...         got="6 GiB",
+        ...         where="layers.3",
+        ...         do="Raise the budget.",
+        ...     )
+        ... )
         The budget cannot be met.
         Expected at most 4 GiB, got 6 GiB; layers.3.
         Raise the budget.

@@ -33,8 +33,7 @@ current_rank: Callable[[], int] = rank_of_environment
 
 class _RankPrefix(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        record.rank = current_rank()
-        record.msg = f"[rank {record.rank}] {record.msg}"
+        record.msg = f"[rank {current_rank()}] {record.msg}"
         return True
 
 

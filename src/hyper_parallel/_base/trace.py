@@ -79,7 +79,7 @@ def recording(capacity: int = 100_000) -> Iterator[Recording]:
         >>> [(event.kind, event.fields["bytes"]) for event in record.events()]
         [('swap.offload', 4096)]
     """
-    global _active  # noqa: PLW0603 - one tuple, replaced whole, so that `emit` reads it without a lock
+    global _active  # one tuple, replaced whole, so that `emit` reads it without a lock
     mine = Recording(capacity)
     with _lock:
         _active = (*_active, mine)

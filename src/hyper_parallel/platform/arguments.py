@@ -14,14 +14,18 @@ def check_size(size: Any, name: str = "size") -> tuple[int, ...]:
         raise ArgumentTypeError(f"`{name}` is one tuple or list.", expected="for example (2, 3)", got=describe(size))
     for number in size:
         if isinstance(number, bool) or not hasattr(number, "__index__") or int(number) < 0:
-            raise ArgumentError(f"`{name}` holds the length of each dim.", expected="whole numbers from 0", got=describe(size))
+            raise ArgumentError(
+                f"`{name}` holds the length of each dim.", expected="whole numbers from 0", got=describe(size)
+            )
     return tuple(int(number) for number in size)
 
 
 def check_tensors(tensors: Any, tensor_type: type, call: str) -> list[Any]:
     """A non-empty list or tuple of tensors."""
     if isinstance(tensors, tensor_type) or not isinstance(tensors, (list, tuple)):
-        raise ArgumentTypeError(f"`{call}` takes several tensors.", expected="a list or tuple of tensors", got=describe(tensors))
+        raise ArgumentTypeError(
+            f"`{call}` takes several tensors.", expected="a list or tuple of tensors", got=describe(tensors)
+        )
     if not tensors:
         raise ArgumentError(f"`{call}` takes several tensors.", expected="at least one", got="none")
     for position, tensor in enumerate(tensors):

@@ -27,7 +27,7 @@ class LoadedTensors(dict[str, Any]):
 class TensorCodec(Protocol):
     """How a framework's tensors become bytes and back."""
 
-    tensor_type: type
+    tensor_type: Any
 
     def code(self, tensor: Any) -> str | None:
         """The file's code for the tensor's dtype, or None if it has none."""
@@ -70,7 +70,10 @@ def load(path: str | os.PathLike[str], ckpt_format: str, codec: TensorCodec) -> 
 def _spec(name: Any, tensor: Any, codec: TensorCodec) -> TensorSpec:
     if not isinstance(name, str) or not isinstance(tensor, codec.tensor_type):
         raise ArgumentTypeError(
-            "A checkpoint holds tensors by name.", expected="names and tensors", got=describe(tensor), where=f"entry {name!r}"
+            "A checkpoint holds tensors by name.",
+            expected="names and tensors",
+            got=describe(tensor),
+            where=f"entry {name!r}",
         )
     reason = codec.refusal(tensor)
     if reason is not None:

@@ -36,7 +36,9 @@ class HostEvent:
     def elapsed_time(self, end_event: HostEvent) -> float:
         """Milliseconds from this event to a later one."""
         if self._recorded_ns is None or end_event._recorded_ns is None:
-            raise StateError("Both events must be recorded before the time between them is known.", do="Call `record()`.")
+            raise StateError(
+                "Both events must be recorded before the time between them is known.", do="Call `record()`."
+            )
         return (end_event._recorded_ns - self._recorded_ns) / 1e6
 
 

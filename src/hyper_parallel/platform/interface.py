@@ -9,6 +9,7 @@ from hyper_parallel._base.errors import ComesLaterError, NotProvidedError
 from hyper_parallel.platform import contract
 from hyper_parallel.platform.contract import How, Operation
 
+
 class PlatformType(Enum):
     """The two frameworks."""
 

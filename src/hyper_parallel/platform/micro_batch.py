@@ -36,12 +36,16 @@ class MicroBatch:
             )
         if kwargs_batch_dim is not None and not isinstance(kwargs_batch_dim, Mapping):
             raise ArgumentTypeError(
-                "`kwargs_batch_dim` has one entry per keyword.", expected="a dict or None", got=describe(kwargs_batch_dim)
+                "`kwargs_batch_dim` has one entry per keyword.",
+                expected="a dict or None",
+                got=describe(kwargs_batch_dim),
             )
         for dim in [*(args_batch_dim or ()), *(kwargs_batch_dim or {}).values()]:
             if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int) or dim < -1):
                 raise ArgumentError(
-                    "A batch dim counts from 0.", expected="0, 1, …; None or -1 for a value that is not split", got=describe(dim)
+                    "A batch dim counts from 0.",
+                    expected="0, 1, …; None or -1 for a value that is not split",
+                    got=describe(dim),
                 )
         self.num = num
         self.args_batch_dim = args_batch_dim
@@ -57,13 +61,19 @@ class MicroBatch:
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[list[Any], list[Any]]:
         """The arguments of every micro batch."""
         if not isinstance(args, (list, tuple)):
-            raise ArgumentTypeError("Positional arguments come as one list or tuple.", expected="a list", got=describe(args))
+            raise ArgumentTypeError(
+                "Positional arguments come as one list or tuple.", expected="a list", got=describe(args)
+            )
         if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise ArgumentTypeError("Keyword arguments come as one dict.", expected="a dict or None", got=describe(kwargs))
+            raise ArgumentTypeError(
+                "Keyword arguments come as one dict.", expected="a dict or None", got=describe(kwargs)
+            )
         kwargs = {} if kwargs is None else kwargs
         dims = self._dims_of_args(args)
         key_dims = self._dims_of_kwargs(kwargs)
-        split_args = [self._parts(value, dim, f"argument {i}") for i, (value, dim) in enumerate(zip(args, dims, strict=True))]
+        split_args = [
+            self._parts(value, dim, f"argument {i}") for i, (value, dim) in enumerate(zip(args, dims, strict=True))
+        ]
         split_kwargs = {key: self._parts(value, key_dims[key], f"`{key}`") for key, value in kwargs.items()}
         return (
             [[parts[i] for parts in split_args] for i in range(self.num)],

@@ -9,11 +9,12 @@ from typing import Any
 import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
+from mindspore.common.dtype import _dtype_to_nptype
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
 from hyper_parallel.platform import checkpoint_files
 from hyper_parallel.platform.checkpoint_files import LoadedTensors
-from hyper_parallel.platform.mindspore.parameters import new_parameter
+from hyper_parallel.platform.mindspore.parameters import Parameters, new_parameter
 from hyper_parallel.platform.tensor_file import TensorRecord
 
 _CODES = {
@@ -76,11 +77,13 @@ class _Codec:
                 where=f"tensor {record.name!r}",
                 do="Cast it before saving.",
             )
-        content = memoryview(record.data)
-        if content.nbytes:
-            memory = mint.empty((content.nbytes,), dtype=mindspore.uint8, device="CPU")
-            memory.asnumpy()[:] = content  # the same memory, not a copy of it
-            tensor = memory.view(dtype).view(record.shape)
-        else:
-            tensor = mint.empty(record.shape, dtype=dtype, device="CPU")
-        return new_parameter(tensor, name=record.name, requires_grad=False)
+        if dtype in _NOT_IN_NUMPY:
+            parameter = _loaded(mint.empty(record.shape, dtype=dtype, device="meta"), record.name)
+            stored = Tensor.convert_bytes_to_tensor(bytes(record.data), record.shape, dtype)
+            Parameters.update_param_data(parameter, Tensor(stored))
+            return parameter
+        return _loaded(np.ndarray(record.shape, _dtype_to_nptype(dtype), record.data), record.name)  # a copy
+
+
+def _loaded(data: Any, name: str) -> Parameter:
+    return new_parameter(data, name=name, requires_grad=False)

@@ -98,11 +98,11 @@ class Parameters:
         return _creation_on(to_device(device), include_buffers)
 
 
-def new_parameter(tensor: Tensor, **options: Any) -> Parameter:
-    """A parameter where `tensor` is, also inside a block of `init_on_device`, which is about a module's parameters."""
+def new_parameter(data: Any, **options: Any) -> Parameter:
+    """A parameter where `data` is, also inside a block of `init_on_device`, which is about a module's parameters."""
     blocks, _creation.blocks = _creation.blocks, []
     try:
-        return Parameter(tensor, **options)
+        return Parameter(data, **options)
     finally:
         _creation.blocks = blocks
 

@@ -55,7 +55,7 @@ def _check_numpy() -> None:
     # meets a tensor. Both are tried here, so that it is said once and clearly.
     try:
         _ = mindspore.Tensor([1.0]) * np.float32(2)
-    except (SystemError, TypeError) as error:
+    except (SystemError, ImportError, TypeError) as error:
         raise StateError(
             "This MindSpore does not work with this NumPy.",
             expected="NumPy below 2",

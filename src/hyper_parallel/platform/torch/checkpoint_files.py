@@ -26,7 +26,9 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 class CheckpointFiles:
     @staticmethod
     def save_checkpoint(
-        cell: nn.Module | Mapping[str, torch.Tensor], file_path: str | os.PathLike[str], ckpt_format: str = "safetensors"
+        cell: nn.Module | Mapping[str, torch.Tensor],
+        file_path: str | os.PathLike[str],
+        ckpt_format: str = "safetensors",
     ) -> None:
         if isinstance(cell, nn.Module):
             cell = cell.state_dict()
@@ -41,7 +43,7 @@ class CheckpointFiles:
 
 
 class _Codec:
-    tensor_type: type = torch.Tensor
+    tensor_type: Any = torch.Tensor
 
     def code(self, tensor: torch.Tensor) -> str | None:
         return _CODES.get(tensor.dtype)
@@ -64,7 +66,10 @@ class _Codec:
         dtype = _DTYPES.get(record.dtype)
         if dtype is None:
             raise ArgumentTypeError(
-                "PyTorch has no such dtype here.", got=record.dtype, where=f"tensor {record.name!r}", do="Cast it before saving."
+                "PyTorch has no such dtype here.",
+                got=record.dtype,
+                where=f"tensor {record.name!r}",
+                do="Cast it before saving.",
             )
         tensor = torch.empty(record.shape, dtype=dtype, device="cpu")
         if tensor.numel():

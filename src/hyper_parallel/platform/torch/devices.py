@@ -28,7 +28,9 @@ class Devices:
         if index is None:
             return torch.device(kind, torch.accelerator.current_device_index())
         if not 0 <= index < count:
-            raise ArgumentError("There is no such device.", expected=f"an index from 0 to {count - 1}", got=describe(index))
+            raise ArgumentError(
+                "There is no such device.", expected=f"an index from 0 to {count - 1}", got=describe(index)
+            )
         return torch.device(kind, index)
 
     @staticmethod
@@ -55,7 +57,9 @@ class Devices:
                 "This is no random state.", expected="what `get_rng_state()` returned", got=describe(state)
             )
         kind = Devices.device_type()
-        known = {"cpu"} | {f"{kind}:{index}" for index in range(torch.accelerator.device_count() if kind != "cpu" else 0)}
+        known = {"cpu"} | {
+            f"{kind}:{index}" for index in range(torch.accelerator.device_count() if kind != "cpu" else 0)
+        }
         if not set(state) <= known:
             raise ArgumentError(
                 "The random state is of other devices.",

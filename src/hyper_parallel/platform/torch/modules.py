@@ -32,7 +32,9 @@ class Modules:
         check_module(cell, nn.Module, "search_parameter_by_name")
         if not isinstance(param_name, str):
             raise ArgumentTypeError(
-                "A parameter is found by its dotted path.", expected="for example 'layers.0.weight'", got=describe(param_name)
+                "A parameter is found by its dotted path.",
+                expected="for example 'layers.0.weight'",
+                got=describe(param_name),
             )
         path, _, local_name = param_name.rpartition(".")
         owner = cell
@@ -52,7 +54,9 @@ class Modules:
         """
         check_module(cell, nn.Module, "update_parameter_by_name")
         if not isinstance(new_param, nn.Parameter):
-            raise ArgumentTypeError("A parameter is replaced by a parameter.", expected="an nn.Parameter", got=describe(new_param))
+            raise ArgumentTypeError(
+                "A parameter is replaced by a parameter.", expected="an nn.Parameter", got=describe(new_param)
+            )
         if isinstance(result, tuple) and len(result) == 2:
             found = Modules.search_parameter_by_name(cell, result[0])
             if found is None:
@@ -84,7 +88,9 @@ class Modules:
         return isinstance(module, nn.Embedding)
 
     @staticmethod
-    def register_forward_pre_hook(module: nn.Module, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False) -> Any:
+    def register_forward_pre_hook(
+        module: nn.Module, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
+    ) -> Any:
         check_module(module, nn.Module, "register_forward_pre_hook")
         return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 

@@ -78,9 +78,9 @@ class Parameters:
                     if value is not None and value.device.type == "meta":
                         if id(value) not in made:
                             made[id(value)] = _with_memory(value, device)
-                        table[name] = made[id(value)]  # type: ignore[assignment]
+                        table[name] = made[id(value)]
         for _, owner in owners:
-            owner.reset_parameters()  # type: ignore[operator]
+            owner.reset_parameters()
 
     @property
     def meta_device(self) -> torch.device:
@@ -128,7 +128,7 @@ _hooks: list[Any] = []
 def _creation_on(device: torch.device, include_buffers: bool) -> Iterator[None]:
     # The framework's registration hooks are one per process, so they are installed once and ask the thread's own blocks
     # what to do: a thread outside any block builds its modules as ever.
-    global _num_blocks  # noqa: PLW0603 - guarded by the lock
+    global _num_blocks
     with _hooks_lock:
         if _num_blocks == 0:
             _hooks.append(register_module_parameter_registration_hook(_move_parameter))

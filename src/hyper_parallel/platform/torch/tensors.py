@@ -114,7 +114,9 @@ class Tensors:
         return torch.empty(check_size(tensor_shape, "tensor_shape"), dtype=to_dtype(tensor_type), device=device)
 
     @staticmethod
-    def new_zero_parameter(param_shape: Sequence[int], param_type: Any, requires_grad: bool, device: Any) -> torch.nn.Parameter:
+    def new_zero_parameter(
+        param_shape: Sequence[int], param_type: Any, requires_grad: bool, device: Any
+    ) -> torch.nn.Parameter:
         zeros = torch.zeros(check_size(param_shape, "param_shape"), dtype=to_dtype(param_type), device=device)
         return torch.nn.Parameter(zeros, requires_grad=requires_grad)
 
@@ -122,7 +124,9 @@ class Tensors:
     def set_tensor_requires_grad(input_tensor: torch.Tensor) -> torch.Tensor:
         check_tensor(input_tensor, torch.Tensor, "set_tensor_requires_grad")
         if not (input_tensor.is_floating_point() or input_tensor.is_complex()):
-            raise ArgumentError("Only numbers with a fraction have gradients.", expected="a floating dtype", got=describe(input_tensor))
+            raise ArgumentError(
+                "Only numbers with a fraction have gradients.", expected="a floating dtype", got=describe(input_tensor)
+            )
         return input_tensor.requires_grad_()
 
     @staticmethod
