@@ -7,8 +7,8 @@
     python3 start.py test ARGUMENTS...  run pytest with these arguments
     python3 start.py --here ...         any of these with this Python and the packages it has; installs nothing
 
-Without --here a virtual environment is made in .venv beside this file and kept up to date. A PyTorch of 2.8 or later that
-this Python has is used there, else one is installed; HYPER_PARALLEL_TORCH_INDEX can name the package index to take it from.
+Without --here a virtual environment is made in .venv beside this file and kept up to date. If this Python has PyTorch 2.8
+or later, that is used, else one is installed; HYPER_PARALLEL_TORCH_INDEX can name the package index for it.
 """
 
 # Older Pythons must be able to read this file, to be told that they are too old: nothing newer than 3.7 in here.
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Iterator, NoReturn  # noqa: UP035 - `collections.abc.Iterator[None]` is newer than 3.7
+from typing import Iterator  # noqa: UP035 - `collections.abc.Iterator[None]` is newer than 3.7
 
 try:
     import fcntl
@@ -80,8 +80,8 @@ def main(words: list[str]) -> int:
 def check_python(version: tuple[int, ...]) -> None:
     if not OLDEST_PYTHON <= version[:2] <= NEWEST_PYTHON:
         needed = f"{dotted(OLDEST_PYTHON)} to {dotted(NEWEST_PYTHON)}"
-        what = f"hyper-parallel needs Python {needed}; this is {dotted(version)}."
-        fail(what, "Run start.py with one of these, for example: python3.11 start.py")
+        do = "Run start.py with one of these, for example: python3.11 start.py"
+        sys.exit(f"hyper-parallel needs Python {needed}; this is {dotted(version)}.\n{do}")
 
 
 def dotted(version: tuple[int, ...]) -> str:
@@ -111,8 +111,8 @@ def diagnose(log: str) -> str:
     if re.search(r"ConnectionError|name resolution|timed out|Timeout|ProxyError|SSLError|unreachable", log):
         return "No package index can be reached: go online, or use this Python's own packages: python3 start.py --here"
     if re.search(r"No matching distribution|different Python|Requires-Python", log):
-        return "A package has no build for this Python or system: try another Python, for example python3.11 start.py"
-    return f"The lines above say why; the whole log is {PIP_LOG}. To begin again, delete {VENV}."
+        return "No index in reach has a build for this Python: check the network, or try another: python3.11 start.py"
+    return f"The lines above say why. To begin from nothing, delete {VENV} and run this again."
 
 
 def selected_checks(arguments: list[str]) -> list[list[str]]:
@@ -136,8 +136,8 @@ def prepare(level: str) -> None:
         return
     is_ours = VENV.is_dir() and (MARKER.exists() or not any(VENV.iterdir()))
     if os.path.lexists(str(VENV)) and not is_ours:
-        what = f"{VENV} was not made by start.py, which therefore leaves it alone."
-        fail(what, f"Move it away, or use it as it is: {PYTHON} start.py --here")
+        do = f"Move it away, or use it as it is: {PYTHON} start.py --here"
+        sys.exit(f"{VENV} was not made by start.py, which therefore leaves it alone.\n{do}")
     with locked():
         if is_ready():  # another start has just done it
             return
@@ -178,7 +178,7 @@ def make_venv(why: str | None) -> None:
         import venv
     except ImportError:
         do = f"Install what it lacks; on Debian and Ubuntu: apt install python{python}-venv"
-        fail("This Python cannot make virtual environments.", do)
+        sys.exit(f"This Python cannot make virtual environments.\n{do}")
     for path in VENV.iterdir():
         if path != MARKER:  # others may be waiting for its lock
             shutil.rmtree(str(path)) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -188,7 +188,7 @@ def make_venv(why: str | None) -> None:
         try:
             venv.create(str(VENV), with_pip=True, symlinks=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            fail(f"The virtual environment could not be made: {error}", diagnose(str(error)))
+            sys.exit(f"The virtual environment could not be made: {error}\n{diagnose(str(error))}")
 
 
 def find_torch() -> str:
@@ -204,8 +204,9 @@ def find_torch() -> str:
 
 def install(level: str, python: tuple[int, ...], torch: str) -> None:
     folder = next((VENV / "lib").glob("python*/site-packages"))
-    is_outside = bool(torch) and subprocess.call([sys.executable, "-c", "import torch"], stderr=subprocess.DEVNULL) == 0
-    if is_outside:
+    used = str(folder)
+    if torch and subprocess.call([sys.executable, "-c", "import torch"], stderr=subprocess.DEVNULL) == 0:
+        used = torch
         print(f"Using the PyTorch of {sys.executable}", flush=True)
         # `addsitedir` and not the bare path: that folder may have .pth files of its own.
         (folder / "torch-from-outside.pth").write_text(f"import site; site.addsitedir({torch!r})\n")
@@ -216,7 +217,7 @@ def install(level: str, python: tuple[int, ...], torch: str) -> None:
     ask = "from importlib.metadata import version; print(version('torch'))"
     version = subprocess.check_output([str(PYTHON), "-c", ask], universal_newlines=True).strip()
     CONSTRAINTS.write_text(f"torch=={version}\n")  # no later step may replace it
-    TORCH_FOLDERS.write_text(f"{torch}\n{torch if is_outside else folder}")
+    TORCH_FOLDERS.write_text(f"{torch}\n{used}")
     more = requirements(level, python)
     if level == "test" and not more:
         print(f"MindSpore has no wheels for Python {dotted(python)}: its tests are left out.", flush=True)
@@ -231,7 +232,9 @@ def pip(what: str, arguments: list[str]) -> None:
     if return_code != 0:
         text = PIP_LOG.read_text(errors="replace")
         UNFINISHED.unlink()  # pip ended by itself and has cleaned up: the next start can go on from here
-        fail("\n".join([*text.splitlines()[-12:], f"{what}: pip failed."]), diagnose(text))
+        sys.exit(
+            "\n".join([*text.splitlines()[-12:], f"{what}: pip failed; all it said is in {PIP_LOG}", diagnose(text)])
+        )
 
 
 @contextlib.contextmanager
@@ -287,10 +290,6 @@ def needs_onednn_cure(python: str, environment: dict[str, str], is_cached: bool)
     if is_cached and return_code <= 0:  # an ordinary error says nothing about the CPU
         cache.write_text(f"{key} {'dies' if return_code < 0 else 'works'}")
     return return_code < 0
-
-
-def fail(what: str, do: str) -> NoReturn:
-    sys.exit(f"{what}\n{do}")
 
 
 if __name__ == "__main__":

@@ -266,8 +266,19 @@ def test_the_choice_fails_at_a_framework_that_dies_on_import(machine_with_both):
     assert "MindSpore" in choice.why
 
 
+def test_the_choice_fails_at_a_mindspore_with_the_wrong_numpy(machine_with_both):
+    broken = stopped(machine_with_both.mindspore, "first operator", "SystemError: …")
+    facts = replace(machine_with_both, mindspore=broken, packages=(Package("numpy", "2.4.6", "arrays"),))
+    choice = choose(facts)
+    assert choice.platform is None
+    assert "NumPy 2" in choice.why
+    assert choose(with_environment(facts, HYPER_PARALLEL_PLATFORM="torch")).platform is PlatformType.PYTORCH
+
+
 def test_the_choice_says_why_there_is_none(machine):
-    assert choose(replace(machine, torch=Framework(PlatformType.PYTORCH))).why == "No framework can be used."
+    none = choose(replace(machine, torch=Framework(PlatformType.PYTORCH)))
+    assert none.platform is None
+    assert none.why == "MindSpore is not installed, PyTorch is not installed."
     old = replace(machine, torch=replace(machine.torch, version="1.13.1"))
     assert "too old" in choose(with_environment(old, HYPER_PARALLEL_PLATFORM="torch")).why
 

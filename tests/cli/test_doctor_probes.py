@@ -6,15 +6,20 @@ import importlib.util
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
+import hyper_parallel
+from hyper_parallel.cli.doctor import frameworks
 from hyper_parallel.cli.doctor.facts import Bfloat16, Framework
 from hyper_parallel.cli.doctor.frameworks import framework_of, is_installed, judge_bfloat16
 from hyper_parallel.cli.doctor.processes import Answer, Run, module_command, run_all
 from hyper_parallel.platform import PlatformType
 from hyper_parallel.platform.probe_report import run_stages
 
+SOURCE = str(Path(hyper_parallel.__file__).parents[1])
 PROLOGUE = "import os, signal, sys, time; "
 SOME = '{"stage": "first operator", "version": "2.13.0", "error": null}'
 
@@ -80,12 +85,19 @@ def test_processes_that_a_probe_started_end_with_it(tmp_path):
         f"open({str(note)!r}, 'w').write(str(child.pid)); time.sleep(600)"
     )
     ask(code, deadline_s=3)
-    pid = int(note.read_text())
+    # The signal has been sent; the system may take a moment to act on it.
+    end = time.monotonic() + 30
+    while _is_running(int(note.read_text())):
+        assert time.monotonic() < end, "the child of the probe still runs"
+        time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
-            assert file.read().rsplit(")", 1)[1].split()[0] == "Z", "only its entry may be left, for its new parent"
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
-        pass
+        return False
 
 
 def test_a_probe_that_raises_is_reported_with_its_last_line():
@@ -177,6 +189,51 @@ RIGHT, WRONG, DIED, FAILED = answer(0, is_right=True), answer(0, is_right=False)
 )
 def test_two_bfloat16_probes_tell_whether_the_variable_is_needed(is_set, as_is, otherwise, expected):
     assert judge_bfloat16(is_set, as_is, otherwise) is expected
+
+
+TORCH_THAT_DIES = """
+import os, signal
+from types import SimpleNamespace
+
+__version__, bfloat16, uint8 = "2.13.0", "bfloat16", "uint8"
+version = SimpleNamespace(cuda=None)
+cuda = SimpleNamespace(is_available=lambda: False)
+
+class Tensor:
+    __eq__ = __matmul__ = lambda self, other: self
+    all = sum = lambda self: self
+    backward = lambda self: None
+
+def multiply(left, right):
+    if os.environ.get("ONEDNN_MAX_CPU_ISA") != "AVX512_CORE_FP16":
+        os.kill(os.getpid(), signal.SIGILL)
+    return left
+
+mm = bmm = multiply
+nn = SimpleNamespace(functional=SimpleNamespace(linear=multiply))
+ones = lambda *sizes, **options: Tensor()
+get_num_threads = lambda: 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, Bfloat16.NEEDS_CURE), ("AVX512_CORE_FP16", Bfloat16.CURED), ("ALL", Bfloat16.INCURABLE)],
+)
+def test_a_pytorch_that_dies_of_bfloat16_is_tried_with_the_cure(tmp_path, monkeypatch, value, expected):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(TORCH_THAT_DIES)
+    (tmp_path / "torch" / "distributed.py").write_text("is_available = lambda: False")
+    monkeypatch.setattr(frameworks, "is_installed", lambda name: name == "torch")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), SOURCE]))
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if value is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", value)
+    torch, mindspore, bfloat16 = frameworks.ask_frameworks()
+    assert torch.error is None
+    assert torch.is_usable, "what is not bfloat16 still works"
+    assert not mindspore.is_installed
+    assert bfloat16 is expected
 
 
 def test_a_stage_that_raises_ends_the_probe_with_its_error(capsys):

@@ -101,7 +101,10 @@ def test_a_profiler_range_is_a_context_and_a_decorator(backend: Backend, platfor
         import torch
 
         activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities) as profile, platform.profiler_record("range in a block"):
+        with (
+            torch.profiler.profile(activities=activities, acc_events=True) as profile,
+            platform.profiler_record("range in a block"),
+        ):
             double(backend.tensor([1.0]))
         names = {event.key for event in profile.key_averages()}
         assert {"range in a block", "decorated range"} <= names

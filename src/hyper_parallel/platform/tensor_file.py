@@ -118,7 +118,8 @@ def write_tensors(
 
     Raises:
         ValueError, TypeError: a tensor or an entry that cannot be stored, or content that does not fit its spec.
-        OSError: no such folder, no permission, a full disk. The file that was there is unchanged.
+        OSError: no such folder, no permission, a full disk. The file that was there is unchanged, unless the message
+            says that the new one is in place and only the sync of its folder failed.
 
     Example:
         >>> write_tensors("w.safetensors", [TensorSpec("w", "F32", (2,))], {"w": bytes(8)}.__getitem__)
@@ -201,13 +202,17 @@ def _header_sum(header: bytes) -> bytes:
 def _write_tensor(descriptor: int, target: str, spec: TensorSpec, content: Buffer) -> str:
     try:
         view = memoryview(content)
+        big_endian = view.format.startswith((">", "!"))
         view = view.cast("B") if view.nbytes else memoryview(b"")  # a view with a length of zero cannot be cast
-    except TypeError:
+    except (TypeError, ValueError, BufferError):  # ValueError: an element that Python has no letter for
         raise ArgumentTypeError(
             f"The content of tensor {spec.name!r} cannot be written.",
             expected="a contiguous bytes-like object",
             got=describe(content),
+            do="Give its bytes, for example `array.view(numpy.uint8)` of a contiguous array.",
         ) from None
+    if big_endian:
+        raise ArgumentError(f"The content of tensor {spec.name!r} is big-endian.", expected="little-endian content")
     if view.nbytes != spec.size_bytes:
         raise ArgumentError(
             f"The content of tensor {spec.name!r} has the wrong size.",

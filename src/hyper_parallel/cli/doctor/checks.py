@@ -92,36 +92,47 @@ def choose(facts: Facts) -> Choice:
     value = facts.environment.get(HYPER_PARALLEL_PLATFORM, "")
     if value:
         try:
-            wanted = PlatformType(value.strip().lower())
+            framework = facts.framework(PlatformType(value.strip().lower()))
         except ValueError:
             return Choice(None, f"{HYPER_PARALLEL_PLATFORM} is {value!r}, which names no framework.")
-        return _choose_named(facts.framework(wanted))
+        obstacle = _obstacle(facts, framework)
+        if obstacle is None:
+            return Choice(framework.platform, f"{HYPER_PARALLEL_PLATFORM} names it.")
+        return Choice(None, f"{HYPER_PARALLEL_PLATFORM} names {framework.platform.display_name}, which {obstacle.why}.")
+    passed_over: list[str] = []
     for framework in facts.frameworks:
-        if framework.is_importable and framework.is_recent_enough:
-            if framework is facts.mindspore:
-                reason = "MindSpore is tried first"
-            else:
-                reason = "MindSpore cannot be used" if facts.mindspore.is_installed else "MindSpore is not installed"
+        obstacle = _obstacle(facts, framework)
+        name = framework.platform.display_name
+        if obstacle is None:
+            reason = "; ".join(passed_over) or f"{name} is tried first"
             return Choice(framework.platform, f"{HYPER_PARALLEL_PLATFORM} is not set, and {reason}.")
-        if framework.is_installed and not framework.is_importable and not _is_import_error(framework):
-            # Only an ImportError makes get_platform() go on to the next one.
-            return Choice(None, f"{framework.platform.display_name} is tried and breaks at import.")
-    return Choice(None, "No framework can be used.")
+        if not obstacle.is_passed_over:
+            return Choice(None, f"{name} is tried, and {obstacle.why}.")
+        passed_over.append(f"{name} {obstacle.why}")
+    return Choice(None, f"{', '.join(passed_over)}.")
 
 
-def _choose_named(framework: Framework) -> Choice:
-    name = framework.platform.display_name
-    if framework.is_importable and framework.is_recent_enough:
-        return Choice(framework.platform, f"{HYPER_PARALLEL_PLATFORM} names it.")
+@dataclass(frozen=True)
+class _Obstacle:
+    """Why a framework cannot be chosen, and whether `get_platform()` then goes on to the next or raises."""
+
+    why: str
+    is_passed_over: bool
+
+
+def _obstacle(facts: Facts, framework: Framework) -> _Obstacle | None:
     if not framework.is_installed:
-        state = "is not installed"
-    else:
-        state = "is too old" if framework.is_importable else "cannot be imported"
-    return Choice(None, f"{HYPER_PARALLEL_PLATFORM} names {name}, which {state}.")
-
-
-def _is_import_error(framework: Framework) -> bool:
-    return (framework.error or "").startswith(("ImportError", "ModuleNotFoundError"))
+        return _Obstacle("is not installed", is_passed_over=True)
+    if not framework.is_importable:
+        is_import_error = (framework.error or "").startswith(("ImportError", "ModuleNotFoundError"))
+        return _Obstacle(
+            "cannot be imported" if is_import_error else "breaks at import", is_passed_over=is_import_error
+        )
+    if not framework.is_recent_enough:
+        return _Obstacle("is too old", is_passed_over=True)
+    if framework is facts.mindspore and not framework.is_usable and _has_numpy_2(facts):
+        return _Obstacle("does not work with NumPy 2", is_passed_over=False)
+    return None
 
 
 def _any_usable(facts: Facts) -> _Verdict:
@@ -181,7 +192,7 @@ def _both_frameworks(facts: Facts) -> _Verdict:
     if facts.environment.get(HYPER_PARALLEL_PLATFORM):
         return _ok(f"Both are installed, and {HYPER_PARALLEL_PLATFORM} says which one is meant.")
     return _attention(
-        "PyTorch and MindSpore are both installed; get_platform() chooses MindSpore.",
+        "PyTorch and MindSpore are both installed; get_platform() takes MindSpore first.",
         f"Set {HYPER_PARALLEL_PLATFORM}=torch if you work with PyTorch, =mindspore to say that MindSpore is meant.",
     )
 

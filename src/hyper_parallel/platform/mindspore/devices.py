@@ -49,7 +49,7 @@ class Devices:
     @staticmethod
     def get_device_handle() -> Any:
         """Streams, events and counts of the device, under the names that `torch.cuda` and `torch.cpu` have."""
-        return _HostHandle() if _target() == "CPU" else _AcceleratorHandle()
+        return _HostHandle if _target() == "CPU" else _AcceleratorHandle
 
     @staticmethod
     def get_rng_state() -> dict[str, Any]:
@@ -158,13 +158,11 @@ class _HostHandle:
 class _AcceleratorHandle:
     """Ascend (or GPU): the framework's own. Not run by our tests, which have no such device."""
 
-    def __init__(self) -> None:
-        runtime = mindspore.runtime
-        self.Stream = runtime.Stream
-        self.Event = runtime.Event
-        self.current_stream = runtime.current_stream
-        self.stream = runtime.StreamCtx
-        self.synchronize = runtime.synchronize
+    Stream = mindspore.runtime.Stream
+    Event = mindspore.runtime.Event
+    current_stream = staticmethod(mindspore.runtime.current_stream)
+    stream = mindspore.runtime.StreamCtx
+    synchronize = staticmethod(mindspore.runtime.synchronize)
 
     @staticmethod
     def device_count() -> int:

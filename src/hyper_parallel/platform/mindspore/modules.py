@@ -224,6 +224,9 @@ class _HookHandle:
 
 
 def _forgets_when_it_raises(hook: Callable[..., Any]) -> Callable[..., Any]:
+    if not callable(hook):  # MindSpore checks what it is handed, which is the function below
+        raise ArgumentTypeError("A hook is a function.", expected="a callable", got=describe(hook))
+
     @functools.wraps(hook, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def run(cell: nn.Cell, grad_input: Any, grad_output: Any) -> Any:
         try:

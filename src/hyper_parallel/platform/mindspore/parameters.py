@@ -163,8 +163,8 @@ _creation = _Creation()
 _patch_lock = threading.Lock()
 _num_blocks = 0  # of all threads; MindSpore is changed only while this is above 0
 _buffer_hooks: list[Any] = []
-_plain_init = Parameter.__init__
-_plain_new_args = Parameter._get_parameter_new_args
+_plain_init: Any = Parameter.__init__
+_plain_new_args: Any = Parameter._get_parameter_new_args
 
 
 @contextmanager
@@ -172,9 +172,10 @@ def _creation_on(device: str, include_buffers: bool) -> Iterator[None]:
     # MindSpore's own `DeviceCtx` moves everything that any thread creates meanwhile, tensors and buffers included. So
     # the two functions through which every parameter is created are wrapped while a block is open; they ask the
     # thread's own blocks what to do, and a thread outside any block creates its parameters as ever.
-    global _num_blocks
+    global _num_blocks, _plain_init, _plain_new_args
     with _patch_lock:
         if _num_blocks == 0:
+            _plain_init, _plain_new_args = Parameter.__init__, Parameter._get_parameter_new_args
             Parameter.__init__ = _init_on_device
             Parameter._get_parameter_new_args = staticmethod(_new_args_on_device)
             _buffer_hooks.append(register_cell_buffer_registration_hook(_move_buffer))

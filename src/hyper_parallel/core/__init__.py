@@ -1,0 +1,1 @@
+"""Framework-neutral parts: swapping, regions, planning, distributed tensors and functions."""

@@ -1,0 +1,73 @@
+"""What the engine needs of a device; nothing else of a framework is ever touched.
+
+A *stream* runs what it is given in order; an *event* marks a point in one. Nothing here blocks the host but `join`, and, on a
+device whose compute runs in the calling thread (the CPU), `wait_event` on the compute stream.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+# Device memory: one whole storage. The reference is the ownership: dropping the last one frees the memory.
+Buffer: TypeAlias = Any
+
+
+class Event(Protocol):
+    def query(self) -> bool:
+        """Whether everything before the event has happened."""
+
+    def join(self) -> None:
+        """Block the host until then."""
+
+
+class Stream(Protocol):
+    def record_event(self) -> Event:
+        """Mark this point."""
+
+    def wait_event(self, event: Event) -> None:
+        """What is given to this stream from now on comes after the event."""
+
+
+class Block(Protocol):
+    """A piece of slower memory of an exact size: pinned host memory, or a part of a file."""
+
+    num_bytes: int
+    # The last copy that read or wrote it: whoever writes it next comes after (O3, O9). None: never used.
+    last_use: Event | None
+
+
+class Tier(Protocol):
+    """Slower memory: the pinned arena, or a directory."""
+
+    name: str  # "host" or "disk"
+
+    def take(self, num_bytes: int) -> Block | None:
+        """A block of that size, or None past the budget or when the system has no more; it never raises for want of room."""
+
+    def give(self, block: Block) -> None:
+        """Take a block back. Called from any thread, also in the middle of another call: it must not block."""
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes held from the system, in use or not."""
+
+
+class SwapDevice(Protocol):
+    def current_stream(self) -> Stream:
+        """The stream the caller computes on; looked up at every use, never kept as "the" stream."""
+
+    def offload_stream(self) -> Stream: ...
+
+    def load_stream(self) -> Stream: ...
+
+    def allocate(self, num_bytes: int, stream: Stream) -> Buffer:
+        """Device memory from the pool of `stream`. Raises MemoryError (of any kind) when there is none."""
+
+    def launch_offload(self, block: Block, source: Buffer, stream: Stream) -> None:
+        """Enqueue the copy of a whole source into a block. May raise; then nothing was enqueued."""
+
+    def launch_load(self, buffer: Buffer, block: Block, stream: Stream) -> None:
+        """Enqueue the copy of a block into a buffer. May raise; then nothing was enqueued."""
