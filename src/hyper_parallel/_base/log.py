@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
-
-from hyper_parallel._base.errors import ArgumentError
 
 ROOT_NAME = "hyper_parallel"
 LEVEL_VARIABLE = "HYPER_PARALLEL_LOG"
@@ -54,12 +53,12 @@ def show_logs_from_environment() -> None:
     if not wanted:
         return
     if wanted not in _LEVELS:
-        raise ArgumentError(
-            f"{LEVEL_VARIABLE} names no log level.",
-            expected="one of " + ", ".join(_LEVELS),
-            got=repr(wanted),
-            do=f"Set {LEVEL_VARIABLE} to one of them, or unset it.",
+        # Not an error: a typing mistake in a variable about logs must not stop a training job at its first import.
+        warnings.warn(
+            f"{LEVEL_VARIABLE}={wanted!r} names no log level and is ignored; expected one of {', '.join(_LEVELS)}.",
+            stacklevel=2,
         )
+        return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     root.addHandler(handler)

@@ -13,6 +13,9 @@ Buffer: TypeAlias = Any
 
 
 class Event(Protocol):
+    # Why the work before the event did not happen (a full disk); None on devices whose copies cannot fail by halves.
+    error: BaseException | None
+
     def query(self) -> bool:
         """Whether everything before the event has happened."""
 
@@ -32,8 +35,8 @@ class Block(Protocol):
     """A piece of slower memory of an exact size: pinned host memory, or a part of a file."""
 
     num_bytes: int
-    # The last copy that read or wrote it: whoever writes it next comes after (O3, O9). None: never used.
-    last_use: Event | None
+    # The last copies that read or wrote this memory: whoever writes it next comes after them (O3, O9).
+    last_uses: tuple[Event, ...]
 
 
 class Tier(Protocol):

@@ -1,0 +1,57 @@
+"""Sources whose offload is under way, held in order and counted in bytes (O2)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from hyper_parallel.core.swap.device import Buffer, Event
+from hyper_parallel.core.swap.slot import Slot
+
+
+class InFlight:
+    """One copy under way: the memory it needs, and the event that tells it is done."""
+
+    __slots__ = ("buffer", "event", "num_bytes", "slot")
+
+    def __init__(self, slot: Slot | None, buffer: Buffer, event: Event, num_bytes: int) -> None:
+        self.slot = slot
+        self.buffer = buffer
+        self.event = event
+        self.num_bytes = num_bytes
+
+
+class Window:
+    """First in, first out. `held_bytes == sum(entry.num_bytes)`."""
+
+    def __init__(self) -> None:
+        self._entries: deque[InFlight] = deque()
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, entry: InFlight) -> None:
+        self._entries.append(entry)
+        self.held_bytes += entry.num_bytes
+
+    def oldest(self) -> InFlight | None:
+        return self._entries[0] if self._entries else None
+
+    def pop_oldest(self) -> InFlight:
+        entry = self._entries.popleft()
+        self.held_bytes -= entry.num_bytes
+        return entry
+
+    def pop_finished(self) -> Iterator[InFlight]:
+        """The oldest entries whose copies are done. A stream finishes in order, so the first that is not done ends the look."""
+        while self._entries and self._entries[0].event.query():
+            yield self.pop_oldest()
+
+    def remove(self, event: Event) -> None:
+        """Forget the entry of an event that someone has waited for."""
+        for entry in self._entries:
+            if entry.event is event:
+                self._entries.remove(entry)
+                self.held_bytes -= entry.num_bytes
+                return
