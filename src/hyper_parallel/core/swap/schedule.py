@@ -26,7 +26,7 @@ def loads_to_launch(candidates: Iterable[tuple[T, int]], unclaimed_bytes: int, l
 
 def deepened(depth_bytes: int, limit_bytes: int) -> int:
     """The prefetch depth after a load came late: half as much again, up to the limit."""
-    return min(max(depth_bytes + depth_bytes // 2, 1), max(limit_bytes, depth_bytes))
+    return min(depth_bytes + max(depth_bytes // 2, 1), max(limit_bytes, depth_bytes))
 
 
 def tail(saved: Iterable[tuple[Key, int]], room_bytes: int) -> set[Key]:

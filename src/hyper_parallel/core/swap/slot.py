@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from hyper_parallel.core.swap.device import Block, Buffer, Event, Stream, Tier
 from hyper_parallel.core.swap.states import Change, SlotState, after
@@ -25,12 +25,18 @@ class Slot:
     """
 
     __slots__ = (
-        "__weakref__", "block", "buffer", "changed", "group", "index", "label", "loaded", "num_bytes", "offloaded",
+        "__weakref__", "block", "buffer", "changed", "group", "handles", "index", "label", "loaded", "num_bytes", "offloaded",
         "read_version", "saved_version", "source", "state", "stream", "tier", "waiting",
     )  # fmt: skip
 
     def __init__(
-        self, source: Buffer, num_bytes: int, stream: Stream, group: Group, label: str, read_version: Callable[[], int]
+        self,
+        source: Buffer,
+        num_bytes: int,
+        stream: Stream,
+        group: Group,
+        label: object,
+        read_version: Callable[[], int],
     ) -> None:
         self.num_bytes = num_bytes
         self.label = label
@@ -45,7 +51,8 @@ class Slot:
         self.read_version: Callable[[], int] | None = read_version
         self.saved_version = read_version()
         self.changed: int | None = None  # the version that was found instead of the saved one
-        self.waiting: dict[int, None] = {}  # handles that have not asked since the last load
+        self.handles: dict[int, None] = {}  # living handles, by number
+        self.waiting: dict[int, None] = {}  # those of them that have not asked in this pass of backward
         self.group = group
         self.index = group.add(self)
 
@@ -82,27 +89,56 @@ class Handle:
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self.number = next(Handle._numbers)
-        slot.waiting[self.number] = None
+        slot.handles[self.number] = slot.waiting[self.number] = None
 
     def __del__(self) -> None:
         slot = getattr(self, "slot", None)
         if slot is not None:
-            slot.waiting.pop(self.number, None)  # atomic: no lock in a finaliser
+            slot.waiting.pop(self.number, None)  # atomic, as the next: no lock in a finaliser
+            slot.handles.pop(self.number, None)
 
 
 class Group:
     """The slots of one call of one module (or one `with` block), in the order of saving."""
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, chain: list[weakref.ref[Group]]) -> None:
         self.label = label
+        self.chain = chain  # the groups of this thread's forward in order, itself among them, weakly
         self.slots: list[weakref.ref[Slot]] = []
-        self.cursor = -1  # slots after this one were prefetched or asked for in the current pass
+        self.cursor = -1  # prefetch goes on with this slot: those after it were loaded or asked for in this pass
         self.has_ended = False  # backward has reached it
 
     def add(self, slot: Slot) -> int:
         self.slots.append(weakref.ref(slot))
         self.cursor = len(self.slots) - 1
         return len(self.slots) - 1
+
+    def earlier(self) -> Iterator[Group]:
+        """This group and the living ones before it, newest first."""
+        seen = False
+        for ref in reversed(self.chain):
+            group = ref()
+            seen = seen or group is self
+            if seen and group is not None:
+                yield group
+
+    def is_newest(self) -> bool:
+        """Whether nothing that is still alive was saved after this group."""
+        for ref in reversed(self.chain):
+            group = ref()
+            if group is self:
+                return True
+            if group is not None and any(slot() is not None for slot in group.slots):
+                return False
+        return True
+
+    def begin_pass(self) -> None:
+        """Backward starts over (it was run with the graph retained): every handle will ask again."""
+        self.cursor = len(self.slots) - 1
+        for ref in self.slots:
+            slot = ref()
+            if slot is not None:
+                slot.waiting = dict(slot.handles)
 
     def key(self, slot: Slot) -> tuple[str, int, int]:
         """What names this slot in the next step, too."""

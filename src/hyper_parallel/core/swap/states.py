@@ -42,12 +42,15 @@ TRANSITIONS: dict[tuple[SlotState, Change], SlotState] = {
 }
 
 
-def after(state: SlotState, change: Change, *, label: str, on_disk: bool = False) -> SlotState:
+def after(state: SlotState, change: Change, *, label: object, on_disk: bool = False) -> SlotState:
     """The state after a change; raises where the table has none."""
     new = TRANSITIONS.get((state, change))
     if new is None:
         legal = sorted(s.value for s, c in TRANSITIONS if c is change)
         raise StateError(
-            f"Cannot {change.value} now.", expected="state " + " or ".join(legal), got=f"state {state.value}", where=label
+            f"Cannot {change.value} now.",
+            expected="state " + " or ".join(legal),
+            got=f"state {state.value}",
+            where=str(label),
         )
     return SlotState.DISK if on_disk and new is SlotState.HOST else new

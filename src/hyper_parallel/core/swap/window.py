@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from hyper_parallel.core.swap.device import Buffer, Event
+from hyper_parallel.core.swap.device import Buffer, Event, Stream
 from hyper_parallel.core.swap.slot import Slot
 
 
 class InFlight:
     """One copy under way: the memory it needs, and the event that tells it is done."""
 
-    __slots__ = ("buffer", "event", "num_bytes", "slot")
+    __slots__ = ("buffer", "event", "num_bytes", "slot", "stream")
 
-    def __init__(self, slot: Slot | None, buffer: Buffer, event: Event, num_bytes: int) -> None:
+    def __init__(self, slot: Slot | None, stream: Stream, buffer: Buffer, event: Event, num_bytes: int) -> None:
         self.slot = slot
+        self.stream = stream  # the one whose pool the memory returns to
         self.buffer = buffer
         self.event = event
         self.num_bytes = num_bytes

@@ -1,0 +1,1 @@
+"""Save, recompute or swap what backward needs."""

@@ -1,0 +1,47 @@
+"""What a policy may answer."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from hyper_parallel._base.errors import ArgumentTypeError, describe
+
+
+class CheckpointPolicy(Enum):
+    """What happens to a value that backward needs. `MUST_…` is never changed by a plan, `PREFER_…` may be."""
+
+    MUST_SAVE = 0
+    PREFER_SAVE = 1
+    MUST_RECOMPUTE = 2
+    PREFER_RECOMPUTE = 3
+    MUST_SWAP = 4
+
+
+# PyTorch's own enum is recognised by the names of its members: this file knows no framework. It says "offload" for swap.
+_BY_NAME = {
+    **{member.name: member for member in CheckpointPolicy},
+    "MUST_CPU_OFFLOAD": CheckpointPolicy.MUST_SWAP,
+    "PREFER_CPU_OFFLOAD": CheckpointPolicy.MUST_SWAP,
+}
+
+
+def as_policy(answer: Any) -> CheckpointPolicy:
+    """The policy that a policy function's answer stands for."""
+    if isinstance(answer, CheckpointPolicy):
+        return answer
+    if isinstance(answer, bool):
+        return CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
+    if isinstance(answer, Enum) and type(answer).__name__ == "CheckpointPolicy" and answer.name in _BY_NAME:
+        return _BY_NAME[answer.name]
+    raise ArgumentTypeError(
+        "A policy gave an answer that means nothing.",
+        expected="a CheckpointPolicy, True or False",
+        got=describe(answer),
+        do="Return CheckpointPolicy.MUST_SAVE, MUST_RECOMPUTE or MUST_SWAP (or True to save, False for the default).",
+    )
+
+
+def keeps_tensor(answer: Any) -> bool:
+    """For a policy about tensors: `MUST_SAVE`, `PREFER_SAVE` and True keep the tensor, everything else swaps it."""
+    return as_policy(answer) in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)

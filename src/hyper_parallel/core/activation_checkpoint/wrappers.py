@@ -1,0 +1,30 @@
+"""What can be said about wrappers on both frameworks."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from hyper_parallel.platform import platform_of
+
+
+def wrappers(model: Any) -> list[tuple[str, Any]]:
+    """The wrappers in `model` as `(name, wrapper)`, each once, an outer one before those inside it.
+
+    The name is the one that the wrapped module has in the framework's own listing, where wrappers do not appear; wrappers
+    around one module share it, and the root's is empty.
+
+    Raises:
+        TypeError: `model` is not a module of PyTorch or MindSpore.
+
+    Example:
+        >>> from torch import nn
+        >>> from hyper_parallel.platform.torch.activation_checkpoint import swap_wrapper
+        >>> model = nn.Sequential(nn.Linear(2, 2), swap_wrapper(nn.Linear(2, 2)))
+        >>> [(name, type(wrapper).__name__) for name, wrapper in wrappers(model)]
+        [('1', 'SwapWrapper')]
+    """
+    framework = platform_of(model, call="wrappers").platform_type.value
+    backend = importlib.import_module(f"hyper_parallel.platform.{framework}.activation_checkpoint")
+    found: list[tuple[str, Any]] = backend.list_wrappers(model)
+    return found

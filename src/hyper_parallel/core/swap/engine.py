@@ -1,0 +1,421 @@
+"""The engine: launches offloads and loads in an order that is always right, and holds what must be held.
+
+See the README in this folder for the rules O1 to O9 that the comments name. Thread-safe: one lock, held for bookkeeping and for
+enqueueing, never while the host waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hyper_parallel._base import trace
+from hyper_parallel._base.errors import StateError
+from hyper_parallel._base.log import get_logger
+from hyper_parallel.core.swap import schedule
+from hyper_parallel.core.swap.device import Buffer, Event, Stream, SwapDevice, Tier
+from hyper_parallel.core.swap.slot import Group, Handle, Slot
+from hyper_parallel.core.swap.states import Change, SlotState
+from hyper_parallel.core.swap.stats import SwapStats
+from hyper_parallel.core.swap.window import InFlight, Window
+
+_logger = get_logger("swap")
+
+
+class Limits:
+    """How much the engine may hold; changed between steps by configuration."""
+
+    def __init__(self, window_bytes: int, prefetch_bytes: int, on_full: str = "wait") -> None:
+        self.window_bytes = window_bytes
+        self.prefetch_bytes = prefetch_bytes
+        self.on_full = on_full
+
+
+class SwapEngine:
+    """Swaps storages of one device.
+
+    Fields, all guarded by `_lock`:
+        _window: sources of offloads under way (O2)
+        _loading: buffers of loads that nobody has waited for (O7)
+        _unclaimed: slots that were prefetched and not asked for yet, weakly
+        _tail: keys of what forwards of these labels saved at their very end
+        _lost: memory that a copy may still touch and whose end nothing tells; see `_settle`
+    """
+
+    def __init__(self, device: SwapDevice, tiers: list[Tier], limits: Limits) -> None:
+        self.device = device
+        self.tiers = tiers
+        self.limits = limits
+        self.stats = SwapStats()
+        self._lock = threading.Lock()
+        self._window = Window()
+        self._loading = Window()
+        self._unclaimed: list[weakref.ref[Slot]] = []
+        self._lost: list[Any] = []
+        self._thread = threading.local()
+        self._tail: set[tuple[str, int, int]] = set()
+        self._kept_tail: list[weakref.ref[Slot]] = []
+        self._depth_bytes = max(limits.prefetch_bytes // 4, 1)
+        self._said: set[str] = set()
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def new_group(self, label: str) -> Group:
+        """A group that comes after every group this thread made before."""
+        chain: list[weakref.ref[Group]] = self._thread.__dict__.setdefault("chain", [])
+        with self._lock:
+            while chain and chain[-1]() is None:  # groups of a step that is over
+                chain.pop()
+            if len(chain) > 64 and sum(ref() is None for ref in chain) > len(chain) // 2:
+                chain[:] = [ref for ref in chain if ref() is not None]
+            group = Group(label, chain)
+            chain.append(weakref.ref(group))
+        return group
+
+    def save(
+        self, source: Buffer, num_bytes: int, group: Group, label: object, read_version: Callable[[], int]
+    ) -> Slot:
+        """Manage a storage: its offload is launched, or it is kept on the device with the reason counted.
+
+        `source` must not lead to an autograd node. `read_version` tells how often the storage was changed in place.
+        """
+        stream = self.device.current_stream()
+        slot = Slot(source, num_bytes, stream, group, label, read_version)
+        with self._lock:
+            self._drop_finished()
+            reason = self._reason_to_keep(slot)
+        if reason is not None:
+            self._keep(slot, reason)
+            return slot
+        self._make_room(slot)
+        with self._lock:
+            reason = self._launch_offload(slot, stream)
+        if reason is not None:
+            self._keep(slot, reason)
+        return slot
+
+    def _reason_to_keep(self, slot: Slot) -> str | None:
+        if slot.group.key(slot) in self._tail:
+            alive = [kept for ref in self._kept_tail if (kept := ref()) is not None]
+            if sum(kept.num_bytes for kept in alive) + slot.num_bytes <= self._tail_room_bytes():
+                self._kept_tail = [weakref.ref(kept) for kept in alive] + [weakref.ref(slot)]
+                return "needed first in backward"
+        if self.limits.on_full == "keep" and not self._fits(slot):
+            return "the link is behind"
+        return None
+
+    def _tail_room_bytes(self) -> int:
+        return self.limits.window_bytes // 2
+
+    def _fits(self, slot: Slot) -> bool:
+        return len(self._window) == 0 or self._window.held_bytes + slot.num_bytes <= self.limits.window_bytes
+
+    def _make_room(self, slot: Slot) -> None:
+        """Until the source fits into the window, let compute wait for the oldest offload (O2)."""
+        while True:
+            with self._lock:
+                oldest = self._window.oldest()
+                if oldest is None or self._fits(slot):
+                    return
+            # The wait comes before the reference is dropped, and on the stream whose pool the memory returns to: what reuses it
+            # there is then written after the copy has read. (Another thread may drop the same entry meanwhile: it waited, too.)
+            _wait(oldest.stream, oldest.event)
+            with self._lock:
+                self.stats.num_window_waits += 1
+                if self._window.oldest() is oldest:
+                    self._finish_offload(self._window.pop_oldest())
+
+    def _launch_offload(self, slot: Slot, stream: Stream) -> str | None:
+        """Enqueue the copy; the reason, if it cannot be."""
+        for tier in self.tiers:
+            block = tier.take(slot.num_bytes)
+            if block is not None:
+                break
+        else:
+            return "no room in " + (" or ".join(tier.name for tier in self.tiers) or "any tier")
+        slot.look_for_change()
+        try:
+            offload = self.device.offload_stream()
+            for event in block.last_uses:
+                offload.wait_event(event)  # O3, O9
+            offload.wait_event(stream.record_event())  # O1
+            self.device.launch_offload(block, slot.source, offload)
+        except BaseException:
+            tier.give(block)
+            raise
+        self.stats.offloaded_bytes += slot.num_bytes
+        self.stats.num_offloads += 1
+        try:
+            slot.offloaded = offload.record_event()
+        except BaseException:
+            if self._settle(offload, slot.label, (slot.source, block)):
+                tier.give(block)
+            raise
+        slot.block, slot.tier = block, tier
+        block.last_uses = (slot.offloaded,)  # O9
+        slot.move(Change.LAUNCH_OFFLOAD)
+        self._window.add(InFlight(slot, stream, slot.source, slot.offloaded, slot.num_bytes))
+        self.stats.peak_in_flight_bytes = max(self.stats.peak_in_flight_bytes, self._window.held_bytes)
+        trace.emit("swap.offload", label=slot.label, bytes=slot.num_bytes, tier=tier.name)
+        return None
+
+    def _settle(self, stream: Stream, label: object, memory: Any) -> bool:
+        """A copy is under way and its event could not be recorded: only the host can wait for it now.
+
+        False if that fails as well: then nothing will ever tell when the memory may be used again, and it stays with us.
+        """
+        try:
+            stream.record_event().join()
+        except Exception as error:
+            _logger.warning("a copy of %s cannot be followed (%s); its memory is not used again", label, error)
+            self._lost.append(memory)
+            return False
+        return True
+
+    def _keep(self, slot: Slot, reason: str) -> None:
+        with self._lock:
+            self.stats.kept[reason] += 1
+            self.stats.kept_bytes += slot.num_bytes
+            is_new = reason not in self._said
+            self._said.add(reason)
+        trace.emit("swap.keep", label=slot.label, bytes=slot.num_bytes, reason=reason)
+        if is_new:
+            _logger.info(
+                "kept on the device: %s (%d bytes, %s); said once, counted in stats()",
+                reason,
+                slot.num_bytes,
+                slot.label,
+            )
+
+    def _finish_offload(self, entry: InFlight) -> None:
+        slot = entry.slot
+        if slot is None or slot.state is not SlotState.D2H:
+            return
+        if entry.event.error is not None:
+            self._fail_offload(slot, entry.event.error)
+            return
+        slot.drop_source()
+        slot.move(Change.FINISH_OFFLOAD)
+
+    def _fail_offload(self, slot: Slot, error: BaseException) -> None:
+        """The copy did not happen (a full disk): the source is still here, so it stays."""
+        slot.move(Change.FAIL_OFFLOAD)
+        block, tier = slot.block, slot.tier
+        slot.block = slot.tier = slot.offloaded = None
+        if block is not None and tier is not None:
+            block.last_uses = ()
+            tier.give(block)
+        self.stats.kept["the copy failed"] += 1
+        self.stats.kept_bytes += slot.num_bytes
+        self.stats.offloaded_bytes -= slot.num_bytes
+        if "the copy failed" not in self._said:
+            self._said.add("the copy failed")
+            _logger.warning("%s stays on the device: %s; said once, counted in stats()", slot.label, error)
+
+    def _drop_finished(self) -> None:
+        for entry in self._window.pop_finished():
+            self._finish_offload(entry)
+        for _ in self._loading.pop_finished():
+            pass  # the load is done: whoever drops the buffer now cannot hurt it (O7)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def acquire(self, handle: Handle) -> Buffer:
+        """The storage's contents on the device, valid for what the caller enqueues on its current stream from now on.
+
+        Raises:
+            StateError: the storage was changed in place after it was saved.
+            MemoryError: there is no device memory to bring it back to.
+        """
+        slot = handle.slot
+        stream = self.device.current_stream()
+        with self._lock:
+            self._drop_finished()
+            self._begin_backward(slot)
+            slot.look_for_change()
+            if slot.changed is not None:
+                raise _changed_in_place(slot)
+            if handle.number not in slot.waiting:
+                for group in slot.group.earlier():
+                    group.begin_pass()
+            if slot.source is not None:
+                slot.waiting.pop(handle.number, None)
+                self._prefetch(slot)
+                return slot.source
+            if slot.buffer is not None and slot.stream != stream:
+                self._drop_buffer(slot)  # O8; a load under way holds the memory until it is done (O7)
+            if slot.buffer is None:
+                slot.stream = stream
+                self._launch_load(slot)
+                self._note_late(slot)
+            elif slot.loaded is not None and not slot.loaded.query():
+                self._note_late(slot)
+            buffer, loaded = slot.buffer, slot.loaded
+        if loaded is not None:
+            error = _wait(stream, loaded)  # O6
+            if error is not None:
+                with self._lock:
+                    if slot.loaded is loaded:
+                        self._drop_buffer(slot)  # so that asking again tries again
+                raise _not_loaded(slot, error) from error
+        with self._lock:
+            if slot.state is SlotState.H2D and slot.loaded is loaded:
+                slot.move(Change.FINISH_LOAD)
+                if loaded is not None:
+                    self._loading.remove(loaded)  # this stream waited: memory reused on it comes after the load
+            slot.waiting.pop(handle.number, None)
+            if not slot.waiting and slot.buffer is buffer:
+                self._drop_buffer(slot)
+            self._prefetch(slot)
+        return buffer
+
+    def _begin_backward(self, slot: Slot) -> None:
+        """The first question to the newest group means that a forward is over: what it saved last is its tail."""
+        group = slot.group
+        if group.has_ended:
+            return
+        group.has_ended = True
+        if not group.is_newest():
+            return
+        forward = [g for g in group.earlier() if g is group or not g.has_ended]
+        saved = ((g.key(s), s.num_bytes) for g in forward for ref in reversed(g.slots) if (s := ref()) is not None)
+        labels = {g.label for g in forward}
+        self._tail = {key for key in self._tail if key[0] not in labels}
+        self._tail |= schedule.tail(saved, self._tail_room_bytes())
+
+    def _prefetch(self, asked: Slot) -> None:
+        """Launch loads of what backward will ask for next, as long as they fit."""
+        asked.group.cursor = min(asked.group.cursor, asked.index - 1)
+        unclaimed = [slot for ref in self._unclaimed if (slot := ref()) is not None and slot.state is SlotState.H2D]
+        unclaimed_bytes = sum(slot.num_bytes for slot in unclaimed)
+        for slot in schedule.loads_to_launch(self._candidates(asked.group), unclaimed_bytes, self._depth_bytes):
+            try:
+                self._launch_load(slot)
+            except MemoryError:
+                break  # a prefetch is a wish: without memory it comes when it is asked for, and raises there if it must
+            slot.group.cursor = slot.index - 1
+            unclaimed.append(slot)
+        self._unclaimed = [weakref.ref(slot) for slot in unclaimed]
+
+    def _candidates(self, group: Group) -> Iterator[tuple[Slot, int]]:
+        for earlier in group.earlier():
+            for index in range(earlier.cursor, -1, -1):
+                slot = earlier.slots[index]()
+                if slot is not None and slot.state in (SlotState.HOST, SlotState.DISK):
+                    yield slot, slot.num_bytes
+
+    def _launch_load(self, slot: Slot) -> None:
+        block, stream = slot.block, slot.stream
+        if block is None or slot.offloaded is None:
+            raise StateError(
+                "A storage without a block cannot be loaded.", got=f"state {slot.state.value}", where=str(slot.label)
+            )
+        buffer = self._allocate(slot.num_bytes, stream)
+        load = self.device.load_stream()
+        load.wait_event(stream.record_event())  # O5: after the allocation, so after all earlier users of that memory
+        load.wait_event(slot.offloaded)  # O4
+        self.device.launch_load(buffer, block, load)
+        self.stats.loaded_bytes += slot.num_bytes
+        self.stats.num_loads += 1
+        try:
+            slot.loaded = load.record_event()
+        except BaseException:
+            if not self._settle(load, slot.label, (buffer, block)):
+                slot.block = None  # a copy may still read it: it is never given back
+            raise
+        slot.buffer = buffer
+        block.last_uses = (slot.offloaded, slot.loaded)  # O3
+        self._loading.add(InFlight(None, stream, buffer, slot.loaded, slot.num_bytes))  # O7
+        slot.move(Change.LAUNCH_LOAD)
+        trace.emit("swap.load", label=slot.label, bytes=slot.num_bytes)
+
+    def _allocate(self, num_bytes: int, stream: Stream) -> Buffer:
+        try:
+            return self.device.allocate(num_bytes, stream)
+        except MemoryError:
+            if not self._give_up_prefetched():
+                raise
+        return self.device.allocate(num_bytes, stream)
+
+    def _give_up_prefetched(self) -> bool:
+        """Drop buffers that nobody has asked for yet: they can come again. True if there was one."""
+        prefetched = [slot for ref in self._unclaimed if (slot := ref()) is not None and slot.state is SlotState.H2D]
+        for slot in prefetched:
+            if slot.loaded is not None:
+                slot.loaded.join()  # rare and desperate: the memory must be free when the next allocation looks
+                self._loading.remove(slot.loaded)
+            self._drop_buffer(slot)
+        self._unclaimed = []
+        return bool(prefetched)
+
+    def _drop_buffer(self, slot: Slot) -> None:
+        slot.move(Change.DROP_BUFFER)
+        slot.buffer = None
+        slot.loaded = None
+
+    def _note_late(self, slot: Slot) -> None:
+        self.stats.num_late_loads += 1
+        self._depth_bytes = schedule.deepened(self._depth_bytes, self.limits.prefetch_bytes)
+
+    # -- housekeeping -------------------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Drop what is held for copies that are done by now."""
+        with self._lock:
+            self._drop_finished()
+
+    def join(self) -> None:
+        """Block the host until no copy is under way, and drop what was held for them."""
+        while True:
+            with self._lock:
+                self._drop_finished()
+                entries = [self._window.oldest(), self._loading.oldest()]
+            events = [entry.event for entry in entries if entry is not None]
+            if not events:
+                return
+            for event in events:
+                _join(event)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        with self._lock:
+            return self._window.held_bytes + self._loading.held_bytes
+
+
+def _wait(stream: Stream, event: Event) -> BaseException | None:
+    """Let `stream` wait; a copy that failed is an answer, not an exception."""
+    try:
+        stream.wait_event(event)
+    except Exception:
+        if event.error is None:
+            raise
+    return event.error
+
+
+def _join(event: Event) -> None:
+    try:
+        event.join()
+    except Exception:
+        if event.error is None:
+            raise
+
+
+def _changed_in_place(slot: Slot) -> StateError:
+    return StateError(
+        "A tensor saved for backward was changed in place before it was copied.",
+        expected=f"version {slot.saved_version}",
+        got=f"version {slot.changed}",
+        where=str(slot.label),
+        do="Replace the in-place call after it by one that makes a new tensor, or let the policy keep this tensor.",
+    )
+
+
+def _not_loaded(slot: Slot, error: BaseException) -> StateError:
+    return StateError(
+        "A tensor saved for backward could not be brought back.",
+        got=str(error).splitlines()[0] if str(error) else type(error).__name__,
+        where=str(slot.label),
+        do="Run the step again; look at the disk if it happens twice.",
+    )

@@ -1,0 +1,320 @@
+"""Blocks out of slabs under a hard budget: what the pinned arena and the disk tier have in common.
+
+A *slab* is one large piece of slower memory: registered host memory, or a file. Blocks are ranges of slabs. The pool asks its owner
+for a new slab when no free range fits, never past the budget, and keeps slabs until `trim`.
+
+Guarantees:
+    reserved_bytes <= budget_bytes, unless the budget was lowered later (then nothing new is reserved)
+    a block carries the events of all earlier users of its memory that were not done when it was taken
+    `give` takes no lock and calls nothing: a finaliser may call it at any bytecode, also inside `take` of the same thread
+
+Assumes that no finaliser calls anything else of a pool: the lock is not reentrant. It is held while a slab is made, which takes
+about half a second per GiB of pinned memory, so other threads wait for the growth instead of growing as well.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
+from hyper_parallel.core.swap.device import Event
+from hyper_parallel.core.swap.ranges import Pieces, RangeAllocator
+from hyper_parallel.core.swap.sizes import format_size
+
+ALIGNMENT = 512  # of every block: what copy engines and direct input and output of files ask for
+PAGE_BYTES = 4096
+MIN_PART_BYTES = 1024**2  # copies of less do not reach the speed of the link
+
+
+class Part(NamedTuple):
+    """Bytes [offset, offset + num_bytes) of a slab."""
+
+    slab: Any
+    offset: int
+    num_bytes: int
+
+
+class PoolBlock:
+    """A range of a slab, or several. Abstract: each tier has its own final class of blocks."""
+
+    __slots__ = ("_pieces", "_pool", "_ticket", "last_uses", "num_bytes", "parts")
+
+    def __init__(
+        self, parts: tuple[Part, ...], last_uses: tuple[Event, ...], pool: BlockPool[Any], pieces: Pieces
+    ) -> None:
+        self.parts = parts  # in the order of the block's bytes
+        self.num_bytes = sum(part.num_bytes for part in parts)
+        # Whoever writes the block comes after all of these (O3, O9); then its own copies take their place.
+        self.last_uses = last_uses
+        self._pool = pool
+        self._pieces = pieces
+        self._ticket = [None]  # popped by `give`: a list's pop is atomic, so that of two calls one is found out
+
+    @property
+    def slab(self) -> Any:
+        """That of the only part."""
+        return self._only_part().slab
+
+    @property
+    def offset(self) -> int:
+        """That of the only part."""
+        return self._only_part().offset
+
+    def _only_part(self) -> Part:
+        if len(self.parts) > 1:
+            # A copy of [offset, offset + num_bytes) would silently run into somebody else's block.
+            raise StateError(
+                "A block has no single place.",
+                expected="one part",
+                got=f"{len(self.parts)}",
+                do="Copy each of its `parts`, or make the tier with max_parts=1.",
+            )
+        return self.parts[0]
+
+    @property
+    def last_use(self) -> Event | None:
+        """The last of `last_uses`; setting it replaces them all, which is right once a copy has waited for them."""
+        return self.last_uses[-1] if self.last_uses else None
+
+    @last_use.setter
+    def last_use(self, event: Event | None) -> None:
+        self.last_uses = () if event is None else (event,)
+
+    def __repr__(self) -> str:
+        places = ", ".join(str(part.offset) for part in self.parts)
+        return f"<{type(self).__name__} of {format_size(self.num_bytes)} at {places}>"
+
+
+AnyBlock = TypeVar("AnyBlock", bound=PoolBlock)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How large the next slab is: a share of what is there, within limits, as a whole number of the blocks asked for.
+
+    The share bounds what is reserved and not used at the peak. The whole number leaves no rest at a slab's end that a workload of
+    one size could not use; and a block larger than the step gets a slab of its own, exactly.
+    """
+
+    min_bytes: int
+    max_bytes: int
+    share: float
+
+    def slab_bytes(self, block_bytes: int, reserved_bytes: int, room_bytes: int) -> int:
+        step = min(max(int(reserved_bytes * self.share), self.min_bytes), self.max_bytes)
+        wanted = max(step // block_bytes, 1) * block_bytes
+        return min(-(-wanted // PAGE_BYTES) * PAGE_BYTES, room_bytes)
+
+
+class TierStats(NamedTuple):
+    """Bytes of a tier now and at most, and how often it had no block to give."""
+
+    used_bytes: int
+    peak_used_bytes: int
+    reserved_bytes: int
+    budget_bytes: int
+    num_slabs: int
+    num_growths: int
+    num_over_budget: int  # refused, since a block or the slab for it would go past the budget
+    num_no_memory: int  # refused, since the system had no more
+    failure: str | None  # what the system said last
+
+
+class BlockPool(Generic[AnyBlock]):
+    """See the head of the file.
+
+    `new_slab(num_bytes)` may raise MemoryError or OSError: growing then stops until `trim`, or, with `retries_after_give`, until a
+    block came back. `free_slab(slab)` is called when nothing uses the slab any more.
+    """
+
+    def __init__(
+        self,
+        block_class: Callable[..., AnyBlock],
+        new_slab: Callable[[int], Any],
+        free_slab: Callable[[Any], None],
+        budget_bytes: int,
+        growth: Growth,
+        *,
+        max_parts: int = 1,
+        retries_after_give: bool = False,
+    ) -> None:
+        check_budget(budget_bytes)
+        self.budget_bytes = budget_bytes
+        self._block_class = block_class
+        self._new_slab = new_slab
+        self._free_slab = free_slab
+        self._growth = growth
+        self._retries_after_give = retries_after_give
+        self._given: deque[AnyBlock] = deque()  # given back and not yet free; the only field touched without the lock
+        self._lock = threading.Lock()
+        self._ranges: RangeAllocator[Event] = RangeAllocator(
+            ALIGNMENT, lambda event: not event.query(), max_parts=max_parts, min_part_bytes=MIN_PART_BYTES
+        )
+        self._slabs: dict[int, Any] = {}  # by region
+        self._reserved_bytes = 0  # of slabs, also of those that `trim` is about to free
+        self._used_bytes = 0  # as asked for
+        self._used_aligned_bytes = 0
+        self._peak_used_bytes = 0
+        self._num_growths = 0
+        self._num_over_budget = 0
+        self._num_no_memory = 0
+        self._failure: str | None = None
+        self._has_stopped_growing = False
+        self._is_closed = False
+
+    def take(self, num_bytes: int) -> AnyBlock | None:
+        if num_bytes <= 0:
+            raise ArgumentError("A block must have at least one byte.", got=describe(num_bytes))
+        with self._lock:
+            self._check_open()
+            self._drain()
+            size = self._ranges.aligned(num_bytes)
+            if self._used_aligned_bytes + size > self.budget_bytes:
+                self._num_over_budget += 1
+                return None
+            found = self._ranges.take(num_bytes)
+            if found is None and self._grow(size):
+                found = self._ranges.take(num_bytes)
+            if found is None:
+                return None
+            pieces, events = found
+            self._used_bytes += num_bytes
+            self._used_aligned_bytes += size
+            self._peak_used_bytes = max(self._peak_used_bytes, self._used_bytes)
+            return self._block_class(self._parts(pieces, size - num_bytes), events, self, pieces)
+
+    def give(self, block: AnyBlock) -> None:
+        try:
+            block._ticket.pop()
+        except IndexError:
+            raise StateError("A block was given back twice.", got=repr(block)) from None
+        self._given.append(block)
+
+    def trim(self) -> int:
+        """Join the last uses of slabs without a block in use, and free those slabs; the bytes that were freed."""
+        with self._lock:
+            self._drain()
+            self._has_stopped_growing = False
+            # Out of the allocator first: while this thread joins, no other may take a block there.
+            leaving = []
+            for region in self._ranges.free_regions():
+                num_bytes = self._ranges.region_bytes(region)
+                events = self._ranges.remove_region(region)
+                leaving.append((self._slabs.pop(region), num_bytes, events))
+        freed_bytes = 0
+        try:
+            while leaving:
+                slab, num_bytes, events = leaving[-1]
+                for event in events:
+                    _join(event)
+                leaving.pop()
+                self._free_slab(slab)
+                freed_bytes += num_bytes
+        finally:
+            with self._lock:
+                self._reserved_bytes -= freed_bytes
+                for slab, num_bytes, events in leaving:  # a join failed: a copy may still run there, so it stays ours
+                    self._slabs[self._ranges.add_region(num_bytes, events)] = slab
+        return freed_bytes
+
+    def close(self) -> None:
+        """Free every slab, in use or not; what that means for a copy under way is the business of `free_slab`."""
+        with self._lock:
+            self._is_closed = True
+            slabs = list(self._slabs.values())
+            self._slabs.clear()
+            self._reserved_bytes = 0
+        for slab in slabs:
+            self._free_slab(slab)
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            self._drain()
+            return self._used_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._reserved_bytes
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            self._drain()
+            return TierStats(
+                used_bytes=self._used_bytes,
+                peak_used_bytes=self._peak_used_bytes,
+                reserved_bytes=self._reserved_bytes,
+                budget_bytes=self.budget_bytes,
+                num_slabs=len(self._slabs),
+                num_growths=self._num_growths,
+                num_over_budget=self._num_over_budget,
+                num_no_memory=self._num_no_memory,
+                failure=self._failure,
+            )
+
+    # -- inside; the lock is held -------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StateError(
+                "The tier was closed.", expected="an open one", got="a request for a block", do="Configure it anew."
+            )
+
+    def _parts(self, pieces: Pieces, padding_bytes: int) -> tuple[Part, ...]:
+        parts = [Part(self._slabs[piece.region], piece.offset, piece.num_bytes) for piece in pieces]
+        parts[-1] = parts[-1]._replace(num_bytes=parts[-1].num_bytes - padding_bytes)
+        return tuple(parts)
+
+    def _drain(self) -> None:
+        """Make what was given back free. `give` may go on meanwhile, also in this thread."""
+        while self._given:
+            block = self._given.popleft()
+            self._used_bytes -= block.num_bytes
+            self._used_aligned_bytes -= self._ranges.aligned(block.num_bytes)
+            if self._is_closed:
+                continue
+            self._ranges.give(block._pieces, block.last_uses)
+            if self._retries_after_give:
+                self._has_stopped_growing = False
+
+    def _grow(self, size: int) -> bool:
+        """Add a slab with room for `size` bytes; False, counted, if there can be none."""
+        room_bytes = self.budget_bytes - self._reserved_bytes
+        if size > room_bytes:
+            self._num_over_budget += 1
+            return False
+        wanted = self._growth.slab_bytes(size, self._reserved_bytes, room_bytes)
+        # Where a whole step is too much, the block alone may still fit.
+        for num_bytes in () if self._has_stopped_growing else sorted({wanted, size}, reverse=True):
+            try:
+                slab = self._new_slab(num_bytes)
+            except (MemoryError, OSError) as error:
+                self._failure = f"{type(error).__name__}: {error}"
+                continue
+            self._slabs[self._ranges.add_region(num_bytes)] = slab
+            self._reserved_bytes += num_bytes
+            self._num_growths += 1
+            return True
+        self._has_stopped_growing = True
+        self._num_no_memory += 1
+        return False
+
+
+def check_budget(budget_bytes: int) -> None:
+    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
+        raise ArgumentTypeError("A budget is a number of bytes.", expected="an int", got=describe(budget_bytes))
+    if budget_bytes <= 0:
+        raise ArgumentError("A tier without a byte is no tier.", expected="a budget above 0", got=str(budget_bytes))
+
+
+def _join(event: Event) -> None:
+    """A copy that failed is over as well: only its end matters here."""
+    try:
+        event.join()
+    except Exception:
+        if event.error is None:
+            raise

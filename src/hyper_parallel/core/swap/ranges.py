@@ -1,0 +1,225 @@
+"""Which ranges of a few large regions are free: sizes and offsets only, no memory.
+
+Two kinds of free ranges:
+
+- *loose* ranges lie in one sorted list, are joined with their free neighbours, and are cut by best fit.
+- *kept* ranges are what was given back, uncut, by size. A request of exactly that size takes one of them, at the lowest address.
+
+A training step asks for the same sizes again and again, in an order that varies a little. From kept ranges every such request is
+met without a cut, so whatever order it comes in, the second step needs no byte more than the first. Only when a request fits
+nowhere are the kept ranges joined to the loose ones, and looked through again.
+
+Steps whose sizes change (sequences of different lengths) leave free ranges that are all too small. With `max_parts` above 1 a
+request is then met by several of them, the largest first; without that such steps can take three times the memory they use.
+
+Every free range carries *tags* (events of those who used it last); joining ranges joins their tags, and what is cut off has all of
+them. Tags that are not live any more are dropped when a range is taken.
+
+Assumes one caller at a time: whoever shares an allocator brings the lock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
+
+from hyper_parallel._base.errors import StateError
+
+Tag = TypeVar("Tag")
+
+
+class Piece(NamedTuple):
+    """[offset, offset + num_bytes) of a region."""
+
+    region: int
+    offset: int
+    num_bytes: int
+
+
+Pieces: TypeAlias = tuple[Piece, ...]  # what meets one request
+
+
+class RangeAllocator(Generic[Tag]):
+    """Invariant: every byte of a region is in exactly one taken, kept or loose piece; no two loose ones touch.
+
+    `max_parts`: pieces one request may be met by. `min_part_bytes`: the smallest of them but the last.
+    """
+
+    def __init__(
+        self,
+        alignment: int = 1,
+        is_live: Callable[[Tag], bool] = lambda tag: True,
+        *,
+        max_parts: int = 1,
+        min_part_bytes: int = 1,
+    ) -> None:
+        self.alignment = alignment
+        self.max_parts = max_parts
+        self.min_part_bytes = max(min_part_bytes, alignment)
+        self._is_live = is_live
+        self._region_bytes: dict[int, int] = {}
+        self._free_bytes: dict[int, int] = {}  # by region, loose and kept
+        self._next_region = 0
+        self._taken: set[Pieces] = set()
+        self._loose: list[tuple[int, int, int]] = []  # (bytes, region, offset), sorted: best fit is one bisection
+        self._loose_at: dict[tuple[int, int], tuple[int, tuple[Tag, ...]]] = {}  # (region, offset) -> bytes, tags
+        self._loose_ending: dict[tuple[int, int], int] = {}  # (region, end) -> offset
+        self._kept: dict[int, list[Pieces]] = {}  # bytes -> heap
+        self._kept_tags: dict[Pieces, tuple[Tag, ...]] = {}
+
+    def aligned(self, num_bytes: int) -> int:
+        """What a request of that size takes."""
+        return -(-num_bytes // self.alignment) * self.alignment
+
+    # -- regions ------------------------------------------------------------------------------------------------------
+
+    def add_region(self, num_bytes: int, tags: tuple[Tag, ...] = ()) -> int:
+        """A new region, all free; its number, which is never used again."""
+        region = self._next_region
+        self._next_region += 1
+        self._region_bytes[region] = self._free_bytes[region] = num_bytes
+        self._insert(Piece(region, 0, num_bytes), tags)
+        return region
+
+    def remove_region(self, region: int) -> tuple[Tag, ...]:
+        """Forget a region that is wholly free; the tags of all that was in it."""
+        if not self.is_free(region):
+            raise StateError(
+                "A region with pieces in use cannot be removed.",
+                expected=f"{self._region_bytes[region]} free bytes",
+                got=f"{self._free_bytes[region]}",
+                where=f"region {region}",
+            )
+        self._loosen()
+        tags = self._remove(region, 0)[1]
+        del self._region_bytes[region], self._free_bytes[region]
+        return tags
+
+    def is_free(self, region: int) -> bool:
+        return self._free_bytes[region] == self._region_bytes[region]
+
+    def region_bytes(self, region: int) -> int:
+        return self._region_bytes[region]
+
+    def free_regions(self) -> list[int]:
+        return [region for region in self._region_bytes if self.is_free(region)]
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(self._free_bytes.values())
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def take(self, num_bytes: int) -> tuple[Pieces, tuple[Tag, ...]] | None:
+        """Pieces of `aligned(num_bytes)` together and the live tags of what lay there before, or None if it fits nowhere."""
+        size = self.aligned(num_bytes)
+        found = self._take_kept(size) or self._take_loose(size, max_parts=1)
+        if found is None:
+            self._loosen()
+            found = self._take_loose(size, self.max_parts)
+        if found is not None:
+            self._taken.add(found[0])
+            for piece in found[0]:
+                self._free_bytes[piece.region] -= piece.num_bytes
+        return found
+
+    def give(self, pieces: Pieces, tags: tuple[Tag, ...] = ()) -> None:
+        """Take back what `take` returned."""
+        if pieces not in self._taken:
+            raise StateError(
+                "A range was given back that is not in use.", expected="what `take` returned", got=str(pieces)
+            )
+        self._taken.remove(pieces)
+        for piece in pieces:
+            self._free_bytes[piece.region] += piece.num_bytes
+        heapq.heappush(self._kept.setdefault(sum(piece.num_bytes for piece in pieces), []), pieces)
+        self._kept_tags[pieces] = tags
+
+    def _take_kept(self, size: int) -> tuple[Pieces, tuple[Tag, ...]] | None:
+        heap = self._kept.get(size)
+        if not heap:
+            return None
+        tags = self._live(self._kept_tags[heap[0]])  # asks foreign code, which may raise: before anything changes
+        pieces = heapq.heappop(heap)
+        del self._kept_tags[pieces]
+        return pieces, tags
+
+    def _take_loose(self, size: int, max_parts: int) -> tuple[Pieces, tuple[Tag, ...]] | None:
+        pieces = self._find_loose(size, max_parts)
+        if not pieces:
+            return None
+        # Each list of tags is asked for once, and all of them before anything changes, as above.
+        live = {piece: self._live(self._loose_at[piece.region, piece.offset][1]) for piece in pieces}
+        tags: tuple[Tag, ...] = ()
+        for piece in pieces:
+            found_bytes, _ = self._remove(piece.region, piece.offset)
+            if found_bytes > piece.num_bytes:
+                rest = Piece(piece.region, piece.offset + piece.num_bytes, found_bytes - piece.num_bytes)
+                self._insert(rest, live[piece])
+            tags = _joined(tags, live[piece])
+        return pieces, tags
+
+    def _find_loose(self, size: int, max_parts: int) -> Pieces:
+        """The head of the smallest range that is large enough; else the largest one, and so on for the rest."""
+        pieces: list[Piece] = []
+        num_left = len(self._loose)  # ranges that are not used up, the smallest
+        while size > 0:
+            index = bisect_left(self._loose, (size, -1, -1), hi=num_left)
+            if index < num_left:
+                _, region, offset = self._loose[index]
+                pieces.append(Piece(region, offset, size))
+                break
+            if len(pieces) + 1 >= max_parts or num_left == 0 or self._loose[num_left - 1][0] < self.min_part_bytes:
+                return ()
+            num_left -= 1
+            num_bytes, region, offset = self._loose[num_left]
+            part_bytes = num_bytes // self.alignment * self.alignment  # the end of a region may be odd
+            pieces.append(Piece(region, offset, part_bytes))
+            size -= part_bytes
+        return tuple(pieces)
+
+    # -- loose ranges -------------------------------------------------------------------------------------------------
+
+    def _loosen(self) -> None:
+        """Join all kept ranges to the loose ones."""
+        # Only live tags are joined, or a region of thousands of blocks would carry thousands. Asked before anything changes.
+        live = {pieces: self._live(tags) for pieces, tags in self._kept_tags.items()}
+        self._kept.clear()
+        self._kept_tags.clear()
+        for pieces, tags in live.items():
+            for piece in pieces:
+                self._insert(piece, tags)
+
+    def _live(self, tags: tuple[Tag, ...]) -> tuple[Tag, ...]:
+        return tuple(tag for tag in tags if self._is_live(tag))
+
+    def _insert(self, piece: Piece, tags: tuple[Tag, ...]) -> None:
+        """Add a loose range, joined with its loose neighbours."""
+        region, offset, num_bytes = piece
+        end = offset + num_bytes
+        before = self._loose_ending.get((region, offset))
+        if before is not None:
+            offset = before
+            tags = _joined(self._remove(region, before)[1], tags)
+        if (region, end) in self._loose_at:
+            more_bytes, more_tags = self._remove(region, end)
+            end += more_bytes
+            tags = _joined(tags, more_tags)
+        insort(self._loose, (end - offset, region, offset))
+        self._loose_at[region, offset] = (end - offset, tags)
+        self._loose_ending[region, end] = offset
+
+    def _remove(self, region: int, offset: int) -> tuple[int, tuple[Tag, ...]]:
+        num_bytes, tags = self._loose_at.pop((region, offset))
+        del self._loose_ending[region, offset + num_bytes]
+        del self._loose[bisect_left(self._loose, (num_bytes, region, offset))]
+        return num_bytes, tags
+
+
+def _joined(first: tuple[Tag, ...], second: tuple[Tag, ...]) -> tuple[Tag, ...]:
+    """Without repeats: many blocks of one group carry the same event. By identity, since events need not be comparable."""
+    if not first or not second:
+        return first or second
+    return tuple({id(tag): tag for tag in (*first, *second)}.values())

@@ -1,0 +1,321 @@
+"""A module around a module that changes no name.
+
+A wrapper decides how the inner module is *called*; for everything else it *is* the inner module. So it is split along
+nn.Module's own state (`_FROM_INNER` and `OWN` below; a test keeps both complete):
+
+- What a module *holds* (`_parameters`, `_buffers`, `_modules`, `training`, the state-dict hooks) the wrapper reads from the
+  inner module, live, and keeps nothing of its own. The inner module is not in the wrapper's `_modules` (those are the inner
+  module's children), it lies in the wrapper's `__dict__`.
+- What a module does with what it holds (`_STATE_METHODS`) is called on the inner module. PyTorch walks a tree by calling
+  methods of the children (`named_modules`, `state_dict`, `_apply`, `apply`, `train`, `_load_from_state_dict`) or by going
+  through `_modules`, so an ancestor, a plain nn.Module, meets the inner module either way and never a name of ours.
+  `load_state_dict` is the one walk that does both: the ancestor calls `_load_from_state_dict` (the inner module's, with its
+  hooks and extra state) and descends into `_modules` (the inner module's children, under the prefix that they always had).
+- How a module is called (`forward`, the forward and backward hooks) belongs to the wrapper: a hook registered on the wrapper
+  runs around the wrapped call, outside of recomputation and swapping; one registered on the inner module runs inside.
+
+Two things PyTorch gives no way to hide. `children()` and `named_children()` of an ancestor, its attributes, indexing and
+`get_submodule` give the wrapper: that is how the wrapper gets called. Where one module stands bare and wrapped beside each
+other in one parent, these list both.
+
+A wrapper whose class was changed after it was made (`fully_shard` does so) carries state that others look for by walking
+the tree: from then on `named_modules` gives the wrapper itself, in the inner module's place and under its name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel.platform.arguments import check_module
+
+# PyTorch's distributed state-dict code strips exactly this prefix; both names are imported by other libraries.
+_CHECKPOINT_WRAPPED_MODULE = "_checkpoint_wrapped_module"
+_CHECKPOINT_PREFIX = _CHECKPOINT_WRAPPED_MODULE + "."
+
+_FROM_INNER = (
+    "training",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_modules",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_version",
+)
+
+_STATE_METHODS = (
+    # members
+    "register_buffer", "register_parameter", "add_module", "register_module",
+    "get_submodule", "set_submodule", "get_parameter", "get_buffer",
+    "_named_members", "parameters", "named_parameters", "buffers", "named_buffers", "children", "named_children",
+    # in place, on the whole subtree
+    "_apply", "apply", "cuda", "ipu", "xpu", "mtia", "cpu", "type", "float", "double", "half", "bfloat16", "to_empty", "to",
+    "share_memory", "train", "eval", "requires_grad_", "zero_grad", "compile",
+    # state dicts
+    "state_dict", "_save_to_state_dict", "load_state_dict", "_load_from_state_dict",
+    "_register_state_dict_hook", "register_state_dict_post_hook", "register_state_dict_pre_hook",
+    "_register_load_state_dict_pre_hook", "register_load_state_dict_pre_hook", "register_load_state_dict_post_hook",
+)  # fmt: skip
+
+
+class FunctionModule(nn.Module):
+    """A plain callable as a module without parameters."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self._fn = fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fn(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return getattr(self._fn, "__qualname__", None) or repr(self._fn)
+
+
+class ActivationWrapper(nn.Module):
+    """Base of the wrappers: transparent in everything but the call. Abstract: `forward` is a subclass's to write.
+
+    A subclass names the attributes that are the wrapper's own in `OWN`; every other one is read from, written to and
+    deleted from the inner module, also `self.x = …` in the subclass.
+
+    Example:
+        >>> class Counted(ActivationWrapper):
+        ...     OWN = ActivationWrapper.OWN | {"num_calls"}
+        ...
+        ...     def __init__(self, module):
+        ...         super().__init__(module)
+        ...         self.num_calls = 0
+        ...
+        ...     def forward(self, *args, **kwargs):
+        ...         self.num_calls += 1
+        ...         return self._checkpoint_wrapped_module(*args, **kwargs)
+        >>> model = nn.Sequential(Counted(nn.Linear(2, 2)))
+        >>> [name for name, _ in model.named_parameters()]
+        ['0.weight', '0.bias']
+    """
+
+    # How the wrapper is called. `forward` is among them since code that replaces it (accelerate, for one) calls the one it
+    # found before: written to the inner module, that would call itself.
+    OWN: frozenset[str] = frozenset({
+        _CHECKPOINT_WRAPPED_MODULE,
+        "forward",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_backward_pre_hooks",
+        "_backward_hooks",
+        "_is_full_backward_hook",
+    })  # fmt: skip
+
+    def __init__(self, module: nn.Module | Callable[..., Any]) -> None:
+        inner = _as_module(module, type(self).__name__)
+        super().__init__()
+        self.__dict__[_CHECKPOINT_WRAPPED_MODULE] = inner
+        self.__dict__["_class_when_made"] = type(self)
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise ArgumentError(
+            f"{type(self).__name__} does not say how the inner module is called.",
+            expected="a subclass with its own forward()",
+            do="Use `checkpoint_wrapper`, `swap_wrapper` or `offload_wrapper`, or write forward() in the subclass.",
+        )
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        inner = self._checkpoint_wrapped_module
+        shown = inner if type(self) is self._class_when_made else self
+        for name, module in inner.named_modules(memo, prefix, remove_duplicate):
+            yield name, shown if module is inner else module
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        for _, module in self.named_modules(remove_duplicate=remove_duplicate):
+            yield module
+
+    # Attributes
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached when neither the wrapper nor its class has the name. Special names stop here: `copy` and `pickle` look them
+        # up on the instance, and the inner module's would copy the inner module alone. Without an inner module (while
+        # __init__ or unpickling runs) there is nothing to ask.
+        inner = self.__dict__.get(_CHECKPOINT_WRAPPED_MODULE)
+        if inner is None or _is_special(name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            self._check_new_class(value)
+        inner = self._inner_that_has(name)
+        if inner is None:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(inner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        inner = self._inner_that_has(name)
+        if inner is None:
+            object.__delattr__(self, name)
+        else:
+            delattr(inner, name)
+
+    def _inner_that_has(self, name: str) -> nn.Module | None:
+        """The module that an attribute of this name belongs to; `None` means the wrapper."""
+        return None if name in self.OWN or _is_special(name) else self.__dict__.get(_CHECKPOINT_WRAPPED_MODULE)
+
+    def _check_new_class(self, new_class: type) -> None:
+        # `torch.nn.utils.parametrize` derives from the class and puts properties in place of parameters; here the inner
+        # module would lose the parameter and the property would be on the wrapper. A class that mixes something in is fine.
+        if new_class.__bases__ == (type(self),):
+            raise ArgumentError(
+                f"The parameters of a {type(self).__name__} cannot be replaced by properties.",
+                expected="the inner module",
+                got="its wrapper",
+                do=f"Parametrise `wrapper.{_CHECKPOINT_WRAPPED_MODULE}`, or do it before wrapping.",
+            )
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._checkpoint_wrapped_module)})
+
+    # A wrapped container. Each raises what the inner module raises if it has no such thing.
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._checkpoint_wrapped_module[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._checkpoint_wrapped_module[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._checkpoint_wrapped_module[key]
+
+    def __len__(self) -> int:
+        return len(self._checkpoint_wrapped_module)
+
+    def __bool__(self) -> bool:  # else a wrapper of a module without a length would have no truth value
+        return bool(self._checkpoint_wrapped_module)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._checkpoint_wrapped_module)
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._checkpoint_wrapped_module
+
+    # Copies, files, text
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Not nn.Module's: it fills in what it does not find in `__dict__`, and would reset the inner module's hooks.
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        inner = repr(self._checkpoint_wrapped_module)
+        lines = [*filter(None, self.extra_repr().split("\n")), f"({_CHECKPOINT_WRAPPED_MODULE}): {inner}"]
+        return f"{self._get_name()}(\n  " + "\n".join(lines).replace("\n", "\n  ") + "\n)"
+
+
+def list_wrappers(model: nn.Module) -> list[tuple[str, ActivationWrapper]]:
+    """Every wrapper in `model` once, under the name at which the inner module is known; an outer one before an inner one."""
+    return list(_wrappers_below("", check_module(model, nn.Module, "wrappers"), set()))
+
+
+def _wrappers_below(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, ActivationWrapper]]:
+    if module in seen:
+        return
+    seen.add(module)
+    if isinstance(module, ActivationWrapper):
+        yield name, module
+        yield from _wrappers_below(name, module._checkpoint_wrapped_module, seen)
+        return
+    for child_name, child in module._modules.items():
+        if child is not None:
+            yield from _wrappers_below(f"{name}.{child_name}" if name else child_name, child, seen)
+
+
+def _as_module(module: Any, call: str) -> nn.Module:
+    if module is None:
+        check_module(module, nn.Module, call)
+    if isinstance(module, nn.Module):
+        return module
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        raise ArgumentTypeError(
+            f"`{call}` wraps a module, not a class.",
+            expected=f"an instance, for example {module.__name__}(…)",
+            got=f"the class {module.__name__}",
+        )
+    if not callable(module):
+        raise ArgumentTypeError(
+            f"`{call}` wraps a module or a function.", expected="an nn.Module or a callable", got=describe(module)
+        )
+    return FunctionModule(module)
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+# The parts of ActivationWrapper that are the same for many names.
+
+
+def _from_inner(name: str) -> property:
+    def read(self: ActivationWrapper) -> Any:
+        return getattr(self.__dict__[_CHECKPOINT_WRAPPED_MODULE], name)
+
+    def write(self: ActivationWrapper, value: Any) -> None:
+        inner = self.__dict__.get(_CHECKPOINT_WRAPPED_MODULE)
+        if inner is not None:  # else nn.Module.__init__ sets up a state that this wrapper does not have
+            setattr(inner, name, value)
+
+    return property(read, write)
+
+
+def _on_inner(name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(nn.Module, name))
+    def method(self: ActivationWrapper, *args: Any, **kwargs: Any) -> Any:
+        inner = self._checkpoint_wrapped_module
+        result = getattr(inner, name)(*args, **kwargs)
+        return self if result is inner else result  # `to`, `train` and the like return the module they were called on
+
+    return method
+
+
+class _ExtraState:
+    """`get_extra_state` or `set_extra_state`: the inner module's on a wrapper, nn.Module's on the class.
+
+    PyTorch asks the class whether a module has extra state; a method there would make every wrapper claim to have one.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, wrapper: ActivationWrapper | None, owner: type) -> Any:
+        return getattr(nn.Module if wrapper is None else wrapper._checkpoint_wrapped_module, self.name)
+
+
+def _load_post_hooks(self: ActivationWrapper) -> dict[int, Callable[..., Any]]:
+    """The inner module's hooks for an ancestor's `load_state_dict`, which hands them the wrapper: they get the inner module."""
+    inner = self.__dict__[_CHECKPOINT_WRAPPED_MODULE]
+    return {key: _with_module(hook, inner) for key, hook in inner._load_state_dict_post_hooks.items()}
+
+
+def _with_module(hook: Callable[..., Any], inner: nn.Module) -> Callable[..., Any]:
+    return lambda _wrapper, incompatible_keys: hook(inner, incompatible_keys)
+
+
+for _name in _FROM_INNER:
+    setattr(ActivationWrapper, _name, _from_inner(_name))
+for _name in _STATE_METHODS:
+    if hasattr(nn.Module, _name):
+        setattr(ActivationWrapper, _name, _on_inner(_name))
+for _name in ("get_extra_state", "set_extra_state"):
+    setattr(ActivationWrapper, _name, _ExtraState(_name))
+ActivationWrapper._load_state_dict_post_hooks = _from_inner("_load_state_dict_post_hooks").getter(_load_post_hooks)

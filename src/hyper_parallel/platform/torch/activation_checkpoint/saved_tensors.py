@@ -1,0 +1,235 @@
+"""Tensor-level swapping: what autograd saves inside a block goes through the swap engine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hyper_parallel._base.errors import ArgumentTypeError, StateError, describe
+
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+
+
+def base_check_fn(tensor: Any) -> bool:
+    """Whether a value may be swapped: a tensor with memory that is neither a parameter nor a view of one."""
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        return False
+    return storage_bytes(tensor) > 0
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage().nbytes())
+    except (NotImplementedError, RuntimeError):
+        return 0  # tensors without a storage of their own: sparse, wrappers of other tensors
+
+
+class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
+    """A block inside which saved tensors are swapped: to pinned host memory from an accelerator, to disk from the CPU.
+
+    Args:
+        policy_fn: asked with each eligible tensor; `MUST_SAVE`, `PREFER_SAVE` or True keep it, everything else swaps it.
+        module: whose parameters and buffers are never swapped, and whose name errors show.
+
+    Example:
+        >>> x = torch.randn(1024, 1024, requires_grad=True)
+        >>> with AsyncSaveOnCpu():
+        ...     loss = (x.exp() * x).sum()
+        >>> loss.backward()
+    """
+
+    def __init__(
+        self,
+        policy_fn: Callable[[torch.Tensor], Any] | None = None,
+        *,
+        module: nn.Module | None = None,
+        name: str | None = None,
+    ) -> None:
+        if policy_fn is not None and not callable(policy_fn):
+            raise ArgumentTypeError(
+                "`policy_fn` is asked for each tensor.", expected="a callable or None", got=describe(policy_fn)
+            )
+        self.policy_fn = policy_fn
+        # The hooks live as long as the graph. They belong to the recorder, which does not know this object: a cycle between
+        # them would keep a step's memory until the garbage collector runs.
+        self._recorder = _Recorder(
+            policy_fn, module, name or (type(module).__name__ if module is not None else "block")
+        )
+        super().__init__(self._recorder.pack, self._recorder.unpack)
+
+    def __enter__(self) -> None:
+        self._recorder.look_up_parameters()
+        super().__enter__()
+
+    @property
+    def pack_count(self) -> int:
+        return self._recorder.pack_count
+
+    @property
+    def unpack_count(self) -> int:
+        return self._recorder.unpack_count
+
+
+class _Recorder:
+    """The hooks of one block. Holds no tensor: only handles do, and autograd holds those."""
+
+    def __init__(self, policy_fn: Callable[[torch.Tensor], Any] | None, module: nn.Module | None, name: str) -> None:
+        self._policy_fn = policy_fn
+        self._module = None if module is None else weakref.ref(module)
+        self._name = name
+        self._owned: set[int] = set()  # storages of parameters and buffers
+        self._owners: set[int] = set()  # the parameters themselves, by id
+        self._places: dict[torch.device, Any] = {}  # device -> (engine, group, smallest size) or None
+        # storage -> its slot, while both live: a second view of the same storage moves nothing (rule 1)
+        self._slots: dict[int, tuple[StorageWeakRef, weakref.ref[Any], int]] = {}
+        self.pack_count = 0
+        self.unpack_count = 0
+
+    def look_up_parameters(self) -> None:
+        """Now, not when wrapping: sharded data parallel gives its parameters other storages in every forward (rule 3)."""
+        module = None if self._module is None else self._module()
+        if module is None:
+            return
+        parameters = list(module.parameters())
+        self._owners = {id(parameter) for parameter in parameters}
+        self._owned = {_storage_id(tensor) for tensor in (*parameters, *module.buffers())}
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        self.pack_count += 1
+        place = self._place(tensor)
+        if place is None:
+            return _Kept(tensor, self._name)
+        from hyper_parallel.core.swap.slot import Handle
+
+        engine, group, _ = place
+        storage = tensor.untyped_storage()
+        version = tensor._version
+        known = self._slots.get(storage._cdata)
+        if known is not None and not known[0].expired() and known[2] == version:
+            slot = known[1]()
+            if slot is not None:
+                return _Swapped(engine, Handle(slot), tensor)
+        from hyper_parallel.platform.torch.swap_device import flat
+
+        alias = tensor.detach()  # shares the version counter, not the graph
+        slot = engine.save(flat(tensor), storage.nbytes(), group, _Label(self._name, tensor), lambda: alias._version)
+        self._slots[storage._cdata] = (StorageWeakRef(storage), weakref.ref(slot), version)
+        return _Swapped(engine, Handle(slot), tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        self.unpack_count += 1
+        return packed.tensor()
+
+    def _place(self, tensor: torch.Tensor) -> Any:
+        """The engine and group that manage this tensor; None if it stays where it is."""
+        if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_inference():
+            return None
+        if not base_check_fn(tensor) or tensor.is_conj() or tensor.is_neg():
+            return None
+        device = tensor.device
+        if device not in self._places:
+            self._places[device] = self._open_place(device)
+        place = self._places[device]
+        if place is None or storage_bytes(tensor) < place[2]:
+            return None
+        if _storage_id(tensor) in self._owned or self._is_cast_of_parameter(tensor):
+            return None
+        if self._policy_fn is not None:
+            from hyper_parallel.core.activation_checkpoint.policy import keeps_tensor
+
+            if keeps_tensor(self._policy_fn(tensor)):
+                return None
+        return place
+
+    def _open_place(self, device: torch.device) -> Any:
+        from hyper_parallel.platform.torch.swap_engines import engine_of
+
+        found = engine_of(device)
+        if found is None:
+            return None
+        engine, min_bytes = found
+        return engine, engine.new_group(self._name), min_bytes
+
+    def _is_cast_of_parameter(self, tensor: torch.Tensor) -> bool:
+        """Autocast saves a copy of a weight in another dtype: it is as old as the weight and is cast again if need be."""
+        base = tensor if tensor._base is None else tensor._base
+        node = base.grad_fn
+        if node is None or node.name() != "ToCopyBackward0":
+            return False
+        source = node.next_functions[0][0]
+        variable = getattr(source, "variable", None)
+        return variable is not None and (isinstance(variable, nn.Parameter) or id(variable) in self._owners)
+
+
+class _Label:
+    """Names a tensor in errors; put into words only when one is raised."""
+
+    __slots__ = ("dtype", "name", "op", "shape")
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name = name
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        node = tensor.grad_fn
+        self.op = None if node is None else node.name()
+
+    def __str__(self) -> str:
+        made_by = "" if self.op is None else f", made by {self.op.removesuffix('0').removesuffix('Backward')}"
+        return f"{self.name}, {str(self.dtype).removeprefix('torch.')}{list(self.shape)}{made_by}"
+
+
+class _Kept:
+    """A saved tensor that stays. Detached: the tensor itself may lead to the node that holds this, and so to itself."""
+
+    __slots__ = ("_label", "_saved", "_version")
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        self._saved = tensor.detach()
+        self._version = None if tensor.is_inference() else tensor._version
+        self._label = name
+
+    def tensor(self) -> torch.Tensor:
+        # Under saved-tensor hooks the framework does not look at versions itself.
+        if self._version is not None and self._saved._version != self._version:
+            raise StateError(
+                "A tensor saved for backward was changed in place.",
+                expected=f"version {self._version}",
+                got=f"version {self._saved._version}",
+                where=f"{self._label}, {describe(self._saved)}",
+                do="Replace the in-place call after it by one that makes a new tensor.",
+            )
+        return self._saved
+
+
+class _Swapped:
+    """A saved tensor that is managed: its slot, and which view of the storage it was."""
+
+    __slots__ = ("_dtype", "_engine", "_handle", "_offset", "_size", "_stride")
+
+    def __init__(self, engine: Any, handle: Any, tensor: torch.Tensor) -> None:
+        self._engine = engine
+        self._handle = handle
+        self._dtype = tensor.dtype
+        self._size = tensor.size()
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset()
+
+    def tensor(self) -> torch.Tensor:
+        buffer = self._engine.acquire(self._handle)
+        view = torch.empty(0, dtype=self._dtype, device=buffer.device)
+        return view.set_(buffer.untyped_storage(), self._offset, self._size, self._stride)
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no storage of its own
+    try:
+        return int(local.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0

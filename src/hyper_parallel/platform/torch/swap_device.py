@@ -1,0 +1,132 @@
+"""PyTorch's side of the swap engine: streams, events, memory and copies of one accelerator, and of the CPU.
+
+A buffer of the engine is a flat uint8 tensor over a whole storage. The classes here have the methods that
+`core/swap/device.py` names; they inherit nothing, since the platform does not import the core.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import torch
+
+_CUDA_SUCCESS = 0
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of a tensor as bytes; no copy, no way back to the autograd graph."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+class AcceleratorStream:
+    """A stream of the framework, with events that the engine can ask and join."""
+
+    __slots__ = ("_event", "raw")
+
+    def __init__(self, raw: Any, event_type: type) -> None:
+        self.raw = raw
+        self._event = event_type
+
+    def record_event(self) -> Any:
+        event = self._event()
+        event.record(self.raw)
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        self.raw.wait_event(event)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AcceleratorStream) and bool(self.raw == other.raw)
+
+    def __hash__(self) -> int:
+        return hash(self.raw)
+
+
+class AcceleratorDevice:
+    """One accelerator (`cuda:0`); its offload and load streams are made here and live as long as the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._handle = getattr(torch, device.type)
+        self._event = _event_type(self._handle)
+        with self._handle.device(device):
+            # One stream per direction: the two directions of the link are independent, and in one stream a load would
+            # queue behind offloads.
+            self._offload = AcceleratorStream(self._handle.Stream(), self._event)
+            self._load = AcceleratorStream(self._handle.Stream(), self._event)
+
+    def current_stream(self) -> AcceleratorStream:
+        return AcceleratorStream(self._handle.current_stream(self.device), self._event)
+
+    def offload_stream(self) -> AcceleratorStream:
+        return self._offload
+
+    def load_stream(self) -> AcceleratorStream:
+        return self._load
+
+    def allocate(self, num_bytes: int, stream: AcceleratorStream) -> torch.Tensor:
+        # In the pool of the stream that will use it: no other stream's allocations can take the memory over early.
+        with self._handle.stream(stream.raw):
+            try:
+                return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(str(error)) from error
+
+    def launch_offload(self, block: Any, source: torch.Tensor, stream: AcceleratorStream) -> None:
+        with self._handle.stream(stream.raw):
+            host_view(block).copy_(source, non_blocking=True)
+
+    def launch_load(self, buffer: torch.Tensor, block: Any, stream: AcceleratorStream) -> None:
+        with self._handle.stream(stream.raw):
+            buffer.copy_(host_view(block), non_blocking=True)
+
+    def total_bytes(self) -> int:
+        return int(self._handle.get_device_properties(self.device).total_memory)
+
+
+def _event_type(handle: Any) -> type:
+    class SwapEvent(handle.Event):
+        error = None  # a copy on a device stream cannot fail by halves
+
+        def join(self) -> None:
+            self.synchronize()
+
+    return SwapEvent
+
+
+def host_view(block: Any) -> torch.Tensor:
+    """A block of the pinned arena as a tensor of bytes."""
+    return block.slab.tensor[block.offset : block.offset + block.num_bytes]
+
+
+class PinnedSlab:
+    """Pinned host memory of an exact size.
+
+    The framework's own pinned allocator rounds up to powers of two. So the memory is mapped here and registered with the
+    driver; where the framework offers no such call (other accelerators than CUDA), its allocator has to do.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._mapping: mmap.mmap | None = None
+        self._cudart: Any = None
+        if device.type != "cuda" or torch.version.hip is not None:
+            self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return
+        self._mapping = mmap.mmap(-1, num_bytes)
+        self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._cudart = torch.cuda.cudart()
+        code = int(self._cudart.cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
+        if code != _CUDA_SUCCESS:
+            self._cudart = None
+            raise MemoryError(f"the driver could not pin {num_bytes} bytes of host memory (CUDA error {code})")
+
+    def free(self) -> None:
+        """Return the memory; no copy may be under way."""
+        if self._cudart is not None:
+            self._cudart.cudaHostUnregister(self.tensor.data_ptr())
+            self._cudart = None
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        if self._mapping is not None:
+            self._mapping.close()
+            self._mapping = None
