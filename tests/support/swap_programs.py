@@ -41,6 +41,7 @@ class Program:
         self, seed: int, *, modules: Any = engine_module, num_actions: int = 14, **device_options: Any
     ) -> None:
         self.seed = seed
+        self.modules = modules
         self.random = random.Random(seed)
         self.device = SimulatedDevice(seed, **device_options)
         choose = self.random.choice
@@ -103,7 +104,7 @@ class Program:
     def save(self, buffer: SimulatedBuffer, value: str, group: Any) -> Saved:
         slot = self.engine.save(buffer, buffer.num_bytes, group, value, lambda: buffer.version)
         self.check_promises()
-        return Saved(value, [Handle(slot) for _ in range(self.random.choice((1, 1, 2, 3)))])
+        return Saved(value, [self.modules.Handle(slot) for _ in range(self.random.choice((1, 1, 2, 3)))])
 
     def backward(self, forward: Forward, retain: bool) -> None:
         stream = forward.stream
@@ -130,6 +131,7 @@ class Program:
                     del buffer, handle
                     self.temporary()
                 del asked
+                self.check_released(layer)
                 if not retain:
                     layer.clear()
             for buffer, value in escaped:
@@ -141,6 +143,13 @@ class Program:
 
     def check_value(self, buffer: SimulatedBuffer, value: str) -> None:
         self.device.kernel(reads=[buffer], fn=lambda got: self.read.append((value, got)), name=f"use {value}")
+
+    def check_released(self, layer: list[Saved]) -> None:
+        """Every handle has asked: what was loaded belongs to those who asked now, and to nobody else."""
+        for saved in layer:
+            for handle in saved.handles:
+                if handle.slot.buffer is not None:
+                    raise WrongError(f"seed {self.seed}: {saved.value} is still held on the device after every handle asked")
 
     def temporary(self) -> None:
         """Other memory comes and goes on this stream: what was freed too early is overwritten."""

@@ -1,7 +1,7 @@
 """Pinned host memory: blocks of exact sizes out of large slabs, under a hard budget.
 
 A framework's own allocator of pinned memory rounds up to powers of two (1.5 to 2 times the memory); this one reserves at most 1.05
-times the bytes in use at the peak, for totals of 1 GiB and more, when steps repeat their sizes in whatever order.
+times the bytes in use at the peak, for totals of 1 GiB and more (smaller ones may leave most of a first slab of 32 MiB unused).
 
 Pinning costs about 0.43 s per GiB, so memory is pinned in steps, mostly in the first training step, and never given back on its own.
 The steps are small, since what the last one leaves unused counts against the 1.05: 1/32 of what is there, between 32 MiB and 1 GiB.
@@ -36,11 +36,11 @@ class PinnedArena:
 
     `new_slab(num_bytes)`: pin that many bytes, or raise MemoryError or OSError; the arena then stops growing, and `take` answers
     None and counts it. `free_slab(slab)`: give them back; called by `trim` only, when no copy can touch them any more.
-    `max_parts`: how many parts a block may have. Above 1 (16 is plenty) the bound on reserved bytes holds for sizes that change from
-    step to step as well; the platform must then copy part by part.
+    `max_parts`: how many parts a block may have. 16 for a platform that copies part by part: then the bound on reserved bytes holds
+    for sizes that change from step to step as well (at 1 they can take 1.7 times what they use). 1 for one that cannot.
 
     Example:
-        >>> arena = PinnedArena(bytearray, lambda slab: None, budget_bytes=1 << 20)
+        >>> arena = PinnedArena(bytearray, lambda slab: None, budget_bytes=1 << 20, max_parts=1)
         >>> block = arena.take(1000)
         >>> block.num_bytes, arena.used_bytes
         (1000, 1000)
@@ -57,7 +57,7 @@ class PinnedArena:
         free_slab: Callable[[Any], None],
         budget_bytes: int,
         *,
-        max_parts: int = 1,
+        max_parts: int,
         growth: Growth = GROWTH,
     ) -> None:
         self._pool: BlockPool[HostBlock] = BlockPool(

@@ -326,7 +326,7 @@ class SwapEngine:
                 slot.block = None  # a copy may still read it: it is never given back
             raise
         slot.buffer = buffer
-        block.last_uses = (slot.offloaded, slot.loaded)  # O3
+        block.last_uses = (slot.loaded,)  # O3; the load came after the offload (O4)
         self._loading.add(InFlight(None, stream, buffer, slot.loaded, slot.num_bytes))  # O7
         slot.move(Change.LAUNCH_LOAD)
         trace.emit("swap.load", label=slot.label, bytes=slot.num_bytes)

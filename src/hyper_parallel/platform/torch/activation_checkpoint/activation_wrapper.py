@@ -268,7 +268,7 @@ def _is_special(name: str) -> bool:
 
 def _from_inner(name: str) -> property:
     def read(self: ActivationWrapper) -> Any:
-        return getattr(self.__dict__[_CHECKPOINT_WRAPPED_MODULE], name)
+        return getattr(self._checkpoint_wrapped_module, name)
 
     def write(self: ActivationWrapper, value: Any) -> None:
         inner = self.__dict__.get(_CHECKPOINT_WRAPPED_MODULE)
@@ -303,8 +303,8 @@ class _ExtraState:
 
 def _load_post_hooks(self: ActivationWrapper) -> dict[int, Callable[..., Any]]:
     """The inner module's hooks for an ancestor's `load_state_dict`, which hands them the wrapper: they get the inner module."""
-    inner = self.__dict__[_CHECKPOINT_WRAPPED_MODULE]
-    return {key: _with_module(hook, inner) for key, hook in inner._load_state_dict_post_hooks.items()}
+    inner = self._checkpoint_wrapped_module
+    return {key: hook for key, hook in inner._load_state_dict_post_hooks.items()}
 
 
 def _with_module(hook: Callable[..., Any], inner: nn.Module) -> Callable[..., Any]:

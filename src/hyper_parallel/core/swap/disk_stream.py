@@ -1,0 +1,326 @@
+"""Streams of the disk: a thread that reads and writes blocks in order, and the compute stream of a CPU.
+
+Guarantees:
+    jobs of one stream run in the order in which they were launched; a job that fails does not stop those after it
+    a job's event is done exactly once, after the job has let go of the memory it used
+    `join` returns or raises: at the latest when nothing has moved on the stream for `timeout_s`
+    a block whose write failed is never read as if it had been written
+
+Assumes that memory given to a job is not touched until its event is done; that is the window's work (O2, O7).
+
+The thread is a daemon, begins with the first job and ends when there was none for a while: a program that swaps nothing has no
+thread of ours, and none has to be stopped.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias, final
+
+from hyper_parallel._base.errors import ArgumentError, DamagedFileError, HyperParallelError, StateError
+from hyper_parallel.core.swap.device import Event
+from hyper_parallel.core.swap.disk import DiskBlock, DiskFile
+from hyper_parallel.core.swap.sizes import format_size
+
+# Called by the stream's thread when the job runs, so that memory can be made ready or waited for there.
+BytesOf: TypeAlias = Callable[[], memoryview]
+
+CHUNK_BYTES = 8 * 1024**2  # long enough for full speed, short enough to show progress on a slow disk
+JOIN_TIMEOUT_S = 60.0
+IDLE_S = 2.0
+_WATCH_S = 0.2  # how often a stream that waits for another looks whether that one moves
+
+
+@final
+class DiskEvent:
+    """The end of one job of a `DiskStream`; without a stream: something that is done already.
+
+    `error`: why the job failed, once it is done. `query` is then true as well: nothing will touch its memory any more.
+    """
+
+    __slots__ = ("_done", "_pid", "_stream", "error", "what")
+
+    def __init__(self, stream: DiskStream | None, what: str) -> None:
+        self.error: BaseException | None = None
+        self.what = what
+        self._stream = stream
+        self._pid = os.getpid()
+        self._done = threading.Event()
+        if stream is None:
+            self._done.set()
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+    def join(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+        """Block until the job is done.
+
+        Raises:
+            StateError: the job failed; or nothing moved on its stream for `timeout_s`; or a forked process asks for a job of its
+                parent.
+            DamagedFileError: the file was cut.
+        """
+        if self._stream is not None and not self._done.is_set():
+            self._join(self._stream, timeout_s)
+        if self.error is not None:
+            # A copy: raising one object in two threads would mix up their tracebacks.
+            raise copy.copy(self.error) from self.error.__cause__
+
+    def _join(self, stream: DiskStream, timeout_s: float) -> None:
+        if self._pid != os.getpid():
+            raise StateError(
+                "A disk job of the parent was waited for in a forked process.",
+                where=self.what,
+                do="Run forward and backward in one process.",
+            )
+        start = time.monotonic()
+        left = timeout_s
+        while not self._done.wait(max(left, 0)):
+            still_s = time.monotonic() - max(start, stream.last_progress)
+            left = timeout_s - still_s
+            if left <= 0:
+                raise StateError(
+                    "The disk does not answer.",
+                    expected=f"progress within {timeout_s:g} s",
+                    got=f"none for {still_s:.1f} s, at: {stream.running or 'nothing'}",
+                    where=f"waiting for the {self.what} on {stream.name}",
+                    do="Check the disk (a network file system that hangs?), or name another disk_dir.",
+                )
+
+    def finish(self, error: BaseException | None) -> None:
+        self.error = error  # before the flag: whoever sees the event done sees why
+        self._done.set()
+
+
+class _Job:
+    __slots__ = ("event", "run")
+
+    def __init__(self, event: DiskEvent, run: Callable[[], None]) -> None:
+        self.event = event
+        self.run: Callable[[], None] | None = run
+
+
+@final
+class DiskStream:
+    """Runs jobs in order in a thread of its own. Calls come from any thread, and none of them blocks but `close`."""
+
+    def __init__(self, name: str, *, idle_s: float = IDLE_S) -> None:
+        self.name = name
+        self.idle_s = idle_s
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._changed = threading.Condition(threading.Lock())
+        self._jobs: deque[_Job] = deque()
+        self._worker: threading.Thread | None = None
+        self._is_closing = False
+        self._last = DiskEvent(None, "nothing")  # of the job launched last
+        self._broken: BaseException | None = None  # an order that could not be kept; see `wait_event`
+        self.running: str | None = None
+        self.last_progress = time.monotonic()
+
+    def launch_write(self, block: DiskBlock, source: BytesOf) -> DiskEvent:
+        """Write all of `source()` into the block."""
+        return self._launch(_what("write", block), lambda: self._write(block, source))
+
+    def launch_read(self, block: DiskBlock, target: BytesOf) -> DiskEvent:
+        """Fill `target()` with the block."""
+        return self._launch(_what("read", block), lambda: self._read(block, target))
+
+    def record_event(self) -> DiskEvent:
+        """The end of the last job: everything before it has happened as well, and its `error` is that of this job alone."""
+        self._look_for_fork()
+        return self._last
+
+    def wait_event(self, event: Event) -> None:
+        """Later jobs begin after the event, whether or not what it marks has failed.
+
+        If that cannot be known (`join` of an event of another kind raised), no later job of this stream runs: each fails with
+        the reason. An order that is not kept would be wrong numbers.
+        """
+        self._look_for_fork()
+        if isinstance(event, DiskEvent) and event._stream is self:
+            return  # in order already
+        if not event.query():
+            self._launch("wait for another stream", lambda: self._wait(event))
+
+    def close(self) -> None:
+        """Do what was launched, end the thread and wait for that. A later job starts a new one."""
+        self._look_for_fork()
+        with self._changed:
+            worker = self._worker
+            self._is_closing = worker is not None
+            self._changed.notify_all()
+        if worker is not None:
+            worker.join()
+
+    # -- launching ----------------------------------------------------------------------------------------------------
+
+    def _launch(self, what: str, run: Callable[[], None]) -> DiskEvent:
+        self._look_for_fork()
+        event = DiskEvent(self, what)
+        with self._changed:
+            if self._worker is None:
+                self._start()  # first: where no thread can be started, nothing was launched
+            self._jobs.append(_Job(event, run))
+            self._last = event
+            self._changed.notify_all()
+        return event
+
+    def _start(self) -> None:
+        worker = threading.Thread(target=self._work, name=f"hyper-parallel-{self.name}", daemon=True)
+        worker.start()
+        self._worker = worker
+        self._is_closing = False
+
+    def _look_for_fork(self) -> None:
+        # The child of a fork has this object and not its thread; a lock may be held for ever by a thread that is not here.
+        if self._pid != os.getpid():
+            self._begin()
+
+    # -- in the thread ------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._is_closing, timeout=self.idle_s)
+                if not self._jobs:
+                    self._worker = None  # in the same breath as the look at the queue: the next job starts a new thread
+                    self._is_closing = False
+                    return
+                job = self._jobs.popleft()
+                self.running = job.event.what
+                self.last_progress = time.monotonic()
+            self._do(job)
+            del job  # or an idle thread would hold the last one
+
+    def _do(self, job: _Job) -> None:
+        error: BaseException | None = self._broken
+        if error is None and job.run is not None:
+            try:
+                job.run()
+            except BaseException as raised:
+                error = _explained(raised, job.event.what)
+        job.run = None  # lets go of the memory, before anyone is told
+        self.running = None
+        self.last_progress = time.monotonic()
+        job.event.finish(error)
+
+    def _write(self, block: DiskBlock, source: BytesOf) -> None:
+        block.is_written = False
+        self._copy(block, source(), _write_some)
+        block.is_written = True
+
+    def _read(self, block: DiskBlock, target: BytesOf) -> None:
+        if not block.is_written:
+            raise StateError("A block on disk was read that holds nothing: it was not written, or its write failed.")
+        self._copy(block, target(), _read_some)
+
+    def _copy(self, block: DiskBlock, memory: memoryview, some: Callable[[int, memoryview, int], int]) -> None:
+        if memory.nbytes != block.num_bytes:
+            raise ArgumentError(
+                "The memory is not of the block's size.", expected=f"{block.num_bytes} bytes", got=f"{memory.nbytes}"
+            )
+        view = memory.cast("B")  # of contiguous memory only: anything else raises here
+        begin = 0
+        for file, offset, num_bytes in block.parts:
+            with file.in_use() as fd:
+                done = 0
+                while done < num_bytes:
+                    end = min(done + CHUNK_BYTES, num_bytes)
+                    done += some(fd, view[begin + done : begin + end], offset + done)
+                    self.last_progress = time.monotonic()
+            begin += num_bytes
+
+    def _wait(self, event: Event) -> None:
+        if not isinstance(event, DiskEvent):
+            try:
+                event.join()
+            except BaseException as error:
+                if event.error is None:
+                    self._broken = _explained(error, "wait for another stream")
+                    raise
+            return
+        other, seen = event._stream, 0.0
+        # Without an end: going on would break the order. Whoever joins has a deadline, and it runs only while nothing moves there.
+        while not event._done.wait(_WATCH_S):
+            if other is not None and other.last_progress != seen:
+                seen = other.last_progress
+                self.last_progress = time.monotonic()
+
+
+@final
+class HostComputeStream:
+    """The compute of a CPU: it runs in the calling thread, so all before now has happened, and waiting is joining.
+
+    `wait_event` raises what the event's `join` raises. All are equal: memory of the host belongs to no stream (O8).
+    """
+
+    def record_event(self) -> DiskEvent:
+        return DiskEvent(None, "compute")
+
+    def wait_event(self, event: Event) -> None:
+        event.join()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HostComputeStream)
+
+    def __hash__(self) -> int:
+        return hash(HostComputeStream)
+
+
+def _write_some(fd: int, view: memoryview, offset: int) -> int:
+    num_bytes = os.pwritev(fd, [view], offset)
+    if num_bytes == 0:
+        raise OSError(errno.EIO, "the disk takes no more bytes")
+    return num_bytes
+
+
+def _read_some(fd: int, view: memoryview, offset: int) -> int:
+    num_bytes = os.preadv(fd, [view], offset)
+    if num_bytes == 0:
+        raise DamagedFileError(
+            "A swap file was cut.", expected=f"{len(view)} bytes at {offset}", got=f"its end at {os.fstat(fd).st_size}"
+        )
+    return num_bytes
+
+
+def _what(verb: str, block: DiskBlock) -> str:
+    file: DiskFile = block.parts[0].slab
+    return f"{verb} of {format_size(block.num_bytes)} in {file.directory}"
+
+
+def _explained(error: BaseException, what: str) -> BaseException:
+    """The error in the user's words, and without tracebacks: their frames hold the memory of the job."""
+    if isinstance(error, HyperParallelError):
+        explained: HyperParallelError = type(error)(
+            error.what, expected=error.expected, got=error.got, where=error.where or what, do=error.do
+        )
+        explained.__cause__ = error.__cause__
+    elif isinstance(error, OSError):
+        number = error.errno
+        is_full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        explained = StateError(
+            "The disk is full." if is_full else "The disk failed.",
+            got=f"{error.strerror} (errno {number}, {errno.errorcode.get(number or 0, 'unknown')})",
+            where=what,
+            do="Free space there, name another disk_dir, or lower disk_budget."
+            if is_full
+            else "Look at the disk, or name another disk_dir.",
+        )
+        explained.__cause__ = error
+    else:
+        explained = StateError("A disk job failed.", got=f"{type(error).__name__}: {error}", where=what)
+        explained.__cause__ = error
+    cause = explained.__cause__
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return explained

@@ -1,0 +1,23 @@
+"""The campaigns are not blind: each planted bug is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.planted_bugs import BUGS, REDUNDANT, Bug, changed_engine, find_planted
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_the_campaign_finds(bug: Bug) -> None:
+    found = find_planted(bug)
+    assert found is not None, "nothing found: the campaign is blind here, or the line does nothing"
+    print(found)
+
+
+def test_there_are_at_least_twenty() -> None:
+    assert len({bug.name for bug in BUGS}) >= 20
+
+
+@pytest.mark.parametrize("bug", REDUNDANT, ids=lambda bug: bug.name)
+def test_a_line_listed_as_redundant_is_still_there(bug: Bug) -> None:
+    changed_engine(bug)
