@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +37,19 @@ def platform(backend: backends.Backend):
     return backend.platform
 
 
+@pytest.fixture(params=["cpu", "cuda"])
+def swapping(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    """PyTorch tensors that are swapped: from the CPU to files, from CUDA to pinned memory."""
+    torch = pytest.importorskip("torch")
+    from support.swapping import Swapping
+
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here; last results are in benchmarks/results")
+    chosen = Swapping(request.param, tmp_path)
+    with chosen.configured():
+        yield chosen
+
+
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     """Threads, processes, hooks and pending handles that a test leaves behind fail it."""
@@ -45,6 +61,10 @@ def nothing_leaks() -> Iterator[None]:
     assert not multiprocessing.active_children(), "processes left running"
     assert not _children_of_this_process(), "child processes left running or unreaped"
     backends.check_nothing_left()
+    if "hyper_parallel.core.swap.engines" in sys.modules:
+        from support.swapping import check_nothing_left
+
+        check_nothing_left()
     more_files = _open_files() - files
     if more_files:
         gc.collect()  # an object in a cycle is not a leak

@@ -148,9 +148,7 @@ def random_wrappings(model: nn.Module, seed: int, *, everywhere: bool) -> list[W
 def places_of(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module | None, str]]:
     if module is model:
         return [(None, "")]
-    return [
-        (parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is module
-    ]
+    return [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is module]
 
 
 def wrapped(model: nn.Module, wrappings: list[Wrapping]) -> nn.Module:
@@ -619,7 +617,13 @@ def test_training_mode_reaches_the_inner_modules(of: str) -> None:
 
 @pytest.mark.parametrize(
     "convert",
-    [nn.Module.double, nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.float64), lambda m: m.type(torch.float64)],
+    [
+        nn.Module.double,
+        nn.Module.half,
+        nn.Module.bfloat16,
+        lambda m: m.to(torch.float64),
+        lambda m: m.type(torch.float64),
+    ],
     ids=["double", "half", "bfloat16", "to", "type"],
 )
 def test_conversions_reach_every_tensor_and_keep_the_parameters_objects(convert: Callable[..., Any]) -> None:

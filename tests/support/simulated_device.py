@@ -28,7 +28,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from support.simulated_memory import POISON, Access, Contents, Garbage, History, Operation, RaceError, Range
+from support.simulated_memory import POISON, Access, Contents, FailedCopy, Garbage, History, Operation, RaceError, Range
 from support.simulated_stream import Lane, Profile, Scheduler, SimulatedStream
 
 STREAM_CALLS = frozenset({"current_stream", "offload_stream", "load_stream"})
@@ -85,7 +85,7 @@ class SimulatedDevice:
         self.seed = seed
         self.capacity_bytes = capacity_bytes
         self.peak_bytes = 0
-        self.offloaded_bytes = 0
+        self.offloaded_bytes = 0  # by copies that have run, and not failed
         self.loaded_bytes = 0
         self.trace: list[Operation] = []  # in the order in which they ran
         self.calls: Counter[str] = Counter()
@@ -95,6 +95,8 @@ class SimulatedDevice:
         self._poison_on_reuse = poison_on_reuse
         self._raise_races = raise_races
         self._failures: list[_Failure] = []
+        self._num_copies = 0
+        self._failing_copies: dict[int, BaseException] = {}  # number of the copy -> why it fails
         self._contents = Contents()
         self._history = History()
         names = [*(f"compute{n}" for n in range(num_compute_streams)), "offload", "load"]
@@ -139,15 +141,17 @@ class SimulatedDevice:
         with self._lock:
             self._enter("launch_offload")
             _check_copy(block, source)
-            self._enqueue(stream.lane, f"offload of {source.label}", [source.range], [block.range], _same)
-            self.offloaded_bytes += source.num_bytes
+            self._enqueue(
+                stream.lane, f"offload of {source.label}", [source.range], [block.range], self._next_copy(source)
+            )
 
     def launch_load(self, buffer: Any, block: Any, stream: Any) -> None:
         with self._lock:
             self._enter("launch_load")
             _check_copy(block, buffer)
-            self._enqueue(stream.lane, f"load of {buffer.label}", [block.range], [buffer.range], _same)
-            self.loaded_bytes += buffer.num_bytes
+            self._enqueue(
+                stream.lane, f"load of {buffer.label}", [block.range], [buffer.range], self._next_copy(buffer)
+            )
 
     # What the program under test calls.
 
@@ -228,6 +232,17 @@ class SimulatedDevice:
         """Make the n-th allocation from now on fail for want of memory, the program's own ones (`create`) included."""
         self.fail_call(n, MemoryError(f"injected: allocation {n} fails"), of=("allocate", "create"))
 
+    def fail_copy(self, n: int, exception: BaseException) -> None:
+        """Make the n-th copy launched from now on fail when it runs: its event is done and has an `error`, as with a full disk.
+
+        Only with `compute_in_host`: where a stream can wait without the host, nobody would look at the error in time.
+        """
+        if not self.compute_streams[0].lane.runs_in_host:
+            raise ValueError(
+                "Copies of a device with streams of its own cannot fail by halves; use compute_in_host=True."
+            )
+        self._failing_copies[self._num_copies + n] = exception
+
     def stall(self, stream: SimulatedStream) -> None:
         """The stream never runs anything again; a host that waits for it gets a DeadlockError."""
         stream.lane.is_stalled = True
@@ -286,6 +301,10 @@ class SimulatedDevice:
 
     def _current_lane(self) -> Lane:
         return self._current.get(self._thread(), self.compute_streams[0]).lane
+
+    def _next_copy(self, buffer: SimulatedBuffer) -> _Copy:
+        self._num_copies += 1
+        return _Copy(buffer.num_bytes, self._failing_copies.get(self._num_copies))
 
     def _allocate(self, num_bytes: int, lane: Lane, label: str) -> SimulatedBuffer:
         if self._allocated_bytes + num_bytes > self.capacity_bytes:
@@ -354,16 +373,37 @@ class SimulatedDevice:
         fn, operation.fn = operation.fn, None  # what it closes over lives no longer than it must
         writes = operation.writes
         garbage = [value for value in values if isinstance(value, Garbage)]
-        if garbage and writes:
+        if garbage and writes and type(fn) is not _Copy:
             results = garbage[:1] * len(writes)
         elif fn is None:
             results = [zlib.crc32(repr((operation.name, values)).encode())] * len(writes)
         else:
             result = fn(*values)
             results = [result] if len(writes) == 1 else result
+        if type(fn) is _Copy:
+            self._finish_copy(operation, fn.num_bytes, results[0])
         for range_, result in zip(writes, results if writes else (), strict=True):
             self._contents.write(range_, result)
         self.trace.append(operation)
+
+    def _finish_copy(self, operation: Operation, num_bytes: int, result: Any) -> None:
+        if isinstance(result, FailedCopy):
+            operation.error = result.error
+        elif operation.reads[0].space == "device":
+            self.offloaded_bytes += num_bytes
+        else:
+            self.loaded_bytes += num_bytes
+
+
+class _Copy:
+    __slots__ = ("error", "num_bytes")
+
+    def __init__(self, num_bytes: int, error: BaseException | None) -> None:
+        self.num_bytes = num_bytes
+        self.error = error
+
+    def __call__(self, value: Any) -> Any:
+        return value if self.error is None else FailedCopy(self.error)
 
 
 class _Failure:
@@ -378,10 +418,6 @@ def _check_copy(block: Any, buffer: SimulatedBuffer) -> None:
         raise ValueError(f"A copy uses a block that was given back: {block.range}.")
     if block.num_bytes != buffer.num_bytes:
         raise ValueError(f"A copy of {buffer.num_bytes} bytes ({buffer.range}) and {block.num_bytes} ({block.range}).")
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _poison() -> Garbage:

@@ -36,6 +36,14 @@ POISON = Garbage("poison")  # written when the memory was handed to its next own
 TORN = Garbage("torn")  # parts of several values
 
 
+class FailedCopy(Garbage):
+    """Left where a copy failed. A copy of it fails, too: the reader of a file knows that the file was not written."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__("failed copy")
+        self.error = error
+
+
 class Range(NamedTuple):
     """Addresses [start, end) and who owned them when the access was enqueued. Holds no memory alive."""
 
@@ -51,7 +59,7 @@ class Range(NamedTuple):
 class Operation:
     """One kernel or copy. Keeps ranges, never buffers: work in flight does not keep memory alive on a real device either."""
 
-    __slots__ = ("fn", "name", "reads", "stream", "stream_index", "tick", "writes")
+    __slots__ = ("error", "fn", "name", "reads", "stream", "stream_index", "tick", "writes")
 
     def __init__(
         self,
@@ -70,6 +78,7 @@ class Operation:
         self.reads = reads
         self.writes = writes
         self.fn = fn
+        self.error: BaseException | None = None  # why a copy failed, once it has run
 
     def __repr__(self) -> str:
         return f"'{self.name}' (operation {self.tick} of {self.stream})"

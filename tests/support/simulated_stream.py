@@ -7,6 +7,7 @@ lane has really got does not.
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from collections import deque
@@ -46,6 +47,7 @@ class Lane:
         self.queue: deque[Operation | SimulatedEvent] = deque()  # an event in it is a wait for that event
         self.num_enqueued = 0  # == num_done + len(queue)
         self.num_done = 0
+        self.last_operation: Operation | None = None
         self.clock = [0] * num_lanes  # what has surely happened before whatever is enqueued next
         self.host_clock_seen: tuple[int, ...] = ()
         self.free_memory: dict[
@@ -55,6 +57,8 @@ class Lane:
     def append(self, entry: Operation | SimulatedEvent) -> None:
         self.queue.append(entry)
         self.num_enqueued += 1
+        if type(entry) is Operation:
+            self.last_operation = entry
         if self.runs_in_host:
             self.scheduler.join(self, self.num_enqueued)
             self.scheduler.learn(self.clock)
@@ -159,7 +163,7 @@ class SimulatedStream:
         with scheduler.lock:
             scheduler.enter("record_event")
             scheduler.tell(lane)
-            return SimulatedEvent(lane, lane.num_enqueued, tuple(lane.clock))
+            return SimulatedEvent(lane)
 
     def wait_event(self, event: Any) -> None:
         lane, scheduler = self.lane, self.lane.scheduler
@@ -169,21 +173,32 @@ class SimulatedStream:
                 raise ValueError(f"{self!r} cannot wait for {event!r}: it belongs to another device.")
             advance_clock(lane.clock, event.clock)
             lane.append(event)
+            if lane.runs_in_host:
+                event.check_error()
 
 
 class SimulatedEvent:
     """Implements `Event`."""
 
-    __slots__ = ("clock", "lane", "position")
-    error = None  # a copy on a device stream cannot fail by halves
+    __slots__ = ("clock", "lane", "operation", "position")
 
-    def __init__(self, lane: Lane, position: int, clock: tuple[int, ...]) -> None:
+    def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self.position = position  # done when the lane has done that many entries
-        self.clock = clock
+        self.position = lane.num_enqueued  # done when the lane has done that many entries
+        self.clock = tuple(lane.clock)
+        self.operation = lane.last_operation
 
     def __repr__(self) -> str:
         return f"<event at {self.position} of {self.lane.name}, which is at {self.lane.num_done}>"
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the last copy before the event failed, once it has run."""
+        return self.operation.error if self.operation is not None else None
+
+    def check_error(self) -> None:
+        if self.error is not None:
+            raise copy.copy(self.error)  # raised as it is, each raise would add to one traceback
 
     def query(self) -> bool:
         scheduler = self.lane.scheduler
@@ -200,6 +215,7 @@ class SimulatedEvent:
             scheduler.enter("join")
             scheduler.join(self.lane, self.position)
             scheduler.learn(self.clock)
+            self.check_error()
 
 
 def advance_clock(clock: list[int], other: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """Slower memory of the simulated device: blocks with addresses, reused as soon as they are given back.
 
 A block given back is the first to be taken again at its size, while copies may still be reading or writing it: whoever forgets
-`last_use` (O3, O9) is found by the race check.
+`last_uses` (O3, O9) is found by the race check.
 """
 
 from __future__ import annotations
@@ -14,23 +14,15 @@ from support.simulated_memory import Range
 
 
 class SimulatedBlock:
-    """New for each `take`, so that a use after `give` is seen; only addresses and `last_use` pass to the next owner."""
+    """New for each `take`, so that a use after `give` is seen; only addresses and `last_uses` pass to the next owner."""
 
-    __slots__ = ("is_live", "last_use", "num_bytes", "range")
+    __slots__ = ("is_live", "last_uses", "num_bytes", "range")
 
-    def __init__(self, num_bytes: int, range_: Range, last_use: Any) -> None:
+    def __init__(self, num_bytes: int, range_: Range, last_uses: tuple[Any, ...]) -> None:
         self.num_bytes = num_bytes
         self.range = range_
-        self.last_use = last_use
+        self.last_uses = last_uses
         self.is_live = True
-
-    @property
-    def last_uses(self) -> tuple[Any, ...]:
-        return () if self.last_use is None else self.last_use if isinstance(self.last_use, tuple) else (self.last_use,)
-
-    @last_uses.setter
-    def last_uses(self, events: tuple[Any, ...]) -> None:
-        self.last_use = events
 
     def __repr__(self) -> str:
         return f"<{self.range}>"
@@ -50,7 +42,9 @@ class SimulatedTier:
         self._used_bytes = 0
         self._reserved_bytes = 0
         self._live: dict[int, Range] = {}
-        self._free: dict[int, list[tuple[int, Any]]] = {}  # reserved size -> (start, last use), the last given last
+        self._free: dict[
+            int, list[tuple[int, tuple[Any, ...]]]
+        ] = {}  # reserved size -> (start, last uses), the last given last
         self._given: deque[SimulatedBlock] = deque()
         self._takes_until_failure = 0
         device.tiers.append(self)
@@ -64,9 +58,9 @@ class SimulatedTier:
             size = self._size(num_bytes)
             free = self._free.get(size)
             if free:
-                start, last_use = free.pop()
+                start, last_uses = free.pop()
             elif self._make_room(size):
-                start, last_use = self._next_address, None
+                start, last_uses = self._next_address, ()
                 self._next_address += size
                 self._reserved_bytes += size
             else:
@@ -76,7 +70,7 @@ class SimulatedTier:
             # The range is what a copy touches; the rest of a rounded block belongs to it and is never touched.
             range_ = Range(start, start + max(num_bytes, 1), f"block {self.num_taken}", self.name)
             self._live[start] = range_
-            return SimulatedBlock(num_bytes, range_, last_use)
+            return SimulatedBlock(num_bytes, range_, last_uses)
 
     def give(self, block: Any) -> None:
         if not block.is_live:
@@ -124,4 +118,4 @@ class SimulatedTier:
             block = self._given.popleft()
             self._used_bytes -= block.num_bytes
             del self._live[block.range.start]
-            self._free.setdefault(self._size(block.num_bytes), []).append((block.range.start, block.last_use))
+            self._free.setdefault(self._size(block.num_bytes), []).append((block.range.start, block.last_uses))

@@ -149,7 +149,9 @@ class Program:
         for saved in layer:
             for handle in saved.handles:
                 if handle.slot.buffer is not None:
-                    raise WrongError(f"seed {self.seed}: {saved.value} is still held on the device after every handle asked")
+                    raise WrongError(
+                        f"seed {self.seed}: {saved.value} is still held on the device after every handle asked"
+                    )
 
     def temporary(self) -> None:
         """Other memory comes and goes on this stream: what was freed too early is overwritten."""
@@ -164,7 +166,9 @@ class Program:
     def check_promises(self) -> None:
         held = self.engine._window.held_bytes
         if held > max(self.limits.window_bytes, max(SIZES)):
-            raise WrongError(f"seed {self.seed}: the window holds {held} bytes, {self.limits.window_bytes} were promised")
+            raise WrongError(
+                f"seed {self.seed}: the window holds {held} bytes, {self.limits.window_bytes} were promised"
+            )
 
     def finish(self) -> None:
         self.read_held()
@@ -178,7 +182,9 @@ class Program:
         self.device.finish()
         wrong = [(value, got) for value, got in self.read if got != value]
         if wrong:
-            raise WrongError(f"seed {self.seed}: saved {wrong[0][0]!r}, backward read {wrong[0][1]!r} ({len(wrong)} wrong)")
+            raise WrongError(
+                f"seed {self.seed}: saved {wrong[0][0]!r}, backward read {wrong[0][1]!r} ({len(wrong)} wrong)"
+            )
         if self.engine.in_flight_bytes or self.tier.used_bytes:
             raise WrongError(
                 f"seed {self.seed}: bytes left: {self.engine.in_flight_bytes} in flight, {self.tier.used_bytes} in the tier"

@@ -38,8 +38,13 @@ Seen = list[Any]
 Program = Callable[[SimulatedDevice, SimulatedTier, bool], tuple[Seen, Seen]]
 
 
-def wait(stream: SimulatedStream, event: SimulatedEvent | None) -> None:
-    if event is not None:
+def last_use(block: SimulatedBlock) -> SimulatedEvent:
+    """The event of the copy that was launched last."""
+    return block.last_uses[-1]
+
+
+def wait_last_uses(stream: SimulatedStream, block: SimulatedBlock) -> None:
+    for event in block.last_uses:
         stream.wait_event(event)
 
 
@@ -49,22 +54,22 @@ def offload(device: SimulatedDevice, tier: SimulatedTier, source: SimulatedBuffe
     if but != "O1":
         stream.wait_event(device.current_stream().record_event())
     if but != "O3":
-        wait(stream, block.last_use)
+        wait_last_uses(stream, block)
     device.launch_offload(block, source, stream)
-    block.last_use = stream.record_event()
+    block.last_uses = (stream.record_event(),)
     return block
 
 
 def load(device: SimulatedDevice, block: SimulatedBlock, but: str = "") -> SimulatedBuffer:
-    """Launch the load of a block; its event is `block.last_use`."""
+    """Launch the load of a block; its event is `last_use(block)`."""
     current, stream = device.current_stream(), device.load_stream()
     buffer = device.allocate(block.num_bytes, current)
     if but != "O5":
         stream.wait_event(current.record_event())
     if but != "O4":
-        wait(stream, block.last_use)
+        wait_last_uses(stream, block)
     device.launch_load(buffer, block, stream)
-    block.last_use = stream.record_event()
+    block.last_uses = (stream.record_event(),)
     return buffer
 
 
@@ -80,7 +85,7 @@ def the_source_is_reused_after_the_offload_read_it(device, tier, keep):
     a = device.create(64, 1, "a")
     block = offload(device, tier, a)
     if keep:
-        device.current_stream().wait_event(block.last_use)
+        device.current_stream().wait_event(last_use(block))
     del a
     b = device.create(64, 2, "b")
     device.finish()
@@ -89,9 +94,9 @@ def the_source_is_reused_after_the_offload_read_it(device, tier, keep):
 
 def the_block_is_written_again_after_the_load_read_it(device, tier, keep):
     first = offload(device, tier, device.create(64, 1, "a"))
-    device.current_stream().wait_event(first.last_use)
+    device.current_stream().wait_event(last_use(first))
     buffer = load(device, first)
-    loaded = first.last_use
+    loaded = last_use(first)
     source = device.create(64, 2, "b")
     tier.give(first)  # its slot died while the load was going on
     second = offload(device, tier, source, but="" if keep else "O3")
@@ -109,7 +114,7 @@ def the_load_reads_what_the_offload_wrote(device, tier, keep):
 
 def the_load_writes_after_earlier_users_of_the_memory(device, tier, keep):
     block = offload(device, tier, device.create(64, 1, "a"))
-    block.last_use.join()
+    last_use(block).join()
     scratch, seen = device.create(64, 2, "scratch"), []
     device.kernel(reads=[scratch], fn=seen.append, name="use scratch")
     del scratch
@@ -120,10 +125,10 @@ def the_load_writes_after_earlier_users_of_the_memory(device, tier, keep):
 
 def a_kernel_reads_after_the_load_wrote(device, tier, keep):
     block = offload(device, tier, device.create(64, 1, "a"))
-    device.current_stream().wait_event(block.last_use)
+    device.current_stream().wait_event(last_use(block))
     buffer, seen = load(device, block), []
     if keep:
-        device.current_stream().wait_event(block.last_use)
+        device.current_stream().wait_event(last_use(block))
     device.kernel(reads=[buffer], fn=seen.append, name="use")
     device.finish()
     return seen, [1]
@@ -131,10 +136,10 @@ def a_kernel_reads_after_the_load_wrote(device, tier, keep):
 
 def the_buffer_is_reused_after_the_load_wrote_it(device, tier, keep):
     block = offload(device, tier, device.create(64, 1, "a"))
-    device.current_stream().wait_event(block.last_use)
+    device.current_stream().wait_event(last_use(block))
     buffer = load(device, block)  # nobody ever asks for it
     if keep:
-        block.last_use.join()
+        last_use(block).join()
     del buffer
     b, seen = device.create(64, 2, "b"), []
     device.kernel(reads=[b], fn=seen.append, name="use b")
@@ -144,7 +149,7 @@ def the_buffer_is_reused_after_the_load_wrote_it(device, tier, keep):
 
 def a_buffer_is_used_on_its_own_stream(device, tier, keep):
     block = offload(device, tier, device.create(64, 1, "a"))
-    device.current_stream().wait_event(block.last_use)
+    device.current_stream().wait_event(last_use(block))
     user, seen = device.compute_streams[1], []
     if keep:
         with device.computing_on(user):
@@ -152,7 +157,7 @@ def a_buffer_is_used_on_its_own_stream(device, tier, keep):
     else:
         buffer = load(device, block)
     with device.computing_on(user):
-        user.wait_event(block.last_use)
+        user.wait_event(last_use(block))
         device.kernel(reads=[buffer], fn=seen.append, name="use")
     del buffer
     b = device.create(64, 2, "b")
@@ -161,16 +166,16 @@ def a_buffer_is_used_on_its_own_stream(device, tier, keep):
 
 
 def a_freed_block_is_written_again_after_the_offload_wrote_it(device, tier, keep):
-    # With one offload stream its own order does this; a second stream shows what `last_use` is for.
+    # With one offload stream its own order does this; a second stream shows what `last_uses` is for.
     first = offload(device, tier, device.create(64, 1, "a"))
-    device.current_stream().wait_event(first.last_use)
+    device.current_stream().wait_event(last_use(first))
     tier.give(first)
     other = device.compute_streams[1]
     with device.computing_on(other):
         b = device.create(64, 2, "b")
         second = tier.take(64)
         if keep:
-            wait(other, second.last_use)
+            wait_last_uses(other, second)
         device.launch_offload(second, b, other)
     device.finish()
     return [device.read(second)], [2]
@@ -238,6 +243,14 @@ def test_a_race_that_somebody_swallowed_still_fails_the_check_for_cleanliness():
         offload(device, SimulatedTier(device), a, but="O1")
     with pytest.raises(AssertionError, match="Race"):
         device.check_clean()
+
+
+def test_a_race_with_a_freed_buffer_is_found_in_each_part_of_its_memory():
+    device = SimulatedDevice(raise_races=False)
+    offload(device, SimulatedTier(device), device.create(64, 1, "a"))
+    parts = [device.allocate(32, device.current_stream()) for _ in range(2)]
+    assert [part.range.start for part in parts] == [0, 32]
+    assert len(device.races) == 2
 
 
 def test_a_racing_launch_enqueues_nothing():
@@ -344,7 +357,7 @@ def test_waiting_for_a_stream_that_never_runs_is_a_deadlock_that_names_who_waits
     device = SimulatedDevice()
     device.stall(device.offload_stream())
     block = offload(device, SimulatedTier(device), device.create(64, 1, "a"))
-    device.load_stream().wait_event(block.last_use)
+    device.load_stream().wait_event(last_use(block))
     after = device.load_stream().record_event()
     with pytest.raises(DeadlockError, match="load waits for <event at .* of offload"):
         after.join()
@@ -394,9 +407,9 @@ def test_with_compute_in_the_host_kernels_run_when_called_and_waits_block():
     a = device.create(64, 1, "a")
     assert device.read(a) == 1
     block = offload(device, SimulatedTier(device), a)
-    assert not block.last_use.query()
-    device.current_stream().wait_event(block.last_use)
-    assert block.last_use.query()
+    assert not last_use(block).query()
+    device.current_stream().wait_event(last_use(block))
+    assert last_use(block).query()
     assert device.read(block) == 1
 
 
@@ -431,7 +444,7 @@ def test_work_in_flight_keeps_no_memory_alive():
     device = SimulatedDevice(profile=IDLE)
     block = offload(device, SimulatedTier(device), device.create(64, 1, "a"))
     assert device.allocated_bytes == 0
-    assert not block.last_use.query()
+    assert not last_use(block).query()
 
 
 def test_an_allocation_past_the_capacity_fails_and_one_up_to_it_does_not():
@@ -536,16 +549,16 @@ def test_the_range_map_agrees_with_one_value_per_address():
 # The tier.
 
 
-def test_a_block_given_back_is_taken_again_first_and_carries_its_last_use():
+def test_a_block_given_back_is_taken_again_first_and_carries_its_last_uses():
     device = SimulatedDevice()
     tier = SimulatedTier(device)
     first, second = tier.take(64), tier.take(64)
-    first.last_use = device.load_stream().record_event()
+    first.last_uses = (device.load_stream().record_event(),)
     tier.give(second)
     tier.give(first)
     again = tier.take(64)
     assert again is not first
-    assert (again.range[:2], again.last_use) == (first.range[:2], first.last_use)
+    assert (again.range[:2], again.last_uses) == (first.range[:2], first.last_uses)
 
 
 def test_a_tier_counts_used_and_reserved_bytes_and_stays_within_its_budget():
@@ -613,8 +626,8 @@ def test_each_call_of_the_engine_can_be_made_to_fail_and_then_does_nothing():
         a = device.create(64, 1, "a")
         block = offload(device, tier, a)
         buffer = load(device, block)
-        block.last_use.query()
-        block.last_use.join()
+        last_use(block).query()
+        last_use(block).join()
         del a, buffer
         tier.give(block)
 
@@ -629,6 +642,7 @@ def test_each_call_of_the_engine_can_be_made_to_fail_and_then_does_nothing():
             step(device, tier)
         assert len(device.failed_calls) == 1
         failed.update(device.failed_calls)
+        device.finish()
         assert device.offloaded_bytes == 64 * (
             device.calls["launch_offload"] - ("launch_offload" in device.failed_calls)
         )
@@ -667,6 +681,29 @@ def test_the_nth_take_gives_none():
     assert tier.take(8) is None
 
 
+def test_a_failed_copy_is_done_with_an_error_that_waiting_raises_and_a_load_of_it_fails_too():
+    device = SimulatedDevice(compute_in_host=True, profile=IDLE)
+    device.fail_copy(1, OSError("disk full"))
+    a = device.create(64, 1, "a")
+    block = offload(device, SimulatedTier(device), a)
+    assert (last_use(block).query(), last_use(block).error) == (False, None)
+    with pytest.raises(OSError, match="disk full"):
+        device.current_stream().wait_event(last_use(block))
+    assert last_use(block).query()
+    buffer = load(device, block)
+    with pytest.raises(OSError, match="disk full"):
+        last_use(block).join()
+    again = offload(device, SimulatedTier(device), a)
+    last_use(again).join()
+    assert (device.read(again), isinstance(device.read(buffer), Garbage), device.races) == (1, True, [])
+    assert (device.offloaded_bytes, device.loaded_bytes) == (64, 0)
+
+
+def test_copies_of_a_device_with_streams_of_its_own_cannot_be_made_to_fail_by_halves():
+    with pytest.raises(ValueError, match="compute_in_host"):
+        SimulatedDevice().fail_copy(1, OSError("disk full"))
+
+
 # The whole.
 
 
@@ -685,7 +722,9 @@ def test_the_simulated_device_has_the_calls_that_the_engine_expects():
             assert isinstance(found, property) == isinstance(member, property), name
             if callable(member):
                 assert list(inspect.signature(found).parameters) == list(inspect.signature(member).parameters), name
-    assert {"num_bytes", "last_use"} <= set(SimulatedBlock.__slots__)
+    assert {"num_bytes", "last_uses"} <= set(protocols.Block.__annotations__)
+    for protocol, simulated in ((protocols.Block, SimulatedBlock), (protocols.Event, SimulatedEvent)):
+        assert all(hasattr(simulated, name) for name in protocol.__annotations__)
 
 
 def random_program(device: SimulatedDevice, tier: SimulatedTier, rng: random.Random, num_steps: int = 12) -> None:
@@ -700,18 +739,18 @@ def random_program(device: SimulatedDevice, tier: SimulatedTier, rng: random.Ran
                 device.kernel(reads=[source], writes=[source], fn=lambda value: value * 10, name=f"produce {n}")
                 block = offload(device, tier, source)
                 if rng.random() < 0.5:
-                    device.current_stream().wait_event(block.last_use)
+                    device.current_stream().wait_event(last_use(block))
                 else:
-                    in_flight.append((block.last_use, source))
+                    in_flight.append((last_use(block), source))
                 blocks.append((block, n * 10))
             else:
                 block, value = blocks.pop(rng.randrange(len(blocks)))
                 if rng.random() < 0.8:
                     buffer = load(device, block)
                     if rng.random() < 0.3:
-                        in_flight.append((block.last_use, buffer))
+                        in_flight.append((last_use(block), buffer))
                     else:
-                        device.current_stream().wait_event(block.last_use)
+                        device.current_stream().wait_event(last_use(block))
                         device.kernel(reads=[buffer], fn=seen.append, name=f"use {n}")
                         expected.append(value)
                     del buffer
@@ -748,10 +787,10 @@ def test_threads_that_share_a_device_lose_no_byte():
                 for n in range(30):
                     source = device.create(64, n)
                     block = offload(device, tier, source)
-                    device.current_stream().wait_event(block.last_use)
+                    device.current_stream().wait_event(last_use(block))
                     del source
                     buffer = load(device, block)
-                    device.current_stream().wait_event(block.last_use)
+                    device.current_stream().wait_event(last_use(block))
                     device.kernel(reads=[buffer], writes=[buffer])
                     del buffer
                     tier.give(block)

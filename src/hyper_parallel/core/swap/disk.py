@@ -61,18 +61,11 @@ class DiskFile:
                 where=self.directory,
                 do="Run forward and backward in one process.",
             )
-        with self._lock:
-            if self._is_closed:
-                raise StateError("The disk tier was closed while a block of it was in use.", where=self.directory)
-            self._num_users += 1
+        self._enter()
         try:
             yield self._fd
         finally:
-            with self._lock:
-                self._num_users -= 1
-                is_last = self._is_closed and self._num_users == 0
-            if is_last:
-                os.close(self._fd)
+            self._leave()
 
     def close(self) -> None:
         """No job may begin; the descriptor is closed now, or by the last job under way."""
@@ -82,6 +75,19 @@ class DiskFile:
             self._is_closed = True
             is_idle = self._num_users == 0
         if is_idle:
+            os.close(self._fd)
+
+    def _enter(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise StateError("The disk tier was closed while a block of it was in use.", where=self.directory)
+            self._num_users += 1
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._num_users -= 1
+            is_last = self._is_closed and self._num_users == 0
+        if is_last:
             os.close(self._fd)
 
     def __del__(self) -> None:

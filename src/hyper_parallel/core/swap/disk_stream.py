@@ -66,13 +66,16 @@ class DiskEvent:
                 parent.
             DamagedFileError: the file was cut.
         """
-        if self._stream is not None and not self._done.is_set():
-            self._join(self._stream, timeout_s)
+        self.join_end(timeout_s)
         if self.error is not None:
             # A copy: raising one object in two threads would mix up their tracebacks.
             raise copy.copy(self.error) from self.error.__cause__
 
-    def _join(self, stream: DiskStream, timeout_s: float) -> None:
+    def join_end(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+        """As `join`, but a job that failed is only over."""
+        stream = self._stream
+        if stream is None or self._done.is_set():
+            return
         if self._pid != os.getpid():
             raise StateError(
                 "A disk job of the parent was waited for in a forked process.",
@@ -151,15 +154,16 @@ class DiskStream:
         if not event.query():
             self._launch("wait for another stream", lambda: self._wait(event))
 
-    def close(self) -> None:
-        """Do what was launched, end the thread and wait for that. A later job starts a new one."""
+    def close(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+        """Do what was launched, end the thread and wait for that, as long as something moves. A later job starts a new one."""
         self._look_for_fork()
         with self._changed:
-            worker = self._worker
+            worker, last = self._worker, self._last
             self._is_closing = worker is not None
             self._changed.notify_all()
+        last.join_end(timeout_s)
         if worker is not None:
-            worker.join()
+            worker.join(timeout_s)
 
     # -- launching ----------------------------------------------------------------------------------------------------
 
@@ -248,7 +252,8 @@ class DiskStream:
                     self._broken = _explained(error, "wait for another stream")
                     raise
             return
-        other, seen = event._stream, 0.0
+        other = event._stream
+        seen = other.last_progress if other is not None else 0.0
         # Without an end: going on would break the order. Whoever joins has a deadline, and it runs only while nothing moves there.
         while not event._done.wait(_WATCH_S):
             if other is not None and other.last_progress != seen:

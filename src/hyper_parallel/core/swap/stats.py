@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
 @dataclass
 class SwapStats:
-    """Counted since the process started or `reset` was called; read it through `SwapManager().stats()`."""
+    """Counted since the process started."""
 
     offloaded_bytes: int = 0
     loaded_bytes: int = 0
@@ -21,5 +21,10 @@ class SwapStats:
     kept_bytes: int = 0  # eligible, and left on the device
     kept: Counter[str] = field(default_factory=Counter)  # why -> how many
 
+    def add(self, other: SwapStats) -> None:
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            setattr(self, each.name, max(mine, theirs) if each.name.startswith("peak") else mine + theirs)
+
     def as_dict(self) -> dict[str, Any]:
-        return {**self.__dict__, "kept": dict(self.kept)}
+        return {**{each.name: getattr(self, each.name) for each in fields(self)}, "kept": dict(self.kept)}

@@ -65,7 +65,7 @@ class AcceleratorDevice:
     def load_stream(self) -> AcceleratorStream:
         return self._load
 
-    def allocate(self, num_bytes: int, stream: AcceleratorStream) -> torch.Tensor:
+    def allocate(self, num_bytes: int, stream: Any) -> torch.Tensor:
         # In the pool of the stream that will use it: no other stream's allocations can take the memory over early.
         with self._handle.stream(stream.raw):
             try:
@@ -73,11 +73,11 @@ class AcceleratorDevice:
             except torch.OutOfMemoryError as error:
                 raise MemoryError(str(error)) from error
 
-    def launch_offload(self, block: Any, source: torch.Tensor, stream: AcceleratorStream) -> None:
+    def launch_offload(self, block: Any, source: torch.Tensor, stream: Any) -> None:
         with self._handle.stream(stream.raw):
             host_view(block).copy_(source, non_blocking=True)
 
-    def launch_load(self, buffer: torch.Tensor, block: Any, stream: AcceleratorStream) -> None:
+    def launch_load(self, buffer: torch.Tensor, block: Any, stream: Any) -> None:
         with self._handle.stream(stream.raw):
             buffer.copy_(host_view(block), non_blocking=True)
 
@@ -93,6 +93,38 @@ def _event_type(handle: Any) -> type:
             self.synchronize()
 
     return SwapEvent
+
+
+class CpuDevice:
+    """The CPU, whose slower memory is a disk: compute runs in the calling thread, copies in two threads of their own."""
+
+    def __init__(self) -> None:
+        from hyper_parallel.core.swap.disk_stream import DiskStream, HostComputeStream
+
+        self._compute = HostComputeStream()
+        self._offload = DiskStream("offload")
+        self._load = DiskStream("load")
+
+    def current_stream(self) -> Any:
+        return self._compute
+
+    def offload_stream(self) -> Any:
+        return self._offload
+
+    def load_stream(self) -> Any:
+        return self._load
+
+    def allocate(self, num_bytes: int, stream: Any) -> torch.Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        except RuntimeError as error:  # what PyTorch's allocator of the CPU raises
+            raise MemoryError(str(error)) from error
+
+    def launch_offload(self, block: Any, source: torch.Tensor, stream: Any) -> None:
+        stream.launch_write(block, lambda: memoryview(source.numpy()))
+
+    def launch_load(self, buffer: torch.Tensor, block: Any, stream: Any) -> None:
+        stream.launch_read(block, lambda: memoryview(buffer.numpy()))
 
 
 def host_view(block: Any) -> torch.Tensor:

@@ -41,9 +41,7 @@ class SwapWrapper(ActivationWrapper):
 
     OWN = ActivationWrapper.OWN | {"policy_fn"}
 
-    def __init__(
-        self, mod: nn.Module | Callable[..., Any], policy_fn: Callable[[Any], Any] | None = None
-    ) -> None:
+    def __init__(self, mod: nn.Module | Callable[..., Any], policy_fn: Callable[[Any], Any] | None = None) -> None:
         super().__init__(mod)
         self.policy_fn = policy_fn
 
@@ -80,9 +78,7 @@ class OffloadWrapper(ActivationWrapper):
         return _call_swapped(self, None, args, kwargs)
 
 
-def swap_wrapper(
-    module: nn.Module | Callable[..., Any], policy_fn: Callable[[Any], Any] | None = None
-) -> SwapWrapper:
+def swap_wrapper(module: nn.Module | Callable[..., Any], policy_fn: Callable[[Any], Any] | None = None) -> SwapWrapper:
     """A module that computes what `module` does and swaps its residuals until backward needs them. No name changes.
 
     Args:

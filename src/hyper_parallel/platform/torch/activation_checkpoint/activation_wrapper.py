@@ -304,7 +304,7 @@ class _ExtraState:
 def _load_post_hooks(self: ActivationWrapper) -> dict[int, Callable[..., Any]]:
     """The inner module's hooks for an ancestor's `load_state_dict`, which hands them the wrapper: they get the inner module."""
     inner = self._checkpoint_wrapped_module
-    return {key: hook for key, hook in inner._load_state_dict_post_hooks.items()}
+    return {key: _with_module(hook, inner) for key, hook in inner._load_state_dict_post_hooks.items()}
 
 
 def _with_module(hook: Callable[..., Any], inner: nn.Module) -> Callable[..., Any]:

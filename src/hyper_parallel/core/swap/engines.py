@@ -1,0 +1,122 @@
+"""The engines of this process, one per device, kept in step with the configuration.
+
+An engine lives as long as the process: its streams and its pinned memory are expensive. Configuration changes its limits and the
+budget of its tier; another disk directory means another engine, while tensors that went to the old directory come back from there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hyper_parallel.core.swap import config as settings
+from hyper_parallel.core.swap.arena import PinnedArena
+from hyper_parallel.core.swap.config import SwapConfig
+from hyper_parallel.core.swap.device import SwapDevice
+from hyper_parallel.core.swap.disk import DiskTier
+from hyper_parallel.core.swap.engine import Limits, SwapEngine
+from hyper_parallel.core.swap.stats import SwapStats
+
+
+class Managed(NamedTuple):
+    """An engine with what configuration changes about it."""
+
+    engine: SwapEngine
+    tier: PinnedArena | DiskTier
+    device_bytes: int
+
+
+_lock = threading.Lock()
+_engines: dict[str, Managed] = {}
+_retired = SwapStats()  # of engines that are gone
+
+
+def host_engine(
+    name: str,
+    make_device: Callable[[], SwapDevice],
+    new_slab: Callable[[int], Any],
+    free_slab: Callable[[Any], None],
+    device_bytes: int,
+) -> tuple[SwapEngine, int]:
+    """The engine of an accelerator, which swaps to pinned memory, and the smallest storage it is worth a copy for."""
+
+    def build(config: SwapConfig) -> Managed:
+        budget = config.host_budget if config.host_budget is not None else settings.machine_host_budget()
+        arena = PinnedArena(new_slab, free_slab, budget)
+        return Managed(SwapEngine(make_device(), [arena], _limits(config, device_bytes)), arena, device_bytes)
+
+    return _find(name, "host", build)
+
+
+def disk_engine(make_device: Callable[[], SwapDevice], device_bytes: int) -> tuple[SwapEngine, int] | None:
+    """The engine of the CPU, which swaps to files; None while no directory is configured (rule 14)."""
+    directory = settings.current_config().disk_dir
+    if directory is None:
+        return None
+
+    def build(config: SwapConfig) -> Managed:
+        budget = config.disk_budget if config.disk_budget is not None else settings.machine_disk_budget(directory)
+        tier = DiskTier(directory, budget)
+        return Managed(SwapEngine(make_device(), [tier], _limits(config, device_bytes)), tier, device_bytes)
+
+    return _find(f"cpu, {directory}", "disk", build)
+
+
+def all_engines() -> dict[str, Managed]:
+    with _lock:
+        return dict(_engines)
+
+
+def total_stats() -> SwapStats:
+    """The numbers of all engines together."""
+    total = SwapStats()
+    total.add(_retired)
+    for managed in all_engines().values():
+        managed.engine.poll()
+        total.add(managed.engine.stats)
+    return total
+
+
+def _find(name: str, tier_name: str, build: Callable[[SwapConfig], Managed]) -> tuple[SwapEngine, int]:
+    config = settings.current_config()
+    with _lock:
+        managed = _engines.get(name)
+        if managed is None:
+            managed = _engines[name] = build(config)
+    return managed.engine, config.min_bytes if config.min_bytes is not None else settings.default_min_bytes(tier_name)
+
+
+def _limits(config: SwapConfig, device_bytes: int) -> Limits:
+    window, prefetch = config.window_bytes, config.prefetch_bytes
+    return Limits(
+        settings.default_window_bytes(device_bytes) if window is None else window,
+        settings.default_prefetch_bytes(device_bytes) if prefetch is None else prefetch,
+        config.on_full,
+    )
+
+
+def _follow(config: SwapConfig) -> None:
+    for managed in all_engines().values():
+        managed.engine.limits = _limits(config, managed.device_bytes)
+        budget = config.host_budget if isinstance(managed.tier, PinnedArena) else config.disk_budget
+        if budget is not None:
+            managed.tier.budget_bytes = budget
+    _close_left_directories(config)
+
+
+def _close_left_directories(config: SwapConfig) -> None:
+    """Close the files of a directory that is no longer configured, once nothing is in them any more."""
+    with _lock:
+        for name, managed in list(_engines.items()):
+            tier = managed.tier
+            if not isinstance(tier, DiskTier) or tier.directory == config.disk_dir:
+                continue
+            managed.engine.join()  # copies of graphs that are gone already hold their blocks until they are done
+            if tier.used_bytes == 0:
+                _retired.add(managed.engine.stats)
+                del _engines[name]
+                tier.close()
+
+
+settings.on_change(_follow)

@@ -1,0 +1,35 @@
+"""Which engine swaps a tensor of which device."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform.torch.swap_device import AcceleratorDevice, CpuDevice, PinnedSlab
+
+
+def engine_of(device: torch.device) -> tuple[Any, int] | None:
+    """The device's engine and the smallest storage worth a copy; None where nothing can be swapped."""
+    from hyper_parallel.core.swap import engines
+
+    if device.type == "cpu":
+        return engines.disk_engine(CpuDevice, _host_bytes())
+    if not hasattr(getattr(torch, device.type, None), "Stream"):
+        return None  # the meta device, and accelerators without streams of their own
+    return engines.host_engine(
+        str(device),
+        lambda: AcceleratorDevice(device),
+        lambda num_bytes: PinnedSlab(num_bytes, device),
+        PinnedSlab.free,
+        _device_bytes(device),
+    )
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _device_bytes(device: torch.device) -> int:
+    return int(getattr(torch, device.type).get_device_properties(device).total_memory)
