@@ -804,20 +804,23 @@ def test_parametrising_a_wrapper_is_refused_and_says_what_to_do() -> None:
 
 
 def test_a_compiled_model_goes_through_its_wrappers_in_one_graph() -> None:
-    model = wrapped_model()
-    graphs: list[Any] = []
-
-    def count(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    x = torch.rand(3, 4)
-    try:
-        compiled = torch.compile(model.eval(), backend=count, fullgraph=True)
-        assert compiled(x).equal(model(x))
-        assert len(graphs) == 1
-    finally:
-        torch._dynamo.reset()
+    program = """
+import torch
+from torch import nn
+from hyper_parallel.platform.torch.activation_checkpoint import ActivationWrapper
+class Passing(ActivationWrapper):
+    def forward(self, *args):
+        return self._checkpoint_wrapped_module(*args)
+model = nn.Sequential(nn.Linear(4, 4), Passing(nn.Sequential(nn.ReLU(), Passing(Passing(nn.Linear(4, 4))))))
+graphs = []
+def count(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+compiled = torch.compile(model, backend=count, fullgraph=True)
+x = torch.rand(3, 4)
+result = [torch.equal(compiled(x), model(x)), len(graphs)]
+"""
+    assert run_fresh(program) == [True, 1]
 
 
 def test_compile_in_place_compiles_the_inner_module() -> None:

@@ -43,7 +43,7 @@ def host_engine(
 
     def build(config: SwapConfig) -> Managed:
         budget = config.host_budget if config.host_budget is not None else settings.machine_host_budget()
-        arena = PinnedArena(new_slab, free_slab, budget)
+        arena = PinnedArena(new_slab, free_slab, budget, max_parts=16)
         return Managed(SwapEngine(make_device(), [arena], _limits(config, device_bytes)), arena, device_bytes)
 
     return _find(name, "host", build)

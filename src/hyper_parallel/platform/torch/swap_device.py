@@ -7,6 +7,7 @@ A buffer of the engine is a flat uint8 tensor over a whole storage. The classes 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -75,11 +76,13 @@ class AcceleratorDevice:
 
     def launch_offload(self, block: Any, source: torch.Tensor, stream: Any) -> None:
         with self._handle.stream(stream.raw):
-            host_view(block).copy_(source, non_blocking=True)
+            for host, part in _parts(block, source):
+                host.copy_(part, non_blocking=True)
 
     def launch_load(self, buffer: torch.Tensor, block: Any, stream: Any) -> None:
         with self._handle.stream(stream.raw):
-            buffer.copy_(host_view(block), non_blocking=True)
+            for host, part in _parts(block, buffer):
+                part.copy_(host, non_blocking=True)
 
     def total_bytes(self) -> int:
         return int(self._handle.get_device_properties(self.device).total_memory)
@@ -127,9 +130,13 @@ class CpuDevice:
         stream.launch_read(block, lambda: memoryview(buffer.numpy()))
 
 
-def host_view(block: Any) -> torch.Tensor:
-    """A block of the pinned arena as a tensor of bytes."""
-    return block.slab.tensor[block.offset : block.offset + block.num_bytes]
+def _parts(block: Any, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The parts of a block of the pinned arena beside the parts of device memory they are copied from or to."""
+    begin = 0
+    for part in block.parts:
+        host = part.slab.tensor[part.offset : part.offset + part.num_bytes]
+        yield host, memory if part.num_bytes == memory.numel() else memory[begin : begin + part.num_bytes]
+        begin += part.num_bytes
 
 
 class PinnedSlab:
