@@ -25,10 +25,8 @@ class FakeEvent:
         self.is_done = is_done
         self.num_joins = 0
         self.error: BaseException | None = None
-        self.on_query: Callable[[], None] = lambda: None
 
     def query(self) -> bool:
-        self.on_query()
         return self.is_done
 
     def join(self) -> None:
@@ -511,7 +509,6 @@ def test_trim_joins_the_last_copies_and_frees_slabs_without_blocks() -> None:
     arena = small_arena(free_slab=freed.append)
     kept, gone = taken(arena, 8 * KIB), taken(arena, 16 * KIB)
     event = FakeEvent()
-    event.on_query = lambda: None
     gone.last_use = event
     arena.give(gone)
     assert arena.trim() == 16 * KIB

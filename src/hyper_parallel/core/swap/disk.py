@@ -38,7 +38,7 @@ class DiskFile:
     def __init__(self, directory: str, num_bytes: int) -> None:
         self.directory = directory
         self.num_bytes = num_bytes
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._lock = threading.Lock()
         self._num_users = 0  # jobs that read or write it now
         self._is_closed = True  # until there is a descriptor, for __del__
@@ -53,10 +53,10 @@ class DiskFile:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[int]:
         """The descriptor, which stays open until the block is left."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise StateError(
                 "A block on disk was used in a forked process.",
-                expected=f"process {self._pid}",
+                expected=f"process {self.pid}",
                 got=f"process {os.getpid()}",
                 where=self.directory,
                 do="Run forward and backward in one process.",
@@ -144,7 +144,7 @@ class DiskTier:
         """Take a block back: from any thread, at any moment, without blocking. It is free when `take` next looks."""
         if isinstance(block, DiskBlock) and block._pool is self._pool:
             self._pool.give(block)
-        elif not isinstance(block, DiskBlock) or os.getpid() == self._pid:
+        elif not isinstance(block, DiskBlock) or block.parts[0].slab.pid == os.getpid():
             raise ArgumentError("This block is not from this tier.", got=describe(block))
         # else: the parent's block in a forked child; the parent has it, and gives it back itself
 
@@ -182,11 +182,10 @@ class DiskTier:
     def _own_pool(self) -> BlockPool[DiskBlock]:
         if self._pid != os.getpid():
             # Not even the lock of the parent's pool is of use: a thread that is not here may hold it.
-            self._pid = os.getpid()
-            budget_bytes = self._pool.budget_bytes
-            self._pool = self._new_pool(budget_bytes)
+            pool = self._new_pool(self._pool.budget_bytes)
             if self._is_closed:
-                self._pool.close()
+                pool.close()
+            self._pool, self._pid = pool, os.getpid()
         return self._pool
 
     def _new_pool(self, budget_bytes: int) -> BlockPool[DiskBlock]:

@@ -37,12 +37,12 @@ class Modules:
                 got=describe(param_name),
             )
         path, _, local_name = param_name.rpartition(".")
-        owner = cell
+        owner = _unwrapped(cell)
         for step in path.split(".") if path else []:
             child = owner._modules.get(step)
             if child is None:
                 return None
-            owner = child
+            owner = _unwrapped(child)
         parameter = owner._parameters.get(local_name)
         return None if parameter is None else (owner, local_name, parameter)
 
@@ -121,3 +121,10 @@ class Modules:
         if getattr(options, "cpu_offload", False):
             return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
         return dict(state)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module itself where a wrapper of this package stands in its place: wrapping changes no name and no owner."""
+    while "_checkpoint_wrapped_module" in vars(module):
+        module = vars(module)["_checkpoint_wrapped_module"]
+    return module

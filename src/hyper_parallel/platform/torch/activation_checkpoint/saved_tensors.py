@@ -116,7 +116,7 @@ class _Recorder:
             slot = known[1]()
             if slot is not None:
                 return _Swapped(engine, Handle(slot), tensor)
-        from hyper_parallel.platform.torch.swap_device import flat
+        from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
 
         alias = tensor.detach()  # shares the version counter, not the graph
         slot = engine.save(flat(tensor), storage.nbytes(), group, _Label(self._name, tensor), lambda: alias._version)
@@ -149,7 +149,7 @@ class _Recorder:
         return place
 
     def _open_place(self, device: torch.device) -> Any:
-        from hyper_parallel.platform.torch.swap_engines import engine_of
+        from hyper_parallel.platform.torch.activation_checkpoint.swap_engines import engine_of
 
         found = engine_of(device)
         if found is None:

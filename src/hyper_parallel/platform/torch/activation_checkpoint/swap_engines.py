@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.torch.swap_device import AcceleratorDevice, CpuDevice, PinnedSlab
+from hyper_parallel.platform.torch.activation_checkpoint.swap_device import AcceleratorDevice, CpuDevice, PinnedSlab
 
 
 def engine_of(device: torch.device) -> tuple[Any, int] | None:
