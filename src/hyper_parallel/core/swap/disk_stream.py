@@ -203,7 +203,6 @@ class DiskStream:
                 self.running = job.event.what
                 self.last_progress = time.monotonic()
             self._do(job)
-            del job  # or an idle thread would hold the last one
 
     def _do(self, job: _Job) -> None:
         error: BaseException | None = self._broken

@@ -280,6 +280,8 @@ class SwapEngine:
         if not group.is_newest():
             return
         forward = [g for g in group.earlier() if g is group or not g.has_ended]
+        for earlier in forward:
+            earlier.has_ended = True  # when its turn comes it is the newest that is left, but no forward ends there
         saved = ((g.key(s), s.num_bytes) for g in forward for ref in reversed(g.slots) if (s := ref()) is not None)
         labels = {g.label for g in forward}
         self._tail = {key for key in self._tail if key[0] not in labels}

@@ -106,7 +106,7 @@ class Group:
         self.chain = chain  # the groups of this thread's forward in order, itself among them, weakly
         self.slots: list[weakref.ref[Slot]] = []
         self.cursor = -1  # prefetch goes on with this slot: those after it were loaded or asked for in this pass
-        self.has_ended = False  # backward has reached it
+        self.has_ended = False  # backward has reached it, or the forward it belongs to
 
     def add(self, slot: Slot) -> int:
         self.slots.append(weakref.ref(slot))

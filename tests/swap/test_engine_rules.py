@@ -1,0 +1,272 @@
+"""The rules of the engine, each by its number, on small programs of the simulated device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hyper_parallel._base import trace
+from hyper_parallel.core.swap.engine import Limits, SwapEngine
+from hyper_parallel.core.swap.slot import Handle
+from hyper_parallel.core.swap.states import SlotState
+from support.simulated_device import SimulatedDevice
+from support.simulated_stream import IDLE, LAGGING_COPIES, PROMPT
+from support.simulated_tier import SimulatedTier
+
+
+class Setup:
+    """An engine on a simulated device, with forwards of equal layers."""
+
+    def __init__(self, profile: Any = PROMPT, window: int = 1_000, prefetch: int = 1_000, **options: Any) -> None:
+        self.device = SimulatedDevice(0, profile=profile)
+        self.tier = SimulatedTier(self.device, options.pop("tier_name", "host"), options.pop("budget", 1 << 30))
+        self.engine = SwapEngine(self.device, [self.tier], Limits(window, prefetch, **options))
+
+    def save(self, group: Any, num_bytes: int, label: str) -> Handle:
+        buffer = self.device.create(num_bytes, label, label=label)
+        return Handle(self.engine.save(buffer, num_bytes, group, label, lambda: buffer.version))
+
+    def forward(self, num_layers: int, num_saved: int = 2, num_bytes: int = 10) -> list[Handle]:
+        handles = []
+        for layer in range(num_layers):
+            group = self.engine.new_group(f"layer {layer}")
+            handles += [self.save(group, num_bytes, f"{layer}.{index}") for index in range(num_saved)]
+        return handles
+
+    def backward(self, handles: list[Handle]) -> None:
+        while handles:
+            self.use(handles.pop())
+
+    def use(self, handle: Handle) -> None:
+        seen: list[Any] = []
+        self.device.kernel(reads=[self.engine.acquire(handle)], fn=seen.append)
+        self.device.finish()
+        assert seen == [handle.slot.label]
+
+    def join(self) -> None:
+        self.engine.join()
+
+    def close(self) -> None:
+        self.engine.join()
+        self.device.check_clean()
+
+
+def states(handles: list[Handle]) -> list[SlotState]:
+    return [handle.slot.state for handle in handles]
+
+
+def test_rule_6_a_source_is_held_until_its_copy_is_done_and_dropped_then() -> None:
+    setup = Setup(IDLE)
+    handles = setup.forward(1)
+    assert states(handles) == [SlotState.D2H] * 2
+    assert setup.device.allocated_bytes == 20
+    setup.device.finish()
+    setup.engine.poll()
+    assert states(handles) == [SlotState.HOST] * 2
+    assert setup.device.allocated_bytes == 0
+    setup.backward(handles)
+    setup.close()
+
+
+def test_rule_6_a_full_window_makes_compute_wait_and_keeps_the_promise() -> None:
+    setup = Setup(LAGGING_COPIES, window=25)
+    handles = setup.forward(4)
+    assert setup.engine.stats.num_window_waits > 0
+    assert setup.engine.stats.peak_in_flight_bytes <= 25
+    assert not setup.engine.stats.kept
+    setup.backward(handles)
+    setup.close()
+
+
+def test_rule_6_with_keep_nothing_waits_and_new_residuals_stay() -> None:
+    setup = Setup(IDLE, window=25, on_full="keep")
+    handles = setup.forward(4)
+    assert setup.engine.stats.num_window_waits == 0
+    assert setup.engine.stats.kept == {"the link is behind": 6}
+    assert states(handles) == [SlotState.D2H] * 2 + [SlotState.DEVICE] * 6
+    setup.device.finish()
+    more = setup.forward(1)
+    assert states(more) == [SlotState.D2H] * 2, "the link has caught up"
+    setup.backward(more)
+    setup.backward(handles)
+    setup.close()
+
+
+def test_rule_6_a_storage_larger_than_the_window_goes_alone() -> None:
+    setup = Setup(IDLE, window=5)
+    handles = setup.forward(1, num_saved=1)
+    assert states(handles) == [SlotState.D2H]
+    setup.backward(handles)
+    setup.close()
+
+
+def test_rule_8_past_the_budget_a_storage_stays_and_is_counted() -> None:
+    setup = Setup(budget=25)
+    handles = setup.forward(2)
+    assert setup.engine.stats.kept == {"no room in host": 2}
+    assert setup.engine.stats.kept_bytes == 20
+    assert setup.tier.used_bytes == 20
+    setup.backward(handles)
+    setup.close()
+
+
+def test_rule_8_an_engine_without_tiers_keeps_everything() -> None:
+    setup = Setup()
+    setup.engine.tiers = []
+    handles = setup.forward(1)
+    assert setup.engine.stats.kept == {"no room in any tier": 2}
+    setup.backward(handles)
+    setup.close()
+
+
+def loads_during(setup: Setup, handles: list[Handle], num_used: int) -> list[str]:
+    with trace.recording() as record:
+        for _ in range(num_used):
+            setup.use(handles.pop())
+    return [event.fields["label"] for event in record.events("swap.load")]
+
+
+def test_rule_9_loads_come_in_the_reverse_of_the_forward_across_groups() -> None:
+    setup = Setup(prefetch=4_000)
+    handles = setup.forward(3)
+    setup.join()
+    assert loads_during(setup, handles, 1) == ["2.1", "2.0", "1.1", "1.0", "0.1", "0.0"]
+    setup.backward(handles)
+    setup.close()
+
+
+def test_rule_9_the_depth_is_in_bytes() -> None:
+    setup = Setup(prefetch=100)  # of which a quarter to begin with: two of ten bytes
+    handles = setup.forward(6)
+    setup.join()
+    first = loads_during(setup, handles, 1)
+    assert first[0] == "5.1"
+    assert sum(handle.slot.num_bytes for handle in handles if handle.slot.state is SlotState.H2D) <= 37
+    setup.backward(handles)
+    setup.close()
+
+
+def test_rule_9_late_loads_deepen_the_prefetch_up_to_the_limit() -> None:
+    setup = Setup(IDLE, prefetch=100)
+    for _ in range(5):
+        handles = setup.forward(6)
+        setup.device.finish()
+        setup.backward(handles)
+    assert setup.engine.stats.num_late_loads > 0
+    assert 25 < setup.engine._depth_bytes <= 100
+    setup.close()
+
+
+def test_rule_9_what_was_loaded_on_time_is_not_late() -> None:
+    setup = Setup(PROMPT, prefetch=4_000)
+    handles = setup.forward(4)
+    setup.join()
+    setup.backward(handles)
+    assert setup.engine.stats.num_late_loads == 1, "only the very first, which nothing could announce"
+    setup.close()
+
+
+def test_rule_10_the_tail_of_the_forward_stays_from_the_second_step_on() -> None:
+    setup = Setup(window=40)
+    setup.backward(setup.forward(4))
+    handles = setup.forward(4)
+    setup.join()
+    assert states(handles) == [SlotState.HOST] * 6 + [SlotState.DEVICE] * 2, "the last layer's, half a window"
+    assert setup.engine.stats.kept == {"needed first in backward": 2}
+    moved = setup.device.loaded_bytes
+    setup.use(handles.pop())
+    setup.use(handles.pop())
+    assert setup.device.loaded_bytes >= moved
+    setup.backward(handles)
+    setup.close()
+
+
+def test_rule_10_several_forwards_alive_keep_one_tail_between_them() -> None:
+    setup = Setup(window=40)
+    setup.backward(setup.forward(4))
+    alive = [setup.forward(4) for _ in range(3)]
+    setup.join()
+    kept = [handle.slot.num_bytes for handles in alive for handle in handles if handle.slot.state is SlotState.DEVICE]
+    assert 0 < sum(kept) <= 20
+    for handles in reversed(alive):
+        setup.backward(handles)
+    setup.close()
+
+
+def test_rule_11_forwards_may_end_in_any_order() -> None:
+    setup = Setup(window=15)
+    first, second, third = setup.forward(2), setup.forward(2), setup.forward(2)
+    for handles in (second, third, first):
+        setup.backward(handles)
+    setup.close()
+
+
+def test_rule_12_a_second_backward_loads_again_and_prefetches_too() -> None:
+    setup = Setup(prefetch=4_000)
+    handles = setup.forward(3)
+    setup.join()
+    for handle in reversed(handles):
+        setup.use(handle)
+    assert states(handles) == [SlotState.HOST] * 6
+    again = list(handles)
+    assert loads_during(setup, again, 1) == ["2.1", "2.0", "1.1", "1.0", "0.1", "0.0"]
+    for handle in reversed(handles[:-1]):
+        setup.use(handle)
+    assert setup.device.loaded_bytes == 2 * 60
+    del handle
+    again.clear()
+    handles.clear()
+    setup.close()
+
+
+def test_handles_of_one_storage_share_one_load() -> None:
+    setup = Setup()
+    group = setup.engine.new_group("layer")
+    first = setup.save(group, 10, "shared")
+    handles = [first, Handle(first.slot), Handle(first.slot)]
+    del first
+    setup.join()
+    for handle in handles:
+        setup.use(handle)
+    assert setup.device.loaded_bytes == 10
+    assert handles[0].slot.state is SlotState.HOST, "every handle has asked: nothing is held"
+    del handle
+    handles.clear()
+    setup.close()
+
+
+def test_out_of_memory_gives_up_what_was_only_prefetched() -> None:
+    setup = Setup(prefetch=4_000)
+    handles = setup.forward(4)
+    setup.join()
+    setup.use(handles[-1])  # prefetches everything else
+    assert all(handle.slot.state is SlotState.H2D for handle in handles[:-1])
+    setup.device.capacity_bytes = setup.device.allocated_bytes
+    setup.engine._launch_load(handles[-1].slot)
+    assert handles[-1].slot.state is SlotState.H2D
+    setup.device.capacity_bytes = 1 << 30
+    setup.backward(handles)
+    setup.close()
+
+
+def test_out_of_memory_that_cannot_be_helped_reaches_the_user_and_leaves_the_slot_as_it_was() -> None:
+    setup = Setup()
+    handles = setup.forward(1, num_saved=1)
+    setup.join()
+    setup.device.capacity_bytes = 5
+    with pytest.raises(MemoryError):
+        setup.engine.acquire(handles[0])
+    assert states(handles) == [SlotState.HOST]
+    setup.device.capacity_bytes = 1 << 30
+    setup.backward(handles)
+    setup.close()
+
+
+def test_the_disk_tier_shows_as_such_in_the_state() -> None:
+    setup = Setup(tier_name="disk")
+    handles = setup.forward(1)
+    setup.join()
+    assert states(handles) == [SlotState.DISK] * 2
+    setup.backward(handles)
+    setup.close()
