@@ -170,7 +170,9 @@ def check_references(hooks: Any) -> None:
                 with hooks(policy):
                     loss = x.exp().tanh().sum()
                 loss.backward()
-                del x, loss
+                with hooks(policy):
+                    dropped = x.exp().tanh().sum()  # a forward without a backward
+                del x, loss, dropped
             counts.append(
                 sum(
                     issubclass(type(obj), (torch.Tensor, torch.autograd.graph.saved_tensors_hooks))
