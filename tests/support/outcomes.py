@@ -113,7 +113,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     config = session.config
     if config.getoption("--write-platform-table"):
         table = json.loads(TABLE.read_text()) if TABLE.exists() else {"columns": {}}
-        table["columns"].update(fresh_columns())
+        columns = table["columns"] | fresh_columns()
+        table["columns"] = {backend.name: columns[backend.name] for backend in backends.ALL if backend.name in columns}
         TABLE.write_text(json.dumps(table, indent=1) + "\n")
     elif config.stash[_whole_run] and exitstatus == 0:
         stale = _differences()

@@ -124,13 +124,12 @@ def test_a_size_is_shown(num_bytes: int, text: str) -> None:
 
 
 def test_what_is_shown_is_read_back_to_within_half_a_hundredth() -> None:
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    for _ in range(2000):
+    rng = random.Random(0)
+    for _ in range(5000):
         num_bytes = int(2 ** rng.uniform(0, 55))
         shown = parse_size(format_size(num_bytes), "x")
-        assert abs(shown - num_bytes) <= 0.0051 * max(num_bytes, 1)
+        # half a hundredth of the unit, which is at most the number itself, and the fraction of a byte that reading drops
+        assert abs(shown - num_bytes) <= num_bytes / 200 + 1
 
 
 # -- settings -------------------------------------------------------------------------------------------------------------

@@ -465,13 +465,13 @@ def test_a_file_that_was_cut_is_an_error(tier: DiskTier, stream: DiskStream) -> 
     block = written(stream, tier, b"x" * 5000)
     with block.parts[0].slab.in_use() as fd:
         os.ftruncate(fd, 2000)
-    with pytest.raises(DamagedFileError, match="got its end at 2000"):
+    with pytest.raises(DamagedFileError, match=f"got its end at 2000; {tier.directory}"):
         contents(stream, block)
 
 
 def test_memory_of_another_size_is_an_error(tier: DiskTier, stream: DiskStream) -> None:
     block = taken(tier, 10)
-    with pytest.raises(ArgumentError, match="Expected 10 bytes, got 9; write of 10 B"):
+    with pytest.raises(ArgumentError, match=f"Expected 10 bytes, got 9; {tier.directory}"):
         stream.launch_write(block, giving(bytes(9))).join(10)
 
 
@@ -773,6 +773,7 @@ if pid == 0:
     answers = [
         read(stream, own[-1]),
         attempt(lambda: pending.join(10)),
+        attempt(lambda: stream.wait_event(pending)),
         attempt(lambda: read(stream, block)),
         str(tier.used_bytes),
     ]
@@ -796,6 +797,7 @@ tier.close()
     answers, *parents = outcome
     assert answers == [
         "child!",
+        "StateError: A disk job of the parent was waited for in a forked process.",
         "StateError: A disk job of the parent was waited for in a forked process.",
         "StateError: A block on disk was used in a forked process.",
         "48",

@@ -76,12 +76,7 @@ class DiskEvent:
         stream = self._stream
         if stream is None or self._done.is_set():
             return
-        if self._pid != os.getpid():
-            raise StateError(
-                "A disk job of the parent was waited for in a forked process.",
-                where=self.what,
-                do="Run forward and backward in one process.",
-            )
+        self.check_process()
         start = time.monotonic()
         left = timeout_s
         while not self._done.wait(max(left, 0)):
@@ -95,6 +90,15 @@ class DiskEvent:
                     where=f"waiting for the {self.what} on {stream.name}",
                     do="Check the disk (a network file system that hangs?), or name another disk_dir.",
                 )
+
+    def check_process(self) -> None:
+        """Raise in a forked process: the thread that would do the job is not there."""
+        if self._pid != os.getpid():
+            raise StateError(
+                "A disk job of the parent was waited for in a forked process.",
+                where=self.what,
+                do="Run forward and backward in one process.",
+            )
 
     def finish(self, error: BaseException | None) -> None:
         self.error = error  # before the flag: whoever sees the event done sees why
@@ -149,10 +153,13 @@ class DiskStream:
         the reason. An order that is not kept would be wrong numbers.
         """
         self._look_for_fork()
-        if isinstance(event, DiskEvent) and event._stream is self:
-            return  # in order already
-        if not event.query():
-            self._launch("wait for another stream", lambda: self._wait(event))
+        if event.query():
+            return
+        if isinstance(event, DiskEvent):
+            event.check_process()
+            if event._stream is self:
+                return  # in order already
+        self._launch("wait for another stream", lambda: self._wait(event))
 
     def close(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """Do what was launched, end the thread and wait for that, as long as something moves. A later job starts a new one."""
@@ -223,13 +230,19 @@ class DiskStream:
 
     def _read(self, block: DiskBlock, target: BytesOf) -> None:
         if not block.is_written:
-            raise StateError("A block on disk was read that holds nothing: it was not written, or its write failed.")
+            raise StateError(
+                "A block on disk was read that holds nothing: it was not written, or its write failed.",
+                where=_what("read", block),
+            )
         self._copy(block, target(), _read_some)
 
     def _copy(self, block: DiskBlock, memory: memoryview, some: Callable[[int, memoryview, int], int]) -> None:
         if memory.nbytes != block.num_bytes:
             raise ArgumentError(
-                "The memory is not of the block's size.", expected=f"{block.num_bytes} bytes", got=f"{memory.nbytes}"
+                "The memory is not of the block's size.",
+                expected=f"{block.num_bytes} bytes",
+                got=f"{memory.nbytes}",
+                where=block.parts[0].slab.directory,
             )
         view = memory.cast("B")  # of contiguous memory only: anything else raises here
         begin = 0
@@ -291,7 +304,10 @@ def _read_some(fd: int, view: memoryview, offset: int) -> int:
     num_bytes = os.preadv(fd, [view], offset)
     if num_bytes == 0:
         raise DamagedFileError(
-            "A swap file was cut.", expected=f"{len(view)} bytes at {offset}", got=f"its end at {os.fstat(fd).st_size}"
+            "A swap file was cut.",
+            expected=f"{len(view)} bytes at {offset}",
+            got=f"its end at {os.fstat(fd).st_size}",
+            where=os.readlink(f"/proc/self/fd/{fd}"),
         )
     return num_bytes
 
@@ -303,28 +319,24 @@ def _what(verb: str, block: DiskBlock) -> str:
 
 def _explained(error: BaseException, what: str) -> BaseException:
     """The error in the user's words, and without tracebacks: their frames hold the memory of the job."""
-    if isinstance(error, HyperParallelError):
-        explained: HyperParallelError = type(error)(
-            error.what, expected=error.expected, got=error.got, where=error.where or what, do=error.do
-        )
-        explained.__cause__ = error.__cause__
-    elif isinstance(error, OSError):
-        number = error.errno
-        is_full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    explained = error
+    if isinstance(error, OSError):
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        name = errno.errorcode.get(error.errno or 0, "unknown")
         explained = StateError(
             "The disk is full." if is_full else "The disk failed.",
-            got=f"{error.strerror} (errno {number}, {errno.errorcode.get(number or 0, 'unknown')})",
+            got=f"{error.strerror or error} (errno {error.errno}, {name})",
             where=what,
             do="Free space there, name another disk_dir, or lower disk_budget."
             if is_full
             else "Look at the disk, or name another disk_dir.",
         )
         explained.__cause__ = error
-    else:
+    elif not isinstance(error, HyperParallelError):
         explained = StateError("A disk job failed.", got=f"{type(error).__name__}: {error}", where=what)
         explained.__cause__ = error
-    cause = explained.__cause__
-    while cause is not None:
-        cause.__traceback__ = None
-        cause = cause.__cause__ or cause.__context__
+    link: BaseException | None = explained
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
     return explained

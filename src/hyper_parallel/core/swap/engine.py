@@ -127,7 +127,7 @@ class SwapEngine:
                 if self._window.oldest() is oldest:
                     self._finish_offload(self._window.pop_oldest())
 
-    def _launch_offload(self, slot: Slot, stream: Stream) -> str | None:
+    def _launch_offload(self, slot: Slot, stream: Stream, copy_stream: Stream | None = None) -> str | None:
         """Enqueue the copy; the reason, if it cannot be."""
         for tier in self.tiers:
             block = tier.take(slot.num_bytes)
@@ -137,7 +137,7 @@ class SwapEngine:
             return "no room in " + (" or ".join(tier.name for tier in self.tiers) or "any tier")
         slot.look_for_change()
         try:
-            offload = self.device.offload_stream()
+            offload = self.device.offload_stream() if copy_stream is None else copy_stream
             for event in block.last_uses:
                 offload.wait_event(event)  # O3, O9
             offload.wait_event(stream.record_event())  # O1
@@ -308,16 +308,19 @@ class SwapEngine:
                 if slot is not None and slot.state in (SlotState.HOST, SlotState.DISK):
                     yield slot, slot.num_bytes
 
-    def _launch_load(self, slot: Slot) -> None:
+    def _launch_load(self, slot: Slot, copy_stream: Stream | None = None) -> None:
         block, stream = slot.block, slot.stream
         if block is None or slot.offloaded is None:
             raise StateError(
                 "A storage without a block cannot be loaded.", got=f"state {slot.state.value}", where=str(slot.label)
             )
         buffer = self._allocate(slot.num_bytes, stream)
-        load = self.device.load_stream()
+        load = self.device.load_stream() if copy_stream is None else copy_stream
         load.wait_event(stream.record_event())  # O5: after the allocation, so after all earlier users of that memory
         load.wait_event(slot.offloaded)  # O4
+        for event in block.last_uses:
+            if event is not slot.offloaded:
+                load.wait_event(event)  # O3: an earlier load of this block, on any stream; the later one's event stands for both
         self.device.launch_load(buffer, block, load)
         self.stats.loaded_bytes += slot.num_bytes
         self.stats.num_loads += 1
@@ -361,6 +364,100 @@ class SwapEngine:
         self.stats.num_late_loads += 1
         self._depth_bytes = schedule.deepened(self._depth_bytes, self.limits.prefetch_bytes)
 
+    # -- by hand ------------------------------------------------------------------------------------------------------
+    #
+    # Someone else decides when something moves; the orders are the same. A stream given by the caller takes the place of the
+    # engine's own. Nobody waits for room in the window here: the caller holds the source anyway, until it has called `wait_offload`.
+    # `acquire` is the end of a load by hand, too.
+
+    def hold(self, source: Buffer, num_bytes: int, stream: Stream, label: object) -> Slot:
+        """A slot that belongs to no forward and stays until `launch_offload`.
+
+        `stream`: the one whose pool the source's memory returns to. Who holds the source looks for changes in place.
+        """
+        return Slot(source, num_bytes, stream, Group(str(label), []), label, lambda: 0)
+
+    def launch_offload(self, slot: Slot, copy_stream: Stream | None = None) -> bool:
+        """Launch the offload of a held slot; False, counted in `stats`, if no tier has room: then it stays as it is."""
+        current = self.device.current_stream()
+        with self._lock:
+            self._drop_finished()
+            offload = self.device.offload_stream() if copy_stream is None else copy_stream
+            if current != slot.stream:
+                offload.wait_event(current.record_event())  # O1: the storage may have been written on either of the two
+            reason = self._launch_offload(slot, slot.stream, offload)
+        if reason is not None:
+            self._keep(slot, reason)
+        return reason is None
+
+    def wait_offload(self, slot: Slot) -> None:
+        """Make the current stream wait for a slot's offload, and drop the source; nothing if there is none under way.
+
+        A copy that failed leaves the source where it is, counted in `stats`.
+        """
+        with self._lock:
+            self._drop_finished()
+            offloaded = slot.offloaded
+            is_held = slot.state is SlotState.D2H
+        if offloaded is None:
+            return
+        if is_held:
+            _wait(slot.stream, offloaded)  # O2: the stream whose pool the memory returns to, before the reference is dropped
+        current = self.device.current_stream()
+        if current != slot.stream:
+            _wait(current, offloaded)
+        if is_held:
+            with self._lock:
+                self._window.remove(offloaded)
+                self._finish_offload(InFlight(slot, slot.stream, None, offloaded, 0))
+
+    def new_handle(self, slot: Slot) -> Handle:
+        """A handle of a held slot. Unlike autograd's it waits for nothing before `launch_load`: no buffer is held for it."""
+        handle = Handle(slot)
+        slot.waiting.pop(handle.number, None)
+        return handle
+
+    def launch_load(self, handle: Handle, copy_stream: Stream | None = None) -> None:
+        """Launch the load of a slot, if nothing of it is on the device; `acquire` waits for it."""
+        with self._lock:
+            self._drop_finished()
+            self._load_early(handle.slot, copy_stream)
+            handle.slot.waiting[handle.number] = None
+
+    def wait_group_offload(self, group: Group) -> None:
+        """`wait_offload` of every slot of a group."""
+        for slot in _living(group):
+            self.wait_offload(slot)
+
+    def launch_group_load(self, group: Group, copy_stream: Stream | None = None) -> None:
+        """Launch the loads of what backward has not asked a group for yet, whatever `prefetch_bytes` says."""
+        with self._lock:
+            self._drop_finished()
+            if not any(slot.waiting for slot in _living(group)):
+                group.begin_pass()  # all was asked for already: someone gets ready for another backward
+            for slot in reversed(_living(group)):
+                if slot.waiting:
+                    try:
+                        self._load_early(slot, copy_stream)
+                    except MemoryError:
+                        return  # as in `_prefetch`: it comes when it is asked for
+
+    def wait_group_load(self, group: Group) -> None:
+        """Make the current stream wait for the loads of a group that are under way."""
+        current = self.device.current_stream()
+        with self._lock:
+            loads = [slot.loaded for slot in _living(group) if slot.state is SlotState.H2D]
+        for loaded in loads:
+            if loaded is not None:
+                _wait(current, loaded)  # a load that failed raises where backward asks for it
+
+    def _load_early(self, slot: Slot, copy_stream: Stream | None) -> None:
+        if slot.state in (SlotState.HOST, SlotState.DISK):
+            self._launch_load(slot, copy_stream)
+            while self._unclaimed and self._unclaimed[0]() is None:
+                self._unclaimed.pop(0)  # or a program that never waits for what it loads would pile them up
+            self._unclaimed.append(weakref.ref(slot))
+
     # -- housekeeping -------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
@@ -384,6 +481,10 @@ class SwapEngine:
     def in_flight_bytes(self) -> int:
         with self._lock:
             return self._window.held_bytes + self._loading.held_bytes
+
+
+def _living(group: Group) -> list[Slot]:
+    return [slot for ref in group.slots if (slot := ref()) is not None]
 
 
 def _wait(stream: Stream, event: Event) -> BaseException | None:
