@@ -20,6 +20,14 @@ _PUBLIC = {
     "Platform": "hyper_parallel.platform",
     "PlatformType": "hyper_parallel.platform",
     "HyperParallelError": "hyper_parallel._base.errors",
+    "CheckpointPolicy": "hyper_parallel.core.activation_checkpoint.policy",
+    "swap_wrapper": "hyper_parallel.core.activation_checkpoint.wrap",
+    "offload_wrapper": "hyper_parallel.core.activation_checkpoint.wrap",
+    "wrappers": "hyper_parallel.core.activation_checkpoint.wrappers",
+    "SwapManager": "hyper_parallel.core.activation_checkpoint.swap",
+    "SwapTensor": "hyper_parallel.core.activation_checkpoint.swap",
+    "Storage": "hyper_parallel.core.activation_checkpoint.swap",
+    "configure_swap": "hyper_parallel.core.swap.config",
 }
 
 __all__ = ["__version__", *_PUBLIC]

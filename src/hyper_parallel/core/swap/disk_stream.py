@@ -141,6 +141,10 @@ class DiskStream:
         """Fill `target()` with the block."""
         return self._launch(_what("read", block), lambda: self._read(block, target))
 
+    def launch_call(self, what: str, function: Callable[[], None]) -> DiskEvent:
+        """Call a function in its turn; what it raises is the event's error."""
+        return self._launch(what, function)
+
     def record_event(self) -> DiskEvent:
         """The end of the last job: everything before it has happened as well, and its `error` is that of this job alone."""
         self._look_for_fork()

@@ -320,7 +320,7 @@ class SwapEngine:
         load.wait_event(slot.offloaded)  # O4
         for event in block.last_uses:
             if event is not slot.offloaded:
-                load.wait_event(event)  # O3: an earlier load of this block, on any stream; the later one's event stands for both
+                load.wait_event(event)  # O3: an earlier load of this block, on another stream; see `last_uses` below
         self.device.launch_load(buffer, block, load)
         self.stats.loaded_bytes += slot.num_bytes
         self.stats.num_loads += 1
@@ -397,19 +397,19 @@ class SwapEngine:
         """
         with self._lock:
             self._drop_finished()
-            offloaded = slot.offloaded
+            offloaded, home = slot.offloaded, slot.stream
             is_held = slot.state is SlotState.D2H
         if offloaded is None:
             return
         if is_held:
-            _wait(slot.stream, offloaded)  # O2: the stream whose pool the memory returns to, before the reference is dropped
+            _wait(home, offloaded)  # O2: memory returns to the pool of this stream, whichever one the caller is on
         current = self.device.current_stream()
-        if current != slot.stream:
+        if current != home:
             _wait(current, offloaded)
         if is_held:
             with self._lock:
                 self._window.remove(offloaded)
-                self._finish_offload(InFlight(slot, slot.stream, None, offloaded, 0))
+                self._finish_offload(InFlight(slot, home, None, offloaded, 0))
 
     def new_handle(self, slot: Slot) -> Handle:
         """A handle of a held slot. Unlike autograd's it waits for nothing before `launch_load`: no buffer is held for it."""

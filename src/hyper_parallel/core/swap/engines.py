@@ -16,6 +16,7 @@ from hyper_parallel.core.swap.config import SwapConfig
 from hyper_parallel.core.swap.device import SwapDevice
 from hyper_parallel.core.swap.disk import DiskTier
 from hyper_parallel.core.swap.engine import Limits, SwapEngine
+from hyper_parallel.core.swap.staged import StagedDevice, StagedDisk
 from hyper_parallel.core.swap.stats import SwapStats
 
 
@@ -30,6 +31,7 @@ class Managed(NamedTuple):
 _lock = threading.Lock()
 _engines: dict[str, Managed] = {}
 _retired = SwapStats()  # of engines that are gone
+_NO_LIMIT = 1 << 62  # the load staging is never larger than the largest storage
 
 
 def host_engine(
@@ -37,16 +39,47 @@ def host_engine(
     make_device: Callable[[], SwapDevice],
     new_slab: Callable[[int], Any],
     free_slab: Callable[[Any], None],
+    memory_of: Callable[[Any], memoryview],
     device_bytes: int,
 ) -> tuple[SwapEngine, int]:
-    """The engine of an accelerator, which swaps to pinned memory, and the smallest storage it is worth a copy for."""
+    """The engine of an accelerator and the smallest storage that is worth a copy.
+
+    It swaps to pinned memory and, past that budget, to the configured directory. `memory_of`: the bytes of a block of one part.
+    """
 
     def build(config: SwapConfig) -> Managed:
         budget = config.host_budget if config.host_budget is not None else settings.machine_host_budget()
         arena = PinnedArena(new_slab, free_slab, budget, max_parts=16)
         return Managed(SwapEngine(make_device(), [arena], _limits(config, device_bytes)), arena, device_bytes)
 
-    return _find(name, "host", build)
+    def staging(num_bytes: int) -> PinnedArena:
+        return PinnedArena(new_slab, free_slab, num_bytes, max_parts=1)
+
+    found = _find(name, "host", build)
+    _attach_disk(found[0], staging, memory_of)
+    return found
+
+
+def _attach_disk(
+    engine: SwapEngine, staging: Callable[[int], PinnedArena], memory_of: Callable[[Any], memoryview]
+) -> None:
+    """Let the tier below pinned memory be the directory that is configured now, if any."""
+    config = settings.current_config()
+    with _lock:
+        below = next((tier for tier in engine.tiers if isinstance(tier, StagedDisk)), None)
+        if (None if below is None else below.disk.directory) == config.disk_dir:
+            return
+        above = [tier for tier in engine.tiers if not isinstance(tier, StagedDisk)]
+        if config.disk_dir is None:
+            engine.tiers = above
+            return
+        if not isinstance(engine.device, StagedDevice):
+            engine.device = StagedDevice(engine.device, staging(_NO_LIMIT), memory_of)
+        budget = config.disk_budget if config.disk_budget is not None else settings.machine_disk_budget(config.disk_dir)
+        engine.tiers = [
+            *above,
+            StagedDisk(DiskTier(config.disk_dir, budget), staging(max(engine.limits.window_bytes, 1))),
+        ]
 
 
 def disk_engine(make_device: Callable[[], SwapDevice], device_bytes: int) -> tuple[SwapEngine, int] | None:

@@ -93,7 +93,18 @@ class SwapTensor:
     #     state is DEVICE               ->  held and not moved
     #     state is D2H                  ->  held
     #     state in (HOST, DISK, H2D)    ->  held != moved      (held: it was kept)
-    __slots__ = ("__weakref__", "_backend", "_changed", "_held", "_lock", "_moved", "_saved_version", "_state", "_value", "label")
+    __slots__ = (
+        "__weakref__",
+        "_backend",
+        "_changed",
+        "_held",
+        "_lock",
+        "_moved",
+        "_saved_version",
+        "_state",
+        "_value",
+        "label",
+    )
 
     def __init__(self, tensor: Any, label: object) -> None:
         self.label = label
@@ -101,7 +112,9 @@ class SwapTensor:
         self._value: Any = None  # of a value that is no tensor
         self._held: Held | None = None
         self._moved: _Moved | None = None
-        self._changed: int | None = None  # the version that was found when the tensor was let go of, if it was another one
+        self._changed: int | None = (
+            None  # the version that was found when the tensor was let go of, if it was another one
+        )
         self._saved_version = 0
         self._backend = _backend_of(tensor)
         if self._backend is None:
@@ -118,7 +131,7 @@ class SwapTensor:
 
     def async_offload(self, copy_stream: Any = None) -> None:
         """Launch the copy to slower memory. `copy_stream`: in place of the engine's own; means nothing on the CPU."""
-        self.launch_offload(copy_stream, {})
+        self._launch_offload(copy_stream, {})
 
     def wait_offload(self) -> None:
         """Make the current stream wait for the copy, and let go of the tensor: its memory is free if nobody else holds it."""
@@ -195,11 +208,11 @@ class SwapTensor:
 
     # -- for a `Storage`, which moves many ----------------------------------------------------------------------------
 
-    def check_can(self, change: Change) -> None:
+    def _check_can(self, change: Change) -> None:
         """Raise if the change is illegal now."""
         self._next(change)
 
-    def launch_offload(self, copy_stream: Any, moved: dict[int, Slot | None]) -> None:
+    def _launch_offload(self, copy_stream: Any, moved: dict[int, Slot | None]) -> None:
         """As `async_offload`. `moved`: what was launched in the same breath, by storage: it moves once (rule 1)."""
         with self._lock:
             new = self._next(Change.LAUNCH_OFFLOAD)
@@ -212,7 +225,7 @@ class SwapTensor:
                     self._moved = _Moved(parts.engine, parts.engine.new_handle(slot), parts.rebuild)
             self._state = new
 
-    def launch_load_if_away(self) -> None:
+    def _launch_load_if_away(self) -> None:
         """`async_load` where it is legal; nothing elsewhere."""
         if self._state in (SlotState.HOST, SlotState.DISK):
             self.async_load()

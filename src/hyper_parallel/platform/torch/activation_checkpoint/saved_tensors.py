@@ -34,6 +34,9 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
     """A block inside which saved tensors are swapped: to pinned host memory from an accelerator, to disk from the CPU.
 
+    They move by themselves. In a thread with a current group (`SwapManager().set_current_group_name`) its `storage` joins that
+    group with the first tensor that is saved, so that the group's calls reach what is saved here, too.
+
     Args:
         policy_fn: asked with each eligible tensor; `MUST_SAVE`, `PREFER_SAVE` or True keep it, everything else swaps it.
         module: whose parameters and buffers are never swapped, and whose name errors show.
@@ -69,11 +72,28 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
         super().__enter__()
 
     @property
+    def storage(self) -> Any:
+        """What this block puts aside, as a `Storage`; it holds no tensor."""
+        return self._recorder.storage
+
+    @property
+    def add_to_storage(self) -> bool:
+        """Whether the storage has joined a group."""
+        return self._recorder.has_joined
+
+    @property
+    def count_idx(self) -> int:
+        """How many tensors were given to the swap engine."""
+        return self._recorder.num_swapped
+
+    @property
     def pack_count(self) -> int:
+        """How many tensors autograd saved."""
         return self._recorder.pack_count
 
     @property
     def unpack_count(self) -> int:
+        """How often it asked for one."""
         return self._recorder.unpack_count
 
 
@@ -91,6 +111,10 @@ class _Recorder:
         self._slots: dict[int, tuple[StorageWeakRef, weakref.ref[Any], int]] = {}
         self.pack_count = 0
         self.unpack_count = 0
+        self.num_swapped = 0
+        self.has_joined = False
+        # Held here, and so by the graph: its group has it as long as there is something to move.
+        self.storage = _new_storage()
 
     def look_up_parameters(self) -> None:
         """Now, not when wrapping: sharded data parallel gives its parameters other storages in every forward (rule 3)."""
@@ -103,9 +127,12 @@ class _Recorder:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         self.pack_count += 1
+        if self.pack_count == 1:
+            self._join_group()
         place = self._place(tensor)
         if place is None:
             return _Kept(tensor, self._name)
+        self.num_swapped += 1
         from hyper_parallel.core.swap.slot import Handle
 
         engine, group, _ = place
@@ -148,6 +175,14 @@ class _Recorder:
                 return None
         return place
 
+    def _join_group(self) -> None:
+        from hyper_parallel.core.swap.manager import SwapManager
+
+        name = SwapManager().get_current_group_name()
+        if name:
+            SwapManager().add_storage(name, self.storage)
+            self.has_joined = True
+
     def _open_place(self, device: torch.device) -> Any:
         from hyper_parallel.platform.torch.activation_checkpoint.swap_engines import engine_of
 
@@ -158,7 +193,11 @@ class _Recorder:
         # Unlike the name, the key tells two blocks of one class apart: the engine learns by it what a forward saves last.
         module = None if self._module is None else self._module()
         key = self._name if module is None else f"{self._name} {id(module):x}"
-        return engine, engine.new_group(key), min_bytes
+        group = engine.new_group(key)
+        from hyper_parallel.platform.torch.activation_checkpoint.hand_made import copy_stream
+
+        self.storage.follow(engine, group, copy_stream)
+        return engine, group, min_bytes
 
     def _is_cast_of_parameter(self, tensor: torch.Tensor) -> bool:
         """Autocast saves a copy of a weight in another dtype: it is as old as the weight and is cast again if need be."""
@@ -228,6 +267,12 @@ class _Swapped:
         buffer = self._engine.acquire(self._handle)
         view = torch.empty(0, dtype=self._dtype, device=buffer.device)
         return view.set_(buffer.untyped_storage(), self._offset, self._size, self._stride)
+
+
+def _new_storage() -> Any:
+    from hyper_parallel.core.swap.storage import Storage
+
+    return Storage()
 
 
 def _storage_id(tensor: torch.Tensor) -> int:

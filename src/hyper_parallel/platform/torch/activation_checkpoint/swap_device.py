@@ -139,6 +139,11 @@ def _parts(block: Any, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, tor
         begin += part.num_bytes
 
 
+def memory_of(block: Any) -> memoryview:
+    """The bytes of a pinned block of one part, for the disk."""
+    return memoryview(block.slab.tensor.numpy())[block.offset : block.offset + block.num_bytes]
+
+
 class PinnedSlab:
     """Pinned host memory of an exact size.
 

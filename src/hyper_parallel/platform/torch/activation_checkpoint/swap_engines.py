@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.torch.activation_checkpoint.swap_device import AcceleratorDevice, CpuDevice, PinnedSlab
+from hyper_parallel.platform.torch.activation_checkpoint.swap_device import (
+    AcceleratorDevice,
+    CpuDevice,
+    PinnedSlab,
+    memory_of,
+)
 
 
 def engine_of(device: torch.device) -> tuple[Any, int] | None:
@@ -23,6 +28,7 @@ def engine_of(device: torch.device) -> tuple[Any, int] | None:
         lambda: AcceleratorDevice(device),
         lambda num_bytes: PinnedSlab(num_bytes, device),
         PinnedSlab.free,
+        memory_of,
         _device_bytes(device),
     )
 
