@@ -132,6 +132,9 @@ class SimulatedDevice:
             self._enter("load_stream")
             return SimulatedStream(self._load_lane)
 
+    def stream_of(self, stream: Any) -> Any:
+        return stream
+
     def allocate(self, num_bytes: int, stream: Any) -> SimulatedBuffer:
         with self._lock:
             self._enter("allocate")

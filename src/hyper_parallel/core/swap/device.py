@@ -66,6 +66,9 @@ class SwapDevice(Protocol):
 
     def load_stream(self) -> Stream: ...
 
+    def stream_of(self, stream: Any) -> Stream | None:
+        """A stream of the framework as the engine takes it; None where the engine's own are the only ones."""
+
     def allocate(self, num_bytes: int, stream: Stream) -> Buffer:
         """Device memory from the pool of `stream`. Raises MemoryError (of any kind) when there is none."""
 

@@ -159,6 +159,11 @@ class StagedDevice:
     def load_stream(self) -> StagedStream:
         return self._load
 
+    def stream_of(self, stream: Any) -> StagedStream | None:
+        """A stream of the user's, as the device itself takes it."""
+        raw = self._device.stream_of(stream)
+        return None if raw is None else StagedStream(raw)
+
     def allocate(self, num_bytes: int, stream: Any) -> Buffer:
         return self._device.allocate(num_bytes, _raw(stream))
 

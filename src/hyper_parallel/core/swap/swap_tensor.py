@@ -154,11 +154,7 @@ class SwapTensor:
             MemoryError: there is no device memory for it; nothing was launched.
         """
         with self._lock:
-            new = self._next(Change.LAUNCH_LOAD)
-            if self._moved is not None and self._backend is not None:
-                engine = self._moved.engine
-                engine.launch_load(self._moved.handle, self._backend.copy_stream(engine.device, copy_stream))
-            self._state = new
+            self._launch_load(copy_stream)
 
     def wait_load(self) -> None:
         """Make the current stream wait for the load; then `get_val` has the value.
@@ -227,14 +223,22 @@ class SwapTensor:
 
     def _launch_load_if_away(self) -> None:
         """`async_load` where it is legal; nothing elsewhere."""
-        if self._state in (SlotState.HOST, SlotState.DISK):
-            self.async_load()
+        with self._lock:
+            if self._state in (SlotState.HOST, SlotState.DISK):
+                self._launch_load(None)
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- inside; the lock is held -------------------------------------------------------------------------------------
 
     def _hold(self, tensor: Any) -> None:
         held: Held = self._backend.hold(tensor)
         self._held, self._saved_version = held, held.read_version()
+
+    def _launch_load(self, copy_stream: Any) -> None:
+        new = self._next(Change.LAUNCH_LOAD)
+        if self._moved is not None and self._backend is not None:
+            engine = self._moved.engine
+            engine.launch_load(self._moved.handle, self._backend.copy_stream(engine.device, copy_stream))
+        self._state = new
 
     def _launch(self, parts: Parts, copy_stream: Any) -> Slot | None:
         """The slot whose offload was launched; None if no tier had room."""

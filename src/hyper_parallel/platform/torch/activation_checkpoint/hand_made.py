@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel._base.errors import ArgumentTypeError, describe
 from hyper_parallel.platform.arguments import check_module
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import _PLAIN_TYPES, base_check_fn
-from hyper_parallel.platform.torch.activation_checkpoint.swap_device import AcceleratorStream, CpuDevice, flat
+from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
 from hyper_parallel.platform.torch.activation_checkpoint.swap_engines import engine_of
 from hyper_parallel.platform.trees import leaves
 
@@ -48,18 +47,9 @@ class HeldTensor:
         return Parts(found[0], flat(self.value), storage.nbytes(), storage._cdata, _rebuilder(self.value))
 
 
-def copy_stream(device: Any, stream: Any) -> AcceleratorStream | None:
+def copy_stream(device: Any, stream: Any) -> Any:
     """A stream of the user's as the engine of `device` takes it; None for the engine's own, and on the CPU, which has no other."""
-    if stream is None or isinstance(device, CpuDevice):
-        return None
-    kind = getattr(torch, device.device.type).Stream
-    if not isinstance(stream, kind) or stream.device != device.device:
-        raise ArgumentTypeError(
-            "`copy_stream` is no stream of the tensor's device.",
-            expected=f"a torch.{device.device.type}.Stream of {device.device}, or None",
-            got=describe(stream),
-        )
-    return AcceleratorStream(stream, device._event)
+    return None if stream is None else device.stream_of(stream)
 
 
 def hook_order(first: nn.Module, second: nn.Module) -> None:

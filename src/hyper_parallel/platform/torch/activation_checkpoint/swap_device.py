@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from hyper_parallel._base.errors import ArgumentTypeError, describe
+
 _CUDA_SUCCESS = 0
 
 
@@ -84,8 +86,15 @@ class AcceleratorDevice:
             for host, part in _parts(block, buffer):
                 part.copy_(host, non_blocking=True)
 
-    def total_bytes(self) -> int:
-        return int(self._handle.get_device_properties(self.device).total_memory)
+    def stream_of(self, stream: Any) -> AcceleratorStream:
+        """A stream of the user's, for copies by hand."""
+        if not isinstance(stream, self._handle.Stream) or stream.device != self.device:
+            raise ArgumentTypeError(
+                "`copy_stream` is no stream of the tensor's device.",
+                expected=f"a torch.{self.device.type}.Stream of {self.device}, or None",
+                got=describe(stream),
+            )
+        return AcceleratorStream(stream, self._event)
 
 
 def _event_type(handle: Any) -> type:
@@ -122,6 +131,9 @@ class CpuDevice:
             return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:  # what PyTorch's allocator of the CPU raises
             raise MemoryError(str(error)) from error
+
+    def stream_of(self, stream: Any) -> None:
+        """The CPU has no other stream for copies than the engine's own."""
 
     def launch_offload(self, block: Any, source: torch.Tensor, stream: Any) -> None:
         stream.launch_write(block, lambda: memoryview(source.numpy()))
