@@ -426,3 +426,37 @@ def test_control_groups_of_the_first_version_count_as_well(tmp_path: Path) -> No
 def test_in_a_container_whose_groups_path_is_not_visible_the_top_counts(tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/memory.max": "300000\n", "sys/fs/cgroup/memory.current": "400000\n"}
     assert read_host_memory(machine(tmp_path, "0::/docker/abc\n", files)).limit_bytes == 0
+
+
+def test_a_block_that_ends_gives_every_engine_its_own_budget_and_closes_its_directory(tmp_path: Path) -> None:
+    from hyper_parallel.core.swap import engines
+
+    class Device:
+        def current_stream(self) -> object: ...
+
+        def offload_stream(self) -> object: ...
+
+        def load_stream(self) -> object: ...
+
+    def engine() -> object:
+        found, _ = engines.host_engine(
+            "fake:0", Device, bytearray, lambda slab: None, lambda block: memoryview(b""), 1 << 40
+        )  # type: ignore[arg-type]
+        return found
+
+    try:
+        engine()
+        managed = engines.all_engines()["fake:0"]
+        usual = managed.tier.budget_bytes
+        with configure_swap(host_budget=2_000, disk_dir=tmp_path):
+            engine()
+            assert managed.tier.budget_bytes == 2_000
+            assert [tier.name for tier in managed.engine.tiers] == ["host", "disk"]
+            disk = managed.engine.tiers[1]
+            block = disk.take(100)
+            assert block is not None
+            disk.give(block)
+        assert managed.tier.budget_bytes == usual
+        assert [tier.name for tier in managed.engine.tiers] == ["host"]
+    finally:
+        engines._engines.pop("fake:0", None)

@@ -26,6 +26,7 @@ class Managed(NamedTuple):
     engine: SwapEngine
     tier: PinnedArena | DiskTier
     device_bytes: int
+    default_budget: int  # of the tier, where the configuration names none
 
 
 _lock = threading.Lock()
@@ -48,9 +49,9 @@ def host_engine(
     """
 
     def build(config: SwapConfig) -> Managed:
-        budget = config.host_budget if config.host_budget is not None else settings.machine_host_budget()
-        arena = PinnedArena(new_slab, free_slab, budget, max_parts=16)
-        return Managed(SwapEngine(make_device(), [arena], _limits(config, device_bytes)), arena, device_bytes)
+        default = settings.machine_host_budget()
+        arena = PinnedArena(new_slab, free_slab, config.host_budget or default, max_parts=16)
+        return Managed(SwapEngine(make_device(), [arena], _limits(config, device_bytes)), arena, device_bytes, default)
 
     def staging(num_bytes: int) -> PinnedArena:
         return PinnedArena(new_slab, free_slab, num_bytes, max_parts=1)
@@ -67,7 +68,7 @@ def _attach_disk(
     config = settings.current_config()
     with _lock:
         below = next((tier for tier in engine.tiers if isinstance(tier, StagedDisk)), None)
-        if (None if below is None else below.disk.directory) == config.disk_dir:
+        if (None if below is None else below.directory) == config.disk_dir:
             return
         above = [tier for tier in engine.tiers if not isinstance(tier, StagedDisk)]
         if config.disk_dir is None:
@@ -75,7 +76,7 @@ def _attach_disk(
             return
         if not isinstance(engine.device, StagedDevice):
             engine.device = StagedDevice(engine.device, staging(_NO_LIMIT), memory_of)
-        budget = config.disk_budget if config.disk_budget is not None else settings.machine_disk_budget(config.disk_dir)
+        budget = config.disk_budget or settings.machine_disk_budget(config.disk_dir)
         engine.tiers = [
             *above,
             StagedDisk(DiskTier(config.disk_dir, budget), staging(max(engine.limits.window_bytes, 1))),
@@ -89,9 +90,9 @@ def disk_engine(make_device: Callable[[], SwapDevice], device_bytes: int) -> tup
         return None
 
     def build(config: SwapConfig) -> Managed:
-        budget = config.disk_budget if config.disk_budget is not None else settings.machine_disk_budget(directory)
-        tier = DiskTier(directory, budget)
-        return Managed(SwapEngine(make_device(), [tier], _limits(config, device_bytes)), tier, device_bytes)
+        default = settings.machine_disk_budget(directory)
+        tier = DiskTier(directory, config.disk_budget or default)
+        return Managed(SwapEngine(make_device(), [tier], _limits(config, device_bytes)), tier, device_bytes, default)
 
     return _find(f"cpu, {directory}", "disk", build)
 
@@ -133,8 +134,7 @@ def _follow(config: SwapConfig) -> None:
     for managed in all_engines().values():
         managed.engine.limits = _limits(config, managed.device_bytes)
         budget = config.host_budget if isinstance(managed.tier, PinnedArena) else config.disk_budget
-        if budget is not None:
-            managed.tier.budget_bytes = budget
+        managed.tier.budget_bytes = budget or managed.default_budget
     _close_left_directories(config)
 
 
@@ -142,14 +142,19 @@ def _close_left_directories(config: SwapConfig) -> None:
     """Close the files of a directory that is no longer configured, once nothing is in them any more."""
     with _lock:
         for name, managed in list(_engines.items()):
-            tier = managed.tier
-            if not isinstance(tier, DiskTier) or tier.directory == config.disk_dir:
+            engine = managed.engine
+            disks = [tier for tier in engine.tiers if isinstance(tier, (DiskTier, StagedDisk))]
+            left = [tier for tier in disks if tier.directory != config.disk_dir]
+            if not left:
                 continue
-            managed.engine.join()  # copies of graphs that are gone already hold their blocks until they are done
-            if tier.used_bytes == 0:
-                _retired.add(managed.engine.stats)
+            engine.join()  # copies of graphs that are gone already hold their blocks until they are done
+            for tier in left:
+                if tier.used_bytes == 0:
+                    engine.tiers = [other for other in engine.tiers if other is not tier]
+                    tier.close()
+            if not engine.tiers:  # an engine of the CPU: a directory was all it had
+                _retired.add(engine.stats)
                 del _engines[name]
-                tier.close()
 
 
 settings.on_change(_follow)

@@ -158,8 +158,9 @@ class SwapManager:
         reserved: dict[str, int] = {"host": 0, "disk": 0}
         numbers = engines.total_stats().as_dict()  # looks for finished copies first
         for managed in engines.all_engines().values():
-            used[managed.tier.name] += managed.tier.used_bytes
-            reserved[managed.tier.name] += managed.tier.reserved_bytes
+            for tier in managed.engine.tiers:
+                used[tier.name] += tier.used_bytes
+                reserved[tier.name] += tier.reserved_bytes
         return {**numbers, "pool_used_bytes": used, "pool_reserved_bytes": reserved}
 
     # -- inside -------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ class StagedDisk:
     def __init__(self, disk: DiskTier, staging: PinnedArena) -> None:
         self.disk = disk
         self.staging = staging
+        self.directory = disk.directory
 
     def take(self, num_bytes: int) -> StagedBlock | None:
         block = self.disk.take(num_bytes)
@@ -60,6 +61,11 @@ class StagedDisk:
         self.disk.give(block.disk)
         if block.staging is not None:  # no offload was launched
             self.staging.give(block.staging)
+
+    def close(self) -> None:
+        """Close the files and unpin the staging memory; nothing may be in them."""
+        self.disk.close()
+        self.staging.trim()
 
     @property
     def used_bytes(self) -> int:
