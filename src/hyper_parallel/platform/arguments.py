@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
@@ -81,3 +81,20 @@ def check_norm_arguments(max_norm: Any, norm_type: Any) -> float:
         if number != number or number < 0 or (name == "norm_type" and number == 0):
             raise ArgumentError(f"`{name}` is a positive number.", expected="above 0", got=describe(value))
     return float(norm_type)
+
+
+def found_parameter(result: Any, search: Callable[[str], Any], new_param: Any, parameter_type: type) -> Any:
+    """Which parameter to replace: `(owner, local name, parameter)`, or None if a path given as `(name, parameter)` leads to none."""
+    if not isinstance(new_param, parameter_type):
+        raise ArgumentTypeError(
+            "A parameter is replaced by a parameter.", expected="a Parameter", got=describe(new_param)
+        )
+    if isinstance(result, tuple) and len(result) == 3:
+        return result
+    if isinstance(result, tuple) and len(result) == 2:
+        return search(result[0])
+    raise ArgumentTypeError(
+        "`result` says which parameter to replace.",
+        expected="what `search_parameter_by_name` returned, or (name, parameter)",
+        got=describe(result),
+    )

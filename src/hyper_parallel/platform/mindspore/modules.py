@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from mindspore import Parameter, ParameterTuple, Tensor, mint, nn
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
-from hyper_parallel.platform.arguments import check_module
+from hyper_parallel.platform.arguments import check_module, found_parameter
 from hyper_parallel.platform.micro_batch import MicroBatch
 from hyper_parallel.platform.mindspore.communication import Communication
 
@@ -57,22 +57,9 @@ class Modules:
         replaced in all of them. One that was created without a name takes the name of the old one.
         """
         check_module(cell, nn.Cell, "update_parameter_by_name")
-        if not isinstance(new_param, Parameter):
-            raise ArgumentTypeError(
-                "A parameter is replaced by a parameter.", expected="a Parameter", got=describe(new_param)
-            )
-        if isinstance(result, tuple) and len(result) == 2:
-            found = Modules.search_parameter_by_name(cell, result[0])
-            if found is None:
-                return False
-        elif isinstance(result, tuple) and len(result) == 3:
-            found = result
-        else:
-            raise ArgumentTypeError(
-                "`result` says which parameter to replace.",
-                expected="what `search_parameter_by_name` returned, or (name, parameter)",
-                got=describe(result),
-            )
+        found = found_parameter(result, lambda name: Modules.search_parameter_by_name(cell, name), new_param, Parameter)
+        if found is None:
+            return False
         owner, local_name, _ = found
         cells = [one for _, one in cell.cells_and_names()]
         if not any(owner is one for one in cells) or owner._params.get(local_name) is None:

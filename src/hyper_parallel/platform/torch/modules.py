@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
-from hyper_parallel.platform.arguments import check_module
+from hyper_parallel.platform.arguments import check_module, found_parameter
 from hyper_parallel.platform.micro_batch import MicroBatch
 from hyper_parallel.platform.torch.communication import Communication
 
@@ -53,22 +53,11 @@ class Modules:
         A parameter that `cell` holds in several places (tied weights) is replaced in all of them.
         """
         check_module(cell, nn.Module, "update_parameter_by_name")
-        if not isinstance(new_param, nn.Parameter):
-            raise ArgumentTypeError(
-                "A parameter is replaced by a parameter.", expected="an nn.Parameter", got=describe(new_param)
-            )
-        if isinstance(result, tuple) and len(result) == 2:
-            found = Modules.search_parameter_by_name(cell, result[0])
-            if found is None:
-                return False
-        elif isinstance(result, tuple) and len(result) == 3:
-            found = result
-        else:
-            raise ArgumentTypeError(
-                "`result` says which parameter to replace.",
-                expected="what `search_parameter_by_name` returned, or (name, parameter)",
-                got=describe(result),
-            )
+        found = found_parameter(
+            result, lambda name: Modules.search_parameter_by_name(cell, name), new_param, nn.Parameter
+        )
+        if found is None:
+            return False
         owner, local_name, _ = found
         if not any(owner is module for module in cell.modules()) or local_name not in owner._parameters:
             return False
