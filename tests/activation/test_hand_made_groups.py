@@ -231,13 +231,9 @@ def test_a_cpu_tensor_without_a_directory_goes_through_the_same_states() -> None
 
 def test_a_full_tier_keeps_the_value_and_counts_it(swapping: Swapping) -> None:
     value = swapping.randn(64, 64)
-    tensor = SwapTensor(value, "x")
-    (tier,) = [managed.tier for name, managed in engines.all_engines().items() if name.startswith(swapping.kind)]
-    budget, tier.budget_bytes = tier.budget_bytes, 4096
-    try:
+    with swapping.configured(**{f"{'disk' if swapping.kind == 'cpu' else 'host'}_budget": "4KiB"}):
+        tensor = SwapTensor(value, "x")
         assert [told(tensor, call).state for call in MOVES] == [D2H, HOST, H2D, DEVICE]
-    finally:
-        tier.budget_bytes = budget
     assert tensor.get_val().data_ptr() == value.data_ptr()
     assert sum(swapping.kept(reason) for reason in engines.total_stats().kept if "no room" in reason) == 1
     assert swapping.offloaded_bytes == 0
@@ -1096,9 +1092,6 @@ class SimulatedBackend:
 
     def hold(self, buffer: SimulatedBuffer) -> Any:
         return SimulatedHeld(buffer, self.engine)
-
-    def copy_stream(self, device: Any, stream: Any) -> Any:
-        return stream
 
 
 class SimulatedHeld:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
 from hyper_parallel.core.swap.engine import SwapEngine
 from hyper_parallel.core.swap.slot import Group, Slot
 from hyper_parallel.core.swap.states import Change
-from hyper_parallel.core.swap.swap_tensor import SwapTensor
+from hyper_parallel.core.swap.swap_tensor import SwapTensor, stream_of
 from hyper_parallel.platform.trees import leaves
 
 
@@ -25,7 +25,6 @@ class _Followed(NamedTuple):
 
     engine: SwapEngine
     group: weakref.ref[Group]
-    copy_stream: Callable[[Any, Any], Any]  # the platform's: (device, stream of the user's) -> stream of the engine's
 
 
 @final
@@ -68,9 +67,9 @@ class Storage:
         """`wait_load` of every tensor."""
         wait_load([self])
 
-    def follow(self, engine: SwapEngine, group: Group, copy_stream: Callable[[Any, Any], Any]) -> None:
+    def follow(self, engine: SwapEngine, group: Group) -> None:
         """Count what the engine saves in `group` as part of this storage."""
-        self._followed.append(_Followed(engine, weakref.ref(group), copy_stream))
+        self._followed.append(_Followed(engine, weakref.ref(group)))
 
 
 # Of several storages, as one: what two of them share moves once, and if one cannot move, none does.
@@ -93,8 +92,7 @@ def launch_load(storages: Sequence[Storage], copy_stream: Any = None) -> None:
     for tensor in reversed(_ready(storages, Change.LAUNCH_LOAD)):
         tensor.async_load(copy_stream)
     for followed, group in reversed(_groups(storages)):
-        stream = followed.copy_stream(followed.engine.device, copy_stream)
-        followed.engine.launch_group_load(group, stream)
+        followed.engine.launch_group_load(group, stream_of(followed.engine, copy_stream))
 
 
 def wait_load(storages: Sequence[Storage]) -> None:

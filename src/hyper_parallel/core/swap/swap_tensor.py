@@ -45,7 +45,7 @@ class Held(Protocol):
     """A tensor without its graph; made by the platform's `hand_made.hold`."""
 
     value: Any
-    stream: Stream | None  # the current one when it was held; None where nothing can be swapped
+    stream: Any  # the framework's current one when it was held; None where there are none
 
     def read_version(self) -> int:
         """How often the storage was changed in place."""
@@ -166,7 +166,7 @@ class SwapTensor:
         with self._lock:
             new = self._next(Change.FINISH_LOAD)
             self._check_unchanged()
-            if self._moved is not None and self._backend is not None:
+            if self._moved is not None:
                 engine, handle, rebuild = self._moved
                 try:
                     buffer = engine.acquire(handle)
@@ -235,20 +235,18 @@ class SwapTensor:
 
     def _launch_load(self, copy_stream: Any) -> None:
         new = self._next(Change.LAUNCH_LOAD)
-        if self._moved is not None and self._backend is not None:
+        if self._moved is not None:
             engine = self._moved.engine
-            engine.launch_load(self._moved.handle, self._backend.copy_stream(engine.device, copy_stream))
+            engine.launch_load(self._moved.handle, stream_of(engine, copy_stream))
         self._state = new
 
     def _launch(self, parts: Parts, copy_stream: Any) -> Slot | None:
         """The slot whose offload was launched; None if no tier had room."""
-        device = parts.engine.device
-        stream = self._backend.copy_stream(device, copy_stream)
-        home = None if self._held is None else self._held.stream
-        slot = parts.engine.hold(
-            parts.source, parts.num_bytes, device.current_stream() if home is None else home, self.label
-        )
-        return slot if parts.engine.launch_offload(slot, stream) else None
+        engine = parts.engine
+        stream = stream_of(engine, copy_stream)
+        home = None if self._held is None else stream_of(engine, self._held.stream)
+        slot = engine.hold(parts.source, parts.num_bytes, home or engine.device.current_stream(), self.label)
+        return slot if engine.launch_offload(slot, stream) else None
 
     def _next(self, change: Change) -> SlotState:
         if self._state is SlotState.NON_TENSOR:
@@ -283,6 +281,11 @@ class SwapTensor:
                 where=str(self.label),
                 do="Replace the in-place call by one that makes a new tensor, or move a clone.",
             )
+
+
+def stream_of(engine: SwapEngine, stream: Any) -> Stream | None:
+    """A stream of the user's as the engine takes it; None for the engine's own, and on the CPU, which has no other."""
+    return None if stream is None else engine.device.stream_of(stream)
 
 
 def _backend_of(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What moves by hand need of PyTorch: a tensor to hold and its parts, a stream of the user's, and hooks that tell a module's turn.
+"""What moves by hand need of PyTorch: a tensor to hold and its parts, and hooks that tell a module's turn.
 
-`core/swap` calls `hold`, `copy_stream` and `hook_order`; every framework has them.
+`core/swap` calls `hold` and `hook_order`; every framework has them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class HeldTensor:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._is_movable = _is_movable(tensor)  # asked of the tensor itself: an alias of a parameter is no parameter
         self.value = tensor.detach()
-        found = engine_of(tensor.device) if self._is_movable else None
-        self.stream = None if found is None else found[0].device.current_stream()
+        self.stream = _current_stream(tensor.device)
 
     def read_version(self) -> int:
         return 0 if self.value.is_inference() else self.value._version
@@ -45,11 +44,6 @@ class HeldTensor:
         if found is None or storage is None or storage.nbytes() == 0:
             return None
         return Parts(found[0], flat(self.value), storage.nbytes(), storage._cdata, _rebuilder(self.value))
-
-
-def copy_stream(device: Any, stream: Any) -> Any:
-    """A stream of the user's as the engine of `device` takes it; None for the engine's own, and on the CPU, which has no other."""
-    return None if stream is None else device.stream_of(stream)
 
 
 def hook_order(first: nn.Module, second: nn.Module) -> None:
@@ -94,6 +88,11 @@ def _second_ends(module: nn.Module, _args: Any, output: Any) -> None:
 
 def _ignoring_gradients(launch: Callable[[], None]) -> Callable[[Any], None]:
     return lambda _gradients: launch()
+
+
+def _current_stream(device: torch.device) -> Any:
+    find: Any = getattr(getattr(torch, device.type, None), "current_stream", None)
+    return None if device.type == "cpu" or find is None else find(device)
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:

@@ -194,9 +194,7 @@ class _Recorder:
         module = None if self._module is None else self._module()
         key = self._name if module is None else f"{self._name} {id(module):x}"
         group = engine.new_group(key)
-        from hyper_parallel.platform.torch.activation_checkpoint.hand_made import copy_stream
-
-        self.storage.follow(engine, group, copy_stream)
+        self.storage.follow(engine, group)
         return engine, group, min_bytes
 
     def _is_cast_of_parameter(self, tensor: torch.Tensor) -> bool:
