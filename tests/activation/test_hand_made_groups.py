@@ -533,7 +533,7 @@ def test_a_group_moves_all_its_storages(swapping: Swapping) -> None:
     for storage in storages:
         manager.add_storage("layers.0", storage)
         manager.add_storage("layers.0", storage)  # twice is once
-    assert len(manager._groups["layers.0"]) == 4
+    assert sum(reference() is not None for reference in manager._groups["layers.0"]) == 4
     other = stored(swapping.randn(8, 8))
     manager.add_storage("layers.1", other)
     tensors = [tensors_of(storage)[0] for storage in storages]
