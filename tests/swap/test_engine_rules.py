@@ -56,6 +56,36 @@ def states(handles: list[Handle]) -> list[SlotState]:
     return [handle.slot.state for handle in handles]
 
 
+def test_rule_5_the_compute_stream_is_looked_up_at_every_use() -> None:
+    setup = Setup(IDLE)
+    group = setup.engine.new_group("layer")
+    handles = []
+    for stream in setup.device.compute_streams:
+        with setup.device.computing_on(stream):
+            handles.append(setup.save(group, 10, f"made on {stream.name}"))
+    assert [handle.slot.stream for handle in handles] == setup.device.compute_streams
+    for stream, handle in zip(setup.device.compute_streams, handles, strict=True):
+        with setup.device.computing_on(stream):
+            setup.use(handle)
+    del handle
+    handles.clear()
+    setup.close()
+
+
+def test_rule_7_a_buffer_comes_from_the_pool_of_the_stream_that_uses_it() -> None:
+    setup = Setup(prefetch=4_000)
+    stream = setup.device.compute_streams[1]
+    with setup.device.computing_on(stream):
+        handles = setup.forward(2)
+    setup.join()
+    with setup.device.computing_on(stream):
+        assert setup.engine.acquire(handles[-1]).stream == stream
+    assert all(handle.slot.buffer.stream == stream for handle in handles[:-1]), "prefetched, wherever that was launched"
+    with setup.device.computing_on(stream):
+        setup.backward(handles)
+    setup.close()
+
+
 def test_rule_6_a_source_is_held_until_its_copy_is_done_and_dropped_then() -> None:
     setup = Setup(IDLE)
     handles = setup.forward(1)
