@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from hyper_parallel.core.swap import engines
 from hyper_parallel.platform.torch.activation_checkpoint import saved_tensors
 from support.random_tensors import TensorProgram
 from support.swapping import Swapping, gradients
@@ -173,6 +174,8 @@ def check_references(hooks: Any) -> None:
                 with hooks(policy):
                     dropped = x.exp().tanh().sum()  # a forward without a backward
                 del x, loss, dropped
+            for managed in engines.all_engines().values():
+                managed.engine.join()  # a copy under way holds its tensor
             counts.append(
                 sum(
                     issubclass(type(obj), (torch.Tensor, torch.autograd.graph.saved_tensors_hooks))

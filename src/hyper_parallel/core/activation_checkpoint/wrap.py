@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, ComesLaterError
 from hyper_parallel.platform import platform_of
 from hyper_parallel.platform.selection import bind
 
@@ -54,4 +54,13 @@ def _backend_of(module: Any, call: str) -> Any:
         if not callable(module):
             raise
         platform = bind(f"{call}({getattr(module, '__qualname__', type(module).__name__)})")
-    return importlib.import_module(f"hyper_parallel.platform.{platform.platform_type.value}.activation_checkpoint")
+    name = f"hyper_parallel.platform.{platform.platform_type.value}.activation_checkpoint"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ComesLaterError(
+            f"`{call}` comes with activation memory on {platform.platform_type.display_name}, which this version does not have.",
+            do="Use PyTorch, or upgrade hyper_parallel once the CHANGELOG lists it.",
+        ) from error

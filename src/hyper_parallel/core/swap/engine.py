@@ -465,6 +465,12 @@ class SwapEngine:
         with self._lock:
             self._drop_finished()
 
+    def add_stats_to(self, total: SwapStats) -> None:
+        """Add this engine's numbers, with what is done by now, to a sum."""
+        with self._lock:
+            self._drop_finished()
+            total.add(self.stats)
+
     def join(self) -> None:
         """Block the host until no copy is under way, and drop what was held for them."""
         while True:

@@ -107,8 +107,7 @@ def total_stats() -> SwapStats:
     total = SwapStats()
     total.add(_retired)
     for managed in all_engines().values():
-        managed.engine.poll()
-        total.add(managed.engine.stats)
+        managed.engine.add_stats_to(total)
     return total
 
 

@@ -32,7 +32,8 @@ class Storage:
     """Values put aside for backward, under keys of the caller's choice; a key holds a list, in the order of saving.
 
     `swap_storage` has `SwapTensor`s, alone or in containers: the four calls act on all of them, or, if one of them is in a state that does
-    not allow it, raise and act on none. `save_storage` has what stays.
+    not allow it, raise and act on none. (A disk or device that fails in the middle leaves each tensor in the state that it has reached.)
+    `save_storage` has what stays.
 
     Example:
         >>> import torch

@@ -45,7 +45,10 @@ class Window:
         return entry
 
     def pop_finished(self) -> Iterator[InFlight]:
-        """The oldest entries whose copies are done. A stream finishes in order, so the first that is not done ends the look."""
+        """The oldest entries whose copies are done; the first that is not ends the look.
+
+        One stream finishes in order. With streams of the user's a later copy may be done before, and is then held a little longer.
+        """
         while self._entries and self._entries[0].event.query():
             yield self.pop_oldest()
 

@@ -47,7 +47,7 @@ class HeldTensor:
 
 
 def hook_order(first: nn.Module, second: nn.Module) -> None:
-    """Have `core/swap/layer_order.py` told when `first` and `second` begin, and when the backward of `second` does; once, however often called."""
+    """Have `layer_order` told when the two begin and when the backward of `second` does; once, however often it is called."""
     for module in (first, second):
         check_module(module, nn.Module, "set_forward_prefetch_layer")
     # A hook is looked for by identity: a copy of a module has the hooks, too, and needs no others.
