@@ -71,10 +71,10 @@ BUGS = [
 ]  # fmt: skip
 
 
-# Lines that no campaign on this device can miss, with the reason why they stay.
+# Lines that the programs here cannot miss, with the reason why they stay.
 REDUNDANT = [
     Bug("O9: the block forgets the offload that wrote it", "engine.py",
-        "        block.last_uses = (slot.offloaded,)  # O9\n", ""),  # one offload stream writes all blocks, in order; `trim` needs the event before it unpins memory
+        "        block.last_uses = (slot.offloaded,)  # O9\n", ""),  # the engine's one offload stream writes in order; with a user's streams it is found by test_hand_made_groups.py
     Bug("O4: the load does not wait for the offload", "engine.py", "        load.wait_event(slot.offloaded)  # O4\n", ""),  # a load starts from HOST only: the copy was seen done, or the stream that O5 waits for had waited for it
 ]  # fmt: skip
 
