@@ -232,3 +232,20 @@ def test_the_constants_are_those_of_the_specification() -> None:
     assert platform.HYPER_PARALLEL_PLATFORM_TORCH == "torch"
     assert platform.EXISTING_COMM_GROUPS == {}
     assert [member.name for member in platform.PlatformType] == ["MINDSPORE", "PYTORCH"]
+
+
+@needs_mindspore
+def test_activation_memory_on_mindspore_says_what_it_comes_with() -> None:
+    program = """
+import mindspore as ms, hyper_parallel as hp
+layer, result = ms.nn.Dense(2, 2), []
+for call in (hp.swap_wrapper, hp.offload_wrapper, hp.wrappers, lambda cell: hp.SwapTensor(cell.weight, "w"),
+             lambda cell: hp.SwapManager().set_forward_prefetch_layer(cell, cell)):
+    try:
+        call(layer)
+    except NotImplementedError as error:
+        result.append(str(error).splitlines()[0])
+"""
+    said = run_fresh(program)
+    assert len(said) == 5
+    assert all("comes with activation memory on MindSpore" in line for line in said)

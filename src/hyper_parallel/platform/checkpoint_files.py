@@ -42,8 +42,10 @@ class TensorCodec(Protocol):
         """A new tensor with a copy of the record's bytes."""
 
 
-def save(tensors: Mapping[str, Any], path: str | os.PathLike[str], ckpt_format: str, codec: TensorCodec) -> None:
-    """Write all tensors at `path`, whole or not at all."""
+def save(tensors: Any, path: str | os.PathLike[str], ckpt_format: str, codec: TensorCodec) -> None:
+    """Write all tensors at `path`, whole or not at all; `tensors` is a dict of them (a backend makes one of a module)."""
+    if not isinstance(tensors, Mapping):
+        raise ArgumentTypeError("Nothing to save.", expected="a module or a dict of tensors", got=describe(tensors))
     _check_format(ckpt_format)
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError("A checkpoint is saved to a path.", expected="a path", got=describe(path))

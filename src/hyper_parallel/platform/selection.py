@@ -16,10 +16,17 @@ import importlib
 import os
 import threading
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from hyper_parallel._base import trace
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, FrameworkMissingError, StateError, describe
+from hyper_parallel._base.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ComesLaterError,
+    FrameworkMissingError,
+    StateError,
+    describe,
+)
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform.interface import Platform, PlatformType
 
@@ -115,6 +122,24 @@ def bind(since: str) -> Platform:
             _state.bound_since = since
             trace.emit("platform.bind", platform=platform.platform_type.value, since=since)
         return platform
+
+
+def part_of(platform: Platform, part: str, call: str) -> Any:
+    """A module of the platform's own folder that the core reaches through the call, such as `activation_checkpoint`.
+
+    Raises:
+        NotImplementedError: this framework does not have that part yet.
+    """
+    folder = f"hyper_parallel.platform.{platform.platform_type.value}."
+    try:
+        return importlib.import_module(folder + part)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (folder + part).startswith(error.name):
+            raise
+        raise ComesLaterError(
+            f"`{call}` comes with activation memory on {platform.platform_type.display_name}, which this version does not have.",
+            do="Use PyTorch, or upgrade hyper_parallel once the CHANGELOG lists it.",
+        ) from error
 
 
 def _choose(platform_type: PlatformType, asked_by: str | None = None) -> Platform:

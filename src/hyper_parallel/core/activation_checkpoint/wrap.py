@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, ComesLaterError
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError
 from hyper_parallel.platform import platform_of
-from hyper_parallel.platform.selection import bind
+from hyper_parallel.platform.selection import bind, part_of
 
 
 def swap_wrapper(module: Any, policy_fn: Callable[[Any], Any] | None = None) -> Any:
@@ -54,13 +53,4 @@ def _backend_of(module: Any, call: str) -> Any:
         if not callable(module):
             raise
         platform = bind(f"{call}({getattr(module, '__qualname__', type(module).__name__)})")
-    name = f"hyper_parallel.platform.{platform.platform_type.value}.activation_checkpoint"
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise ComesLaterError(
-            f"`{call}` comes with activation memory on {platform.platform_type.display_name}, which this version does not have.",
-            do="Use PyTorch, or upgrade hyper_parallel once the CHANGELOG lists it.",
-        ) from error
+    return part_of(platform, "activation_checkpoint", call)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from hyper_parallel.platform import platform_of
+from hyper_parallel.platform.selection import part_of
 
 
 def wrappers(model: Any) -> list[tuple[str, Any]]:
@@ -24,7 +24,6 @@ def wrappers(model: Any) -> list[tuple[str, Any]]:
         >>> [(name, type(wrapper).__name__) for name, wrapper in wrappers(model)]
         [('1', 'SwapWrapper')]
     """
-    framework = platform_of(model, call="wrappers").platform_type.value
-    backend = importlib.import_module(f"hyper_parallel.platform.{framework}.activation_checkpoint")
+    backend = part_of(platform_of(model, call="wrappers"), "activation_checkpoint", "wrappers")
     found: list[tuple[str, Any]] = backend.list_wrappers(model)
     return found

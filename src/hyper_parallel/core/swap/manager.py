@@ -9,7 +9,6 @@ goes with the forward, however it ends, and its group is unknown again. Names ar
 from __future__ import annotations
 
 import contextlib
-import importlib
 import threading
 import weakref
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from hyper_parallel.core.swap import storage as moves
 from hyper_parallel.core.swap.layer_order import ORDER
 from hyper_parallel.core.swap.storage import Storage
 from hyper_parallel.platform import platform_of
+from hyper_parallel.platform.selection import part_of
 
 _MIN_REFERENCES = 64  # fewer dead ones are not worth a look
 
@@ -139,10 +139,10 @@ class SwapManager:
         for module in (first, second):
             if module is None:
                 raise ArgumentError("`set_forward_prefetch_layer` needs two modules.", got="None")
-        framework = platform_of(first, call="set_forward_prefetch_layer").platform_type.value
-        platform_of(second, call="set_forward_prefetch_layer")
-        backend = importlib.import_module(f"hyper_parallel.platform.{framework}.activation_checkpoint.hand_made")
-        backend.hook_order(first, second)
+        call = "set_forward_prefetch_layer"
+        platform = platform_of(first, call=call)
+        platform_of(second, call=call)
+        part_of(platform, "activation_checkpoint.hand_made", call).hook_order(first, second)
         ORDER.pair(first, second)
 
     # -- numbers ------------------------------------------------------------------------------------------------------

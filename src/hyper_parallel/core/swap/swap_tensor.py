@@ -9,7 +9,6 @@ states with its value kept, so that a program behaves the same wherever it runs 
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, final
@@ -20,6 +19,7 @@ from hyper_parallel.core.swap.engine import SwapEngine
 from hyper_parallel.core.swap.slot import Handle, Slot
 from hyper_parallel.core.swap.states import Change, SlotState, after
 from hyper_parallel.platform import platform_of
+from hyper_parallel.platform.selection import part_of
 
 # In each state one of the calls is legal; it is what an error tells to call.
 _NEXT = {
@@ -296,5 +296,4 @@ def _backend_of(value: Any) -> Any:
         return None
     if not isinstance(value, platform.Tensor):
         return None
-    framework = platform.platform_type.value
-    return importlib.import_module(f"hyper_parallel.platform.{framework}.activation_checkpoint.hand_made")
+    return part_of(platform, "activation_checkpoint.hand_made", "SwapTensor")

@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 from mindspore.common.dtype import _dtype_to_nptype
 
-from hyper_parallel._base.errors import ArgumentTypeError, describe
+from hyper_parallel._base.errors import ArgumentTypeError
 from hyper_parallel.platform import checkpoint_files
 from hyper_parallel.platform.checkpoint_files import LoadedTensors
 from hyper_parallel.platform.mindspore.parameters import Parameters, new_parameter
@@ -35,8 +35,6 @@ class CheckpointFiles:
     ) -> None:
         if isinstance(cell, nn.Cell):
             cell = cell.state_dict()
-        elif not isinstance(cell, Mapping):
-            raise ArgumentTypeError("Nothing to save.", expected="a module or a dict of tensors", got=describe(cell))
         checkpoint_files.save(cell, file_path, ckpt_format, _Codec())
 
     @staticmethod

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel._base.errors import ArgumentTypeError, describe
+from hyper_parallel._base.errors import ArgumentTypeError
 from hyper_parallel.platform import checkpoint_files
 from hyper_parallel.platform.checkpoint_files import LoadedTensors
 from hyper_parallel.platform.tensor_file import TensorRecord
@@ -32,8 +32,6 @@ class CheckpointFiles:
     ) -> None:
         if isinstance(cell, nn.Module):
             cell = cell.state_dict()
-        elif not isinstance(cell, Mapping):
-            raise ArgumentTypeError("Nothing to save.", expected="a module or a dict of tensors", got=describe(cell))
         checkpoint_files.save(cell, file_path, ckpt_format, _Codec())
 
     @staticmethod

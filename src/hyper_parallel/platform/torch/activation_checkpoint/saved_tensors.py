@@ -11,6 +11,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel._base.errors import ArgumentTypeError, StateError, describe
+from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
+from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 
@@ -143,8 +145,6 @@ class _Recorder:
             slot = known[1]()
             if slot is not None:
                 return _Swapped(engine, Handle(slot), tensor)
-        from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
-
         alias = tensor.detach()  # shares the version counter, not the graph
         slot = engine.save(flat(tensor), storage.nbytes(), group, _Label(self._name, tensor), lambda: alias._version)
         self._slots[storage._cdata] = (StorageWeakRef(storage), weakref.ref(slot), version)
@@ -184,9 +184,7 @@ class _Recorder:
             self.has_joined = True
 
     def _open_place(self, device: torch.device) -> Any:
-        from hyper_parallel.platform.torch.activation_checkpoint.swap_engines import engine_of
-
-        found = engine_of(device)
+        found = swap_engines.engine_of(device)
         if found is None:
             return None
         engine, min_bytes = found
