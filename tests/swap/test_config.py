@@ -229,7 +229,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"disk_dir": b"."}, TypeError, "disk_dir is no path"),
     ({"on_full": "stop"}, ValueError, "on_full.*\nExpected 'wait' or 'keep', got 'stop'"),
     ({"on_full": None}, ValueError, "on_full.*\nExpected 'wait' or 'keep', got None"),
-    ({"check": "bits"}, ValueError, "check.*\nExpected None or 'values', got 'bits'"),
+    ({"check": "bits"}, ValueError, "check.*\nExpected None, \"values\".*got 'bits'"),
     ({"check": True}, ValueError, "check"),
     ({"check": ["values"]}, ValueError, "check"),
     ({"host_bugdet": 1}, TypeError, "no option 'host_bugdet'.*\n.*host_budget, disk_dir.*\nDid you mean host_budget?"),

@@ -25,7 +25,6 @@ from hyper_parallel.core.swap.sizes import parse_size
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 MIN_BYTES = {"host": MIB, "disk": 64 * KIB}  # smaller storages are not worth a copy, by the tier they would go to
 _ON_FULL = ("wait", "keep")
-_CHECK = (None, "values")
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class SwapConfig:
     prefetch_bytes: int | None = None
     min_bytes: int | None = None
     on_full: Literal["wait", "keep"] = "wait"
-    check: Literal["values"] | None = None
+    check: str | None = None
 
 
 class _Layer:
@@ -104,7 +103,7 @@ def configure_swap(
     prefetch_bytes: int | str | None = None,
     min_bytes: int | str | None = None,
     on_full: Literal["wait", "keep"] = "wait",
-    check: Literal["values"] | None = None,
+    check: str | None = None,
     **unknown: Any,
 ) -> SwapSetting:
     """Set how activations are swapped: for the process, at once; as a context manager, until the `with` block ends.
@@ -121,7 +120,8 @@ def configure_swap(
         min_bytes: smaller ones stay. 1 MiB for the host, 64 KiB for the disk.
         on_full: when the window is full, "wait" for a copy (the memory promise holds), or "keep" the next activation on the
             device (no time is lost).
-        check: "values" compares recomputed values with a checksum of the originals.
+        check: "values" compares recomputed values with a checksum of the originals; "values:16" in every 16th call of each
+            region only.
 
     Sizes are bytes or texts such as "8GiB".
 
@@ -147,7 +147,7 @@ def configure_swap(
             prefetch_bytes=_size(prefetch_bytes, "prefetch_bytes"),
             min_bytes=_size(min_bytes, "min_bytes"),
             on_full=_one_of(on_full, _ON_FULL, "on_full"),
-            check=_one_of(check, _CHECK, "check"),
+            check=_check(check),
         )
     )
 
@@ -271,6 +271,15 @@ def _one_of(value: Any, accepted: tuple[Any, ...], name: str) -> Any:
         expected = " or ".join(repr(each) for each in accepted)
         raise ArgumentError(f"{name} has no such choice.", expected=expected, got=describe(value))
     return value
+
+
+def _check(value: object) -> str | None:
+    name, _, every = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if value is not None and (name != "values" or (every and not (every.isdecimal() and int(every) > 0))):
+        raise ArgumentError(
+            "check is not known.", expected='None, "values", or "values:16" for every 16th call', got=describe(value)
+        )
+    return None if value is None else str(value)
 
 
 def _unknown_keyword(name: str) -> ArgumentTypeError:

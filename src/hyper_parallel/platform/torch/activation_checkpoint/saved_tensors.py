@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel._base.errors import ArgumentTypeError, StateError, describe
 from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
@@ -102,10 +103,18 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
 class _Recorder:
     """The hooks of one block. Holds no tensor: only handles do, and autograd holds those."""
 
-    def __init__(self, policy_fn: Callable[[torch.Tensor], Any] | None, module: nn.Module | None, name: str) -> None:
+    def __init__(
+        self,
+        policy_fn: Callable[[torch.Tensor], Any] | None,
+        module: nn.Module | None,
+        name: str,
+        key: str | None = None,
+    ) -> None:
         self._policy_fn = policy_fn
         self._module = None if module is None else weakref.ref(module)
         self._name = name
+        # Unlike the name, the key tells two blocks of one class apart: the engine learns by it what a forward saves last.
+        self._key = key or (name if module is None else f"{name} {id(module):x}")
         self._owned: set[int] = set()  # storages of parameters and buffers
         self._owners: set[int] = set()  # the parameters themselves, by id
         self._places: dict[torch.device, Any] = {}  # device -> (engine, group, smallest size) or None
@@ -128,12 +137,14 @@ class _Recorder:
         self._owned = {_storage_id(tensor) for tensor in (*parameters, *module.buffers())}
 
     def pack(self, tensor: torch.Tensor) -> Any:
+        if is_replaying():  # a wrapper inside a region: nobody will ask for the residuals of the second run
+            return Kept(tensor, self._name)
         self.pack_count += 1
         if self.pack_count == 1:
             self._join_group()
         place = self._place(tensor)
         if place is None:
-            return _Kept(tensor, self._name)
+            return Kept(tensor, self._name)
         self.num_swapped += 1
         from hyper_parallel.core.swap.slot import Handle
 
@@ -188,10 +199,7 @@ class _Recorder:
         if found is None:
             return None
         engine, min_bytes = found
-        # Unlike the name, the key tells two blocks of one class apart: the engine learns by it what a forward saves last.
-        module = None if self._module is None else self._module()
-        key = self._name if module is None else f"{self._name} {id(module):x}"
-        group = engine.new_group(key)
+        group = engine.new_group(self._key)
         self.storage.follow(engine, group)
         return engine, group, min_bytes
 
@@ -204,6 +212,17 @@ class _Recorder:
         source = node.next_functions[0][0]
         variable = getattr(source, "variable", None)
         return variable is not None and (isinstance(variable, nn.Parameter) or id(variable) in self._owners)
+
+
+class TensorSwap:
+    """Swaps tensors that are not autograd's to save, such as the inputs of a region: `pack(tensor).tensor()` gives one back."""
+
+    def __init__(self, module: nn.Module | None, name: str, key: str) -> None:
+        self._recorder = _Recorder(None, module, name, key)
+        self._recorder.look_up_parameters()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        return self._recorder.pack(tensor)
 
 
 class _Label:
@@ -223,7 +242,7 @@ class _Label:
         return f"{self.name}, {str(self.dtype).removeprefix('torch.')}{list(self.shape)}{made_by}"
 
 
-class _Kept:
+class Kept:
     """A saved tensor that stays. Detached: the tensor itself may lead to the node that holds this, and so to itself."""
 
     __slots__ = ("_label", "_saved", "_version")

@@ -1,0 +1,60 @@
+"""What a recomputation must run: a pure function of which op reads and writes which value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+V = TypeVar("V", bound=Hashable)
+V_co = TypeVar("V_co", bound=Hashable, covariant=True)
+
+
+class Op(Protocol[V_co]):
+    """An op of a record, as the plan sees it."""
+
+    @property
+    def reads(self) -> Sequence[V_co | None]:
+        """The values it read; None for what is not tracked."""
+
+    @property
+    def makes(self) -> Sequence[V_co]:
+        """The values it wrote, each written by no other op."""
+
+    @property
+    def must_run(self) -> bool:
+        """Whether it runs in every recomputation, needed or not."""
+
+
+class ReplayPlan(NamedTuple):
+    """Ops to run, by index, and the values that are taken from where they are available."""
+
+    runs: frozenset[int]
+    takes: frozenset[Hashable]
+
+
+def plan_replay(ops: Sequence[Op[V]], wanted: Iterable[V], is_available: Callable[[V], bool]) -> ReplayPlan:
+    """The least that makes every wanted value, when available ones are taken and others are made by their op.
+
+    A value that is not available and that no op makes is taken as well: whoever runs the plan reports it.
+    """
+    maker = {value: index for index, op in enumerate(ops) for value in op.makes}
+    runs: set[int] = set()
+    takes: set[V] = set()
+    seen: set[V] = set()
+    todo = list(wanted)
+    for index, op in enumerate(ops):
+        if op.must_run:
+            runs.add(index)
+            todo += [value for value in op.reads if value is not None]
+    while todo:
+        value = todo.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        made_by = None if is_available(value) else maker.get(value)
+        if made_by is None:
+            takes.add(value)
+        elif made_by not in runs:
+            runs.add(made_by)
+            todo += [read for read in ops[made_by].reads if read is not None]
+    return ReplayPlan(frozenset(runs), frozenset(takes))

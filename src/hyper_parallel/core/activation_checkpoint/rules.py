@@ -1,0 +1,71 @@
+"""A policy made of rules: the first one that matches decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.activation_checkpoint.matchers import Matcher
+
+__all__ = ["Policy"]
+
+_Rules: TypeAlias = "tuple[tuple[Matcher, CheckpointPolicy], ...]"
+
+
+@dataclass(frozen=True, repr=False)
+class Policy:
+    """What happens to the result of each op: the first rule that matches, or `otherwise`. Made by `choose` and `save`.
+
+    Example:
+        >>> choose(swap(attention), save(matmuls))
+        swap attention; save matmuls; recompute the rest
+    """
+
+    rules: _Rules
+    otherwise: CheckpointPolicy
+    # Per op: the rules that its name leaves open, and the answer if none of them matches. Most ops are decided by name.
+    _by_op: dict[Any, tuple[_Rules, CheckpointPolicy]] = field(default_factory=dict, init=False, compare=False)
+
+    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        known = self._by_op.get(op)
+        if known is None:
+            known = self._by_op[op] = self._of_op(op)
+        for matcher, answer in known[0]:
+            if matcher(ctx, op, *args, **kwargs):
+                return answer
+        return known[1]
+
+    def _of_op(self, op: Any) -> tuple[_Rules, CheckpointPolicy]:
+        is_open: list[tuple[Matcher, CheckpointPolicy]] = []
+        for matcher, answer in self.rules:
+            known = matcher.of_op(op)
+            if known:
+                return tuple(is_open), answer
+            if known is None:
+                is_open.append((matcher, answer))
+        return tuple(is_open), self.otherwise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Policy, (self.rules, self.otherwise)
+
+    def __repr__(self) -> str:
+        rules = [f"{_WORDS[answer]} {matcher!r}" for matcher, answer in self.rules]
+        last = _WORDS_OTHERWISE.get(self.otherwise, _WORDS[self.otherwise])
+        return "; ".join([*rules, f"{last} {'the rest' if rules else 'everything'}"])
+
+
+_WORDS = {
+    CheckpointPolicy.MUST_SAVE: "save",
+    CheckpointPolicy.PREFER_SAVE: "prefer to save",
+    CheckpointPolicy.MUST_RECOMPUTE: "recompute",
+    CheckpointPolicy.PREFER_RECOMPUTE: "prefer to recompute",
+    CheckpointPolicy.MUST_SWAP: "swap",
+}
+# The default has the plain word here: it is what nearly every policy ends with.
+_WORDS_OTHERWISE = {
+    CheckpointPolicy.PREFER_RECOMPUTE: "recompute",
+    CheckpointPolicy.MUST_RECOMPUTE: "always recompute",
+}

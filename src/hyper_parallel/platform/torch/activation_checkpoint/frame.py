@@ -1,0 +1,505 @@
+"""One call of a region: its forward, and the passes of backward that ask for what it did not keep.
+
+How it works and who holds what: README of core/activation_checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hyper_parallel._base.errors import StateError
+from hyper_parallel._base.log import get_logger
+from hyper_parallel.platform.torch.activation_checkpoint.arguments import SavedArguments
+from hyper_parallel.platform.torch.activation_checkpoint.checksums import checksum, find_difference
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import paths_here
+from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
+from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, HostRandomness, states_of
+from hyper_parallel.platform.torch.activation_checkpoint.recording import (
+    Record,
+    RecordingMode,
+    Swappable,
+    aliased,
+    changed_in_place,
+)
+from hyper_parallel.platform.torch.activation_checkpoint.region_swap import RegionSwap, Swapped
+from hyper_parallel.platform.torch.activation_checkpoint.replaying import AllFound, NeedsEverything, Replay, ReplayMode
+from hyper_parallel.platform.torch.activation_checkpoint.residuals import FromInput, FromKept, Pass, Recomputed
+from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Kept, TensorSwap
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import Surroundings, replaying
+from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value, is_available, is_plain
+
+_logger = get_logger("region")
+_NO_PASS = -1  # what PyTorch gives as the number of the backward outside of one
+# What PyTorch says when the memory of a placeholder is read.
+_PLACEHOLDER_READ = ("Cannot access data pointer", "unallocated storage")
+
+
+class Options(NamedTuple):
+    """How a region is run; see `checkpoint`."""
+
+    swap_inputs: bool = False
+    preserve_rng_state: bool = True
+    check_outputs: bool = True
+    debug: bool = False
+    early_stop: bool = True
+
+
+class _Input(NamedTuple):
+    """A tensor argument: how it looked, and how to get it back (None: nobody needs it)."""
+
+    value: Value | None
+    view: View | None
+    num_bytes: int
+    requires_grad: bool
+    unpack: Callable[[], torch.Tensor] | None
+
+
+class Frame:
+    """Residuals hold it; it holds no residual and no autograd node.
+
+    Fields:
+        _record: the ops, from the call on; None after a forward of which nothing will be recomputed
+        _inputs: the tensor arguments, when the forward is over
+        _passes: number of the backward -> what it has recomputed; guarded by `_lock`, as are replays
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: SavedArguments, policy: Any, options: Options) -> None:
+        module = _module_of(function)
+        paths = paths_here(module)
+        self.name = _name_of(function, "" if paths is None or module is None else paths.name(module))
+        self._function = function
+        self._arguments = arguments
+        self._policy = policy
+        self._options = options
+        self._module = None if module is None else weakref.ref(module)
+        # Unlike the name it tells two blocks of one class apart: the engine learns by it what a forward saves last.
+        self._key = f"{self.name} {id(function if module is None else module):x}"
+        self._swap = RegionSwap(self._key)
+        self._record: Record | None = Record(policy, paths, options.preserve_rng_state)
+        self._inputs: list[_Input] = []
+        self._surroundings = Surroundings()
+        self._random: list[GeneratorState] = []
+        self._host_randomness: HostRandomness | None = None
+        self._recomputed: list[weakref.ref[Recomputed]] = []
+        self._from_inputs: list[weakref.ref[FromInput]] = []
+        self._plan: Any = None
+        self._num_planned = 0
+        self._checksums: dict[Value, torch.Tensor] = {}
+        self._lock = threading.RLock()  # in backward every device has a thread of its own
+        self._passes: dict[int, Pass] = {}
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        record = self._recorded()
+        for tensor in self._arguments.tensors:
+            record.add_input(tensor)
+        if self._options.preserve_rng_state:
+            self._random = states_of({tensor.device for tensor in self._arguments.tensors})
+            self._host_randomness = HostRandomness()
+        packer = _Packer(self)
+        try:
+            with (
+                self._surroundings.forward(),
+                torch.autograd.graph.saved_tensors_hooks(packer.pack, _unpack),
+                RecordingMode(record),
+            ):
+                result = self._function(*args, **kwargs)
+        finally:
+            packer.frame = None  # autograd keeps the hooks as long as the graph
+        with torch.no_grad():
+            self._finish(record)
+        return result
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd keeps in place of a residual."""
+        record = self._recorded()
+        value = record.current(tensor) if is_plain(tensor) else None
+        if value is None or value.origin is Origin.OUTSIDE:
+            return Kept(tensor, self.name)
+        if value.origin is Origin.INPUT:
+            from_input = FromInput(self, value, tensor)
+            self._from_inputs.append(weakref.ref(from_input))
+            return from_input
+        self._swap_out(record, value)
+        if value.kept is not None:
+            return FromKept(value.kept, tensor, record.ops[value.op].place())
+        recomputed = Recomputed(self, value, tensor)
+        self._recomputed.append(weakref.ref(recomputed))
+        return recomputed
+
+    def _swap_out(self, record: Record, value: Value) -> None:
+        """Something needs a value that a policy wants swapped: let it leave now."""
+        if type(value.kept) is Swappable:
+            swapped = self._swap.swap(value.kept, value.num_bytes, record.ops[value.op].place())
+            if swapped is not None:
+                value.kept = swapped
+
+    def _finish(self, record: Record) -> None:
+        """The forward is over: keep what backward can ask for, and nothing else."""
+        self._note_host_randomness()
+        for value in record.made():
+            if value.kept is not None and type(value.kept) is not Swapped and not record.is_current(value):
+                value.kept = None  # written over since
+        recomputed = _living(self._recomputed)
+        self._plan = self._plan_replay(record, {each.value for each in recomputed})
+        self._num_planned = len(recomputed)
+        self._keep_for_replay(record)
+        self._note_checksums(recomputed)
+        inputs = {each.value for each in _living(self._from_inputs)}
+        self._pack_inputs(record, self._plan.takes | inputs)
+        for each in recomputed:
+            each.let_go()
+        if not recomputed:
+            self._record = None
+
+    def _note_host_randomness(self) -> None:
+        if self._host_randomness is not None:
+            self._host_randomness.note_use()
+            if not (self._host_randomness.used_python or self._host_randomness.used_numpy):
+                self._host_randomness = None
+
+    def _plan_replay(self, record: Record, wanted: set[Value]) -> Any:
+        from hyper_parallel.core.activation_checkpoint.replay_plan import ReplayPlan, plan_replay
+
+        if record.runs_everything and wanted:
+            return ReplayPlan(*_everything(record))
+        return plan_replay(record.ops, wanted, is_available)
+
+    def _keep_for_replay(self, record: Record) -> None:
+        takes = self._plan.takes
+        slots = []
+        for value in (*record.made(), *record.before_write.values()):
+            if value.kept is None:
+                continue
+            if value not in takes:
+                value.kept = None  # a residual that needs it has a reference of its own
+                continue
+            self._swap_out(record, value)
+            if type(value.kept) is Swapped:
+                slots.append(value.kept.slot)
+            else:
+                value.kept.seal()
+        if slots:
+            self._swap.expect(slots)
+
+    def _note_checksums(self, recomputed: list[Recomputed]) -> None:
+        from hyper_parallel.core.activation_checkpoint.value_check import is_due
+
+        if recomputed and is_due(self._key):
+            for each in recomputed:
+                if each.value not in self._checksums and each.held is not None:
+                    self._checksums[each.value] = checksum(_whole(each.held, each.value))
+
+    def _pack_inputs(self, record: Record, needed: set[Value]) -> None:
+        """Give the inputs that backward needs to the hooks around this region; without any, keep them."""
+        arguments = self._arguments
+        pack = _Hooks.around()
+        if self._options.swap_inputs:
+            module = None if self._module is None else self._module()
+            pack = TensorSwap(module, self.name, f"{self._key} inputs").pack
+        for value, tensor, is_direct in zip(record.inputs, arguments.tensors, arguments.is_direct, strict=True):
+            unpack = None
+            # One that was written in the region is either not needed, or a copy of what it was is kept in its value.
+            if value is None or (value in needed and value.kept is None):
+                unpack = (pack(tensor) if is_direct and pack is not None else Kept(tensor, self.name)).tensor
+            view = View.of(tensor) if is_plain(tensor) else None
+            num_bytes = 0 if value is None else value.num_bytes
+            self._inputs.append(_Input(value, view, num_bytes, tensor.requires_grad, unpack))
+        arguments.forget_tensors()
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def recomputed(self, residual: Recomputed) -> torch.UntypedStorage:
+        """The memory of a recomputed value, for one residual in one backward."""
+        number = torch._C._current_graph_task_id()
+        with self._lock:
+            current = self._pass(number)
+            if residual.value not in current.found:
+                if current.has_given(residual.value):
+                    current.keep_all()
+                self._replay(current)
+            tensor = current.take(residual.value)
+            if number == _NO_PASS:
+                self.end_pass(number)
+        if tensor is None:
+            raise changed_in_place(self.where(residual.value))
+        return tensor.untyped_storage()
+
+    def input_storage(self, value: Value) -> torch.UntypedStorage:
+        """The memory of an input, laid out as it was."""
+        if not self._inputs:  # the forward still runs, and somebody runs backward inside it
+            return next(
+                tensor.untyped_storage()
+                for known, tensor in zip(self._recorded().inputs, self._arguments.tensors, strict=True)
+                if known is value
+            )
+        number = torch._C._current_graph_task_id()
+        with self._lock:
+            index = next(i for i, each in enumerate(self._inputs) if each.value is value and each.unpack is not None)
+            tensor = self._input_tensor(index, self._pass(number))
+            if number == _NO_PASS:
+                self.end_pass(number)
+        return tensor.untyped_storage()
+
+    def where(self, value: Value) -> str:
+        record = self._record
+        return self.name if record is None or value.op < 0 else str(record.ops[value.op])
+
+    def end_pass(self, number: int) -> None:
+        with self._lock:
+            self._passes.pop(number, None)
+
+    def _pass(self, number: int) -> Pass:
+        current = self._passes.get(number)
+        if current is None:
+            if number != _NO_PASS:
+                # What a backward of this thread that raised has left is of no use any more.
+                thread = threading.get_ident()
+                for old in [key for key, each in self._passes.items() if each.thread == thread]:
+                    del self._passes[old]
+                torch.autograd.Variable._execution_engine.queue_callback(_EndOfPass(self, number))
+            current = self._passes[number] = Pass()
+        return current
+
+    def _input_tensor(self, index: int, current: Pass) -> torch.Tensor:
+        if index not in current.inputs:
+            each = self._inputs[index]
+            if each.unpack is None:
+                raise StateError("An input of a region is needed that was not kept.", where=self.name)
+            tensor = each.unpack()
+            if each.view is not None and View.of(tensor) != each.view:
+                tensor = _laid_out(tensor, each.view, each.num_bytes)  # hooks of others may give back another layout
+            current.inputs[index] = tensor
+        return current.inputs[index]
+
+    def _replay(self, current: Pass) -> None:
+        """Recompute every value that a living residual may ask for."""
+        record = self._recorded()
+        recomputed = _living(self._recomputed)
+        wanted = {each.value for each in recomputed}
+        changed = [value for value in self._plan.takes if value.kept is not None and value.kept.is_changed()]
+        for value in changed:
+            value.kept = None
+        if changed or len(recomputed) != self._num_planned:
+            self._plan = self._plan_replay(record, wanted)
+            self._num_planned = len(recomputed)
+        replay = None if record.runs_everything else self._try_to_leave_out(record, current, wanted)
+        if replay is None:
+            record.runs_everything = True
+            replay = self._run_again(record, current, _everything(record), wanted)
+        self._check_found(record, replay, wanted)
+        if self._checksums:
+            self._check_values(replay)
+        current.put(replay.found, replay.written_over(), Counter(each.value for each in recomputed))
+
+    def _try_to_leave_out(self, record: Record, current: Pass, wanted: set[Value]) -> Replay | None:
+        """Run what is needed; None if something reads what was left out, as ops that PyTorch does not see may."""
+        try:
+            return self._run_again(record, current, self._plan, wanted)
+        except NeedsEverything as reader:
+            cause: object = reader
+        except RuntimeError as error:
+            if isinstance(error, StateError) or not any(text in str(error) for text in _PLACEHOLDER_READ):
+                raise
+            cause = error
+        _logger.info("%s: what was left out is read after all (%s); every op is run again", self.name, cause)
+        return None
+
+    def _run_again(self, record: Record, current: Pass, plan: tuple[Any, Any], wanted: set[Value]) -> Replay:
+        options = self._options
+        replay = Replay(
+            record,
+            *plan,
+            wanted,
+            self._policy,
+            check_outputs=options.check_outputs,
+            early_stop=options.early_stop,
+            restores_random_state=options.preserve_rng_state,
+        )
+        generators = {state.generator for state in self._random}
+        generators |= {op.state.generator for op in record.ops if op.state is not None}
+        with (
+            replaying(),
+            _set_back(generators),
+            contextlib.nullcontext() if self._host_randomness is None else self._host_randomness.again(),
+            self._surroundings.again(),
+            torch.enable_grad(),
+        ):
+            for state in self._random:
+                state.restore()
+            args, kwargs = self._arguments.rebuild(lambda index: self._replayed_input(index, replay, current))
+            # Who runs backward inside the region needs the residuals of the replay, too; nobody else does.
+            pack = _keep if record.runs_everything else _forget
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack_kept)
+            with contextlib.suppress(AllFound), hooks, ReplayMode(replay):
+                self._function(*args, **kwargs)
+        return replay
+
+    def _replayed_input(self, index: int, replay: Replay, current: Pass) -> torch.Tensor:
+        each = self._inputs[index]
+        if each.view is None or each.value is None:
+            tensor = aliased(self._input_tensor(index, current))
+        else:
+            tensor = replay.input_tensor(each.value, each.view, lambda: self._input_tensor(index, current))
+        return tensor.requires_grad_(each.requires_grad)
+
+    def _recorded(self) -> Record:
+        if self._record is None:
+            raise StateError("A region has forgotten its ops.", where=self.name)
+        return self._record
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _check_found(self, record: Record, replay: Replay, wanted: set[Value]) -> None:
+        missing = min((value.op for value in wanted if value not in replay.found), default=None)
+        if missing is None:
+            return
+        first = replay.first_missing or record.ops[missing]
+        listing = " `debug=True` lists the ops."
+        if self._options.debug:
+            lines = [f"  {'found  ' if replay.has_met(op) else 'missing'} {op}" for op in record.ops]
+            listing = "\n".join(["", "Ops of the forward, and whether recomputation ran them:", *lines])
+        raise StateError(
+            "Recomputation did not do what forward did.",
+            expected=str(first),
+            got="the end of the function" if replay.first_unknown is None else f"{replay.first_unknown} instead",
+            where=self.name,
+            do="Let the function take the same way each time, or let the policy save what decides about it." + listing,
+        )
+
+    def _check_values(self, replay: Replay) -> None:
+        values = sorted((value for value in self._checksums if value in replay.found), key=lambda value: value.op)
+        found = [checksum(_whole(replay.found[value], value)) for value in values]
+        index = find_difference([self._checksums[value] for value in values], found)
+        if index is not None:
+            raise StateError(
+                "Recomputation gave other values than forward.",
+                expected="the same bits",
+                got="others",
+                where=self.where(values[index]),
+                do="Let the policy save this op, or the op before it that does not give the same result twice.",
+            )
+
+
+class _Packer:
+    """The pack hook. It forgets the frame when the forward is over: autograd keeps hooks as long as the graph."""
+
+    __slots__ = ("frame",)
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame: Frame | None = frame
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        frame = self.frame
+        if frame is None:
+            return Kept(tensor, "region")
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            return frame.pack(tensor)
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    tensor: torch.Tensor = packed.tensor()
+    return tensor
+
+
+def _keep(tensor: torch.Tensor) -> torch.Tensor:
+    return aliased(tensor)
+
+
+def _forget(tensor: torch.Tensor) -> None:
+    """The graph of a replay is never used: it need not hold anything."""
+
+
+def _unpack_kept(packed: torch.Tensor | None) -> torch.Tensor:
+    if packed is None:
+        raise NeedsEverything("a backward inside the region")
+    return packed
+
+
+class _EndOfPass:
+    """Called by autograd when a backward is over."""
+
+    def __init__(self, frame: Frame, number: int) -> None:
+        self._frame = weakref.ref(frame)
+        self._number = number
+
+    def __call__(self) -> None:
+        frame = self._frame()
+        if frame is not None:
+            frame.end_pass(self._number)
+
+
+class _Hooks:
+    """A tensor as the saved-tensor hooks around a region have packed it."""
+
+    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
+        self._unpack = unpack
+        self._packed = packed
+
+    def tensor(self) -> torch.Tensor:
+        return self._unpack(self._packed)
+
+    @staticmethod
+    def around() -> Callable[[torch.Tensor], Any] | None:
+        found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if found is None:
+            return None
+        pack, unpack = found
+        return lambda tensor: _Hooks(unpack, pack(tensor))
+
+
+@contextlib.contextmanager
+def _set_back(generators: set[torch.Generator]) -> Iterator[None]:
+    states = [GeneratorState(generator) for generator in generators]
+    try:
+        yield
+    finally:
+        for state in states:
+            state.restore()
+
+
+def _everything(record: Record) -> tuple[frozenset[int], frozenset[Value]]:
+    """A plan that leaves nothing out but what is kept."""
+    runs = {op.index for op in record.ops if not op.makes or any(value.kept is None for value in op.makes)}
+    takes = {value for op in record.ops for value in (*op.reads, *op.makes) if value is not None}
+    takes |= {value for value in record.inputs if value is not None}
+    return frozenset(runs), frozenset(value for value in takes if is_available(value))
+
+
+def _living(refs: list[Any]) -> list[Any]:
+    return [each for ref in refs if (each := ref()) is not None]
+
+
+def _whole(tensor: torch.Tensor, value: Value) -> torch.Tensor:
+    """All bytes of a tensor's storage."""
+    whole = View(torch.uint8, torch.Size([value.num_bytes]), (1,), 0, False, False)
+    return whole.on(tensor.untyped_storage(), tensor.device)
+
+
+def _laid_out(tensor: torch.Tensor, view: View, num_bytes: int) -> torch.Tensor:
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        storage = torch.empty(num_bytes, dtype=torch.uint8, device=tensor.device).untyped_storage()
+        return view.on(storage, tensor.device).copy_(tensor)
+
+
+def _module_of(function: Any) -> nn.Module | None:
+    while hasattr(function, "func") and hasattr(function, "args"):  # functools.partial
+        function = function.func
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def _name_of(function: Any, path: str) -> str:
+    module = _module_of(function)
+    if path or module is not None:
+        return path or type(module).__name__
+    return getattr(function, "__qualname__", None) or type(function).__name__

@@ -1,0 +1,101 @@
+"""Which module is running: its dotted path, read from Python's own stack.
+
+Hooks on modules would tell as much, but they would have to be put on the user's modules, and take them off PyTorch's fast
+path. The frames of `nn.Module.__call__` are there anyway.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+_CALL = nn.Module._call_impl.__code__
+# Modules around a whole model whose own name says nothing: the attribute that has the model.
+_AROUND = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
+
+
+class ModulePaths:
+    """The names of the modules below one root; looked up once, again when an unknown module is met."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = weakref.ref(root)
+        self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._look()
+
+    def _look(self) -> None:
+        root = self._root()
+        if root is not None:
+            self._names = {id(module): (weakref.ref(module), name) for name, module in root.named_modules()}
+
+    def name(self, module: nn.Module | None) -> str:
+        """The path of a module; the class's name if it is not below the root; "" without a module."""
+        if module is None:
+            return ""
+        inner = unwrapped(module)
+        found = self._find(inner)
+        if found is None:
+            self._look()  # it was put into the model after the first look
+            found = self._find(inner)
+            if found is None:
+                found = type(inner).__name__
+                self._names[id(inner)] = (weakref.ref(inner), found)
+        return found
+
+    def _find(self, module: nn.Module) -> str | None:
+        entry = self._names.get(id(module))
+        return entry[1] if entry is not None and entry[0]() is module else None
+
+
+_paths: weakref.WeakKeyDictionary[nn.Module, ModulePaths] = weakref.WeakKeyDictionary()
+
+
+def paths_here(module: nn.Module | None) -> ModulePaths | None:
+    """The names below the outermost module that is running in this thread; below `module` if none is."""
+    frame: FrameType | None = sys._getframe(1)
+    outermost = None
+    while frame is not None:
+        if frame.f_code is _CALL:
+            outermost = frame
+        frame = frame.f_back
+    root = module if outermost is None else outermost.f_locals["self"]
+    if root is None:
+        return None
+    root = _inside(unwrapped(root))
+    paths = _paths.get(root)
+    if paths is None:
+        paths = _paths[root] = ModulePaths(root)
+    return paths
+
+
+def innermost_module(depth: int) -> nn.Module | None:
+    """The module whose forward called the caller, `depth` frames up or more."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            module: nn.Module = frame.f_locals["self"]
+            return module
+        frame = frame.f_back
+    return None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside activation wrappers, ours and PyTorch's: they have no name of their own."""
+    while True:
+        inner: Any = vars(module).get("_checkpoint_wrapped_module") or vars(module).get("_modules", {}).get(
+            "_checkpoint_wrapped_module"
+        )
+        if inner is None:
+            return module
+        module = inner
+
+
+def _inside(root: nn.Module) -> nn.Module:
+    while (attribute := _AROUND.get(type(root).__name__)) is not None and isinstance(
+        getattr(root, attribute, None), nn.Module
+    ):
+        root = unwrapped(getattr(root, attribute))
+    return root

@@ -1,0 +1,381 @@
+"""The forward of a region: every op is noted with the values it reads and makes, and the policy is asked about each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hyper_parallel._base.errors import StateError, describe
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import ModulePaths, innermost_module
+from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
+from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, generator_of
+from hyper_parallel.platform.torch.activation_checkpoint.values import (
+    Argument,
+    Arguments,
+    Constant,
+    Fresh,
+    Origin,
+    RecordedOp,
+    Traits,
+    Value,
+    is_plain,
+    local_tensor,
+    sort_arguments,
+    storage_key,
+    traits_of,
+)
+
+# What autograd and checkpointing itself do around ops; no policy is asked and nothing is made.
+INVISIBLE = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
+
+PolicyFunction = Callable[..., Any]
+
+
+class PolicyContext:
+    """What a policy is told about an op beside its arguments.
+
+    Attributes:
+        is_recompute: False in forward, True when the function runs again.
+        module: path of the innermost module that runs, from the outermost one; "" outside of modules.
+        occurrence: how often this op ran before in this module in this call of the region.
+        op_output: its result. When the function runs again there may be no memory behind it, only shape and dtype.
+    """
+
+    __slots__ = ("is_recompute", "module", "occurrence", "op_output")
+
+    def __init__(self, is_recompute: bool, module: str, occurrence: int, op_output: Any) -> None:
+        self.is_recompute = is_recompute
+        self.module = module
+        self.occurrence = occurrence
+        self.op_output = op_output
+
+    def __repr__(self) -> str:
+        when = "recompute" if self.is_recompute else "forward"
+        return f"<{when}, module {self.module!r}, occurrence {self.occurrence}>"
+
+
+class Saved:
+    """A value that stays where it is. The alias shares its version counter and leads to no autograd node."""
+
+    __slots__ = ("_alias", "_version")
+
+    def __init__(self, alias: torch.Tensor) -> None:
+        self._alias = alias
+        self._version: int | None = None
+
+    def seal(self) -> None:
+        """From now on a change is noticed. Not before the region ends: an op's own write is counted after it was recorded."""
+        self._version = version_of(self._alias)
+
+    def is_changed(self) -> bool:
+        return self._version is not None and version_of(self._alias) != self._version
+
+    def memory(self) -> torch.UntypedStorage:
+        return self._alias.untyped_storage()
+
+    @property
+    def alias(self) -> torch.Tensor:
+        return self._alias
+
+
+class Record:
+    """The ops of one call, and the value that each storage has at the moment.
+
+    Invariant: `_current` has the value of every storage that an op of the region has read or written; the values hold weak
+    references to their storages, so that a key is never used for two.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyFunction | None,
+        paths: ModulePaths | None,
+        keeps_random_state: bool,
+        keeps_writes: bool = True,
+    ) -> None:
+        self.ops: list[RecordedOp] = []
+        self.inputs: list[Value | None] = []
+        # storages of others that an op of the region wrote -> the value before the first write
+        self.before_write: dict[int, Value] = {}
+        # what nothing can follow: tensors without a storage, or a backward run inside the region
+        self.runs_everything = False
+        self._policy = policy
+        self._paths = paths
+        self._keeps_random_state = keeps_random_state
+        self._keeps_writes = keeps_writes  # whether a policy may keep what an in-place op wrote
+        self._current: dict[int, Value] = {}
+        self._counts: Counter[tuple[str, Any]] = Counter()
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def add_input(self, tensor: torch.Tensor) -> Value | None:
+        key = storage_key(tensor)
+        value = None if key is None else self._current.get(key)
+        if value is None and key is not None:
+            value = self._new_value(Origin.INPUT, -1, tensor, key)
+            value.seen_version = version_of(tensor)
+        self.inputs.append(value)
+        return value
+
+    def current(self, tensor: torch.Tensor) -> Value | None:
+        """The value a tensor's storage has now; None if no op of the region has met it."""
+        key = storage_key(tensor)
+        return None if key is None else self._current.get(key)
+
+    def made(self) -> list[Value]:
+        """Every value that an op of the region has made."""
+        return [value for op in self.ops for value in op.makes]
+
+    def is_current(self, value: Value) -> bool:
+        return self._current.get(value.ref.cdata) is value
+
+    def _value_of(self, tensor: torch.Tensor) -> Value | None:
+        key = storage_key(tensor)
+        if key is None:
+            return None
+        value = self._current.get(key)
+        if value is None:
+            value = self._new_value(Origin.OUTSIDE, -1, tensor, key)
+        value.seen_version = version_of(tensor)
+        return value
+
+    def _new_value(self, origin: Origin, op: int, tensor: torch.Tensor, key: int) -> Value:
+        local = local_tensor(tensor)
+        value = self._current[key] = Value(origin, op, local.untyped_storage(), local.device)
+        return value
+
+    # -- ops ----------------------------------------------------------------------------------------------------------
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op and note it."""
+        traits = traits_of(func)
+        if traits.is_view:
+            return self._run_view(func, args, kwargs)
+        arguments = sort_arguments(args, kwargs, traits)
+        reads = tuple([self._value_of(tensor) for tensor in arguments.tensors])
+        module = "" if self._paths is None else self._paths.name(innermost_module(3))
+        self._counts[module, func] += 1
+        op = RecordedOp(
+            len(self.ops),
+            func,
+            reads,
+            arguments.rest,
+            module,
+            self._counts[module, func] - 1,
+            self._state_before(traits, args, kwargs, arguments),
+        )
+        if arguments.written:
+            self._copy_before_write(arguments)
+        versions = None if traits.has_schema else [version_of(tensor) for tensor in arguments.tensors]
+        result = func(*args, **kwargs)
+        if versions is not None:  # nobody said what it writes
+            changed = [i for i, t in enumerate(arguments.tensors) if version_of(t) != versions[i]]
+            arguments.written.extend(changed)
+        op.must_run = traits.must_run
+        self._note_writes(op, arguments)
+        op.outputs = self._note_outputs(op, result, arguments)
+        self.ops.append(op)
+        self._ask(op, result, args, kwargs)
+        return result
+
+    def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A view is no value. A policy that saves it saves what it looks at."""
+        result = func(*args, **kwargs)
+        if self._policy is not None:
+            module = "" if self._paths is None else self._paths.name(innermost_module(4))
+            self._counts[module, func] += 1
+            context = PolicyContext(False, module, self._counts[module, func] - 1, result)
+            policy = self._answer(context, func, args, kwargs)
+            for tensor in result if isinstance(result, (list, tuple)) else (result,):
+                value = self.current(tensor)
+                if value is not None and value.origin is Origin.MADE and value.kept is None:
+                    self._keep(value, tensor, policy)
+        return result
+
+    def _state_before(
+        self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
+    ) -> GeneratorState | None:
+        if not traits.is_random or not self._keeps_random_state:
+            return None
+        generator = generator_of(args, kwargs, arguments.tensors)
+        return None if generator is None else GeneratorState(generator)
+
+    def _copy_before_write(self, arguments: Arguments) -> None:
+        """Keep what a storage of somebody else's had in it: replay may have to begin with that."""
+        for position in arguments.written:
+            tensor = arguments.tensors[position]
+            value = self.current(tensor)
+            if value is None or value.origin not in (Origin.INPUT, Origin.OUTSIDE) or not is_plain(tensor):
+                continue
+            value.kept = Saved(_copied(tensor))
+            value.kept.seal()
+            self.before_write[value.ref.cdata] = value
+
+    def _note_writes(self, op: RecordedOp, arguments: Arguments) -> None:
+        targets = []
+        for position in arguments.written:
+            tensor = arguments.tensors[position]
+            key = storage_key(tensor)
+            if key is None:
+                op.must_run = self.runs_everything = True
+                continue
+            before = self._current.get(key)
+            is_ours = before is None or before.origin is Origin.MADE
+            value = self._new_value(Origin.MADE if is_ours else Origin.WRITTEN, op.index, tensor, key)
+            if not is_ours and is_plain(tensor):
+                value.kept = Saved(aliased(tensor))  # the owner holds this memory anyway
+            targets.append((position, value))
+        op.targets = tuple(targets)
+        op.makes = tuple(value for _, value in targets)
+
+    def _note_outputs(self, op: RecordedOp, result: Any, arguments: Arguments) -> Any:
+        if isinstance(result, torch.Tensor):
+            return self._note_tensor(op, result, arguments)
+        if isinstance(result, (list, tuple)):
+            return type(result)([self._note_outputs(op, each, arguments) for each in result])
+        return Constant(result)
+
+    def _note_tensor(self, op: RecordedOp, tensor: torch.Tensor, arguments: Arguments) -> Any:
+        for position, argument in enumerate(arguments.tensors):
+            if argument is tensor:
+                return Argument(position)
+        key = storage_key(tensor)
+        if key is None or not is_plain(tensor):
+            op.must_run = True
+            if key is None:
+                self.runs_everything = True
+                return Constant(None)
+        if any(value is not None and value.ref.cdata == key for value in op.reads):
+            op.must_run = True  # an alias that the operator's schema does not tell about
+            return Constant(None)
+        value = self._new_value(Origin.MADE, op.index, tensor, key)
+        op.makes = (*op.makes, value)
+        if value.device.type == "cpu" and any(argument.device.type != "cpu" for argument in arguments.tensors):
+            # Brought to the host to be looked at: kept there, so that the device need not be waited for again.
+            value.kept = Saved(aliased(tensor))
+        return Fresh(value, View.of(local_tensor(tensor)))
+
+    # -- policy -------------------------------------------------------------------------------------------------------
+
+    def _ask(self, op: RecordedOp, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._policy is None:
+            return
+        context = PolicyContext(False, op.module, op.occurrence, result)
+        op.policy = policy = self._answer(context, op.func, args, kwargs)
+        for value, tensor in self._made_tensors(op, result, args, kwargs):
+            self._keep(value, tensor, policy)
+
+    def _answer(self, context: PolicyContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return ask(self._policy, context, func, args, kwargs)
+
+    def _made_tensors(
+        self, op: RecordedOp, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[Value, torch.Tensor]]:
+        found: list[tuple[Value, torch.Tensor]] = []
+        _pair(op.outputs, result, found)
+        if op.targets and self._keeps_writes:
+            tensors = sort_arguments(args, kwargs, traits_of(op.func)).tensors
+            found += [(value, tensors[position]) for position, value in op.targets]
+        return found
+
+    def _keep(self, value: Value, tensor: torch.Tensor, policy: Any) -> None:
+        if value.kept is not None or not is_plain(tensor) or value.num_bytes == 0:
+            return
+        if policy.name in ("MUST_SAVE", "PREFER_SAVE"):
+            value.kept = Saved(aliased(tensor))
+        elif policy.name == "MUST_SWAP":
+            value.kept = Swappable(aliased(tensor))
+
+
+class Swappable(Saved):
+    """A value that a policy wants swapped; it leaves when something is known to need it (see `region`)."""
+
+    __slots__ = ()
+
+
+def ask(policy: Any, context: PolicyContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the policy says about an op, as a CheckpointPolicy."""
+    from hyper_parallel.core.activation_checkpoint.policy import as_policy
+
+    answer = policy(context, func, *args, **kwargs)
+    try:
+        return as_policy(answer)
+    except TypeError as error:
+        raise type(error)(  # type: ignore[call-arg]
+            "A policy gave an answer that means nothing.",
+            expected="a CheckpointPolicy, True or False",
+            got=describe(answer),
+            where=f"{context.module or 'region'}, {func}",
+            do="Return CheckpointPolicy.MUST_SAVE, MUST_RECOMPUTE or MUST_SWAP (or True to save, False for the default).",
+        ) from None
+
+
+class RegionMode(TorchDispatchMode):
+    """What the modes of both runs have in common."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # PyTorch would put a wrapper around the handler that costs more than the handler. There is nothing in it to compile.
+        return False
+
+
+class RecordingMode(RegionMode):
+    """Sees every op of a region's forward."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in INVISIBLE:
+            return func(*args, **(kwargs or {}))
+        return self._record.run(func, args, kwargs or {})
+
+
+_COUNTS_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def aliased(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory and version counter, without autograd and unseen by dispatch modes."""
+    with torch._C._DisableTorchDispatch():
+        # Inside a dispatch mode the layer that counts versions is already behind us, and `detach` alone would give the alias
+        # a counter of its own.
+        exclude = torch._C._dispatch_tls_local_exclude_set() - _COUNTS_VERSIONS
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude):
+            return tensor.detach()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else int(tensor._version)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that looks the same at a copy of the whole storage."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        storage = tensor.untyped_storage().clone()
+    return View.of(tensor).on(storage, tensor.device)
+
+
+def _pair(outputs: Any, result: Any, found: list[tuple[Value, torch.Tensor]]) -> None:
+    if isinstance(outputs, Fresh):
+        found.append((outputs.value, result))
+    elif isinstance(outputs, (list, tuple)) and not isinstance(outputs, (Argument, Constant)):
+        for each, tensor in zip(outputs, result, strict=True):
+            _pair(each, tensor, found)
+
+
+def changed_in_place(where: str, expected: object = None, got: object = None) -> StateError:
+    return StateError(
+        "A tensor saved for backward was changed in place.",
+        expected=None if expected is None else f"version {expected}",
+        got=None if got is None else f"version {got}",
+        where=where,
+        do="Replace the in-place call after it by one that makes a new tensor.",
+    )

@@ -1,0 +1,95 @@
+"""Values of a region that go through the swap engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
+from hyper_parallel.platform.torch.activation_checkpoint.recording import Saved, version_of
+from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
+
+
+class Swapped:
+    """A value that the engine has. Whoever reads it does so with a handle of its own, so that the engine knows who still will."""
+
+    __slots__ = ("_engine", "_handle", "slot")
+
+    def __init__(self, engine: Any, slot: Any) -> None:
+        from hyper_parallel.core.swap.slot import Handle
+
+        self._engine = engine
+        self.slot = slot
+        self._handle = Handle(slot)
+
+    def another(self) -> Swapped:
+        return Swapped(self._engine, self.slot)
+
+    def is_changed(self) -> bool:
+        self.slot.look_for_change()
+        return self.slot.changed is not None
+
+    def memory(self) -> torch.UntypedStorage:
+        storage: torch.UntypedStorage = self._engine.acquire(self._handle).untyped_storage()
+        return storage
+
+
+class RegionSwap:
+    """The engines and groups of one region call, one per device."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._places: dict[torch.device, Any] = {}
+
+    def swap(self, saved: Saved, num_bytes: int, what: object) -> Swapped | None:
+        """Hand a value to the engine of its device; None if it is too small, or nothing there can be swapped."""
+        alias = saved.alias
+        device = alias.device
+        if device not in self._places:
+            self._places[device] = self._open(device)
+        place = self._places[device]
+        if place is None or num_bytes < place[2]:
+            return None
+        engine, group, _ = place
+        slot = engine.save(flat(alias), num_bytes, group, _Label(what, alias), _Version(alias))
+        return Swapped(engine, slot)
+
+    def expect(self, slots: list[Any]) -> None:
+        """Backward will ask for these first, in this order: replay needs them."""
+        for place in self._places.values():
+            if place is not None:
+                place[0].expect(place[1], slots)
+
+    def _open(self, device: torch.device) -> Any:
+        found = swap_engines.engine_of(device)
+        if found is None:
+            return None
+        engine, min_bytes = found
+        return engine, engine.new_group(self._key), min_bytes
+
+
+class _Version:
+    """Reads the version of a tensor; holds an alias of it until the engine drops the source."""
+
+    __slots__ = ("_alias",)
+
+    def __init__(self, alias: torch.Tensor) -> None:
+        self._alias = alias
+
+    def __call__(self) -> int:
+        return version_of(self._alias)
+
+
+class _Label:
+    """Names a value in errors; put into words only when one is raised."""
+
+    __slots__ = ("_dtype", "_shape", "_what")
+
+    def __init__(self, what: object, tensor: torch.Tensor) -> None:
+        self._what = what
+        self._dtype = tensor.dtype
+        self._shape = tensor.shape
+
+    def __str__(self) -> str:
+        return f"{self._what}, {str(self._dtype).removeprefix('torch.')}{list(self._shape)}"

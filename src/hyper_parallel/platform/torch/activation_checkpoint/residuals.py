@@ -1,0 +1,113 @@
+"""What autograd keeps in place of a residual of a region: `tensor()` gives it back."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
+from hyper_parallel.platform.torch.activation_checkpoint.recording import aliased, changed_in_place, version_of
+from hyper_parallel.platform.torch.activation_checkpoint.region_swap import Swapped
+from hyper_parallel.platform.torch.activation_checkpoint.values import OpPlace, Value
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame
+
+
+class Recomputed:
+    """A residual that is made again. While the region's forward runs it still holds the tensor."""
+
+    __slots__ = ("__weakref__", "_device", "_frame", "_held", "_version", "_view", "value")
+
+    def __init__(self, frame: Frame, value: Value, tensor: torch.Tensor) -> None:
+        self._frame = frame
+        self.value = value
+        self._view = View.of(tensor)
+        self._device = tensor.device
+        self._held: torch.Tensor | None = aliased(tensor)
+        self._version = version_of(tensor)
+
+    @property
+    def held(self) -> torch.Tensor | None:
+        return self._held
+
+    def let_go(self) -> None:
+        self._held = None
+
+    def tensor(self) -> torch.Tensor:
+        if self._held is not None:
+            if version_of(self._held) != self._version:
+                raise changed_in_place(self._frame.where(self.value), self._version, version_of(self._held))
+            return self._held
+        return self._view.on(self._frame.recomputed(self), self._device)
+
+
+class FromInput:
+    """A residual that is an argument of the region, or a view of one."""
+
+    __slots__ = ("__weakref__", "_device", "_frame", "_view", "value")
+
+    def __init__(self, frame: Frame, value: Value, tensor: torch.Tensor) -> None:
+        self._frame = frame
+        self.value = value
+        self._view = View.of(tensor)
+        self._device = tensor.device
+
+    def tensor(self) -> torch.Tensor:
+        return self._view.on(self._frame.input_storage(self.value), self._device)
+
+
+class FromKept:
+    """A residual that a policy saved or swapped."""
+
+    __slots__ = ("_device", "_kept", "_place", "_version", "_view")
+
+    def __init__(self, kept: Any, tensor: torch.Tensor, place: OpPlace) -> None:
+        self._kept = kept.another() if isinstance(kept, Swapped) else kept
+        self._view = View.of(tensor)
+        self._version = version_of(tensor)
+        self._device = tensor.device
+        self._place = place
+
+    def tensor(self) -> torch.Tensor:
+        if not isinstance(self._kept, Swapped):
+            version = version_of(self._kept.alias)
+            if version != self._version:
+                raise changed_in_place(str(self._place), self._version, version)
+        return self._view.on(self._kept.memory(), self._device)
+
+
+class Pass:
+    """What one backward has recomputed and not handed out yet."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.inputs: dict[int, torch.Tensor] = {}
+        self.found: dict[Value, torch.Tensor] = {}
+        self._changed: set[Value] = set()
+        self._waiting: Counter[Value] = Counter()
+        self._keeps_all = False
+
+    def has_given(self, value: Value) -> bool:
+        return value in self._waiting and value not in self.found
+
+    def keep_all(self) -> None:
+        """Somebody asks twice: give nothing away before this backward ends."""
+        self._keeps_all = True
+
+    def put(self, found: dict[Value, torch.Tensor], changed: set[Value], waiting: Counter[Value]) -> None:
+        self.found = found
+        self._changed = changed
+        self._waiting = waiting
+        self.inputs = {}
+
+    def take(self, value: Value) -> torch.Tensor | None:
+        """The value for one residual, and for the last that waits for it the only reference; None if it was written over."""
+        tensor = self.found[value]
+        self._waiting[value] -= 1
+        if self._waiting[value] <= 0 and not self._keeps_all:
+            del self.found[value]
+        return None if value in self._changed else tensor

@@ -1,0 +1,71 @@
+"""What surrounds a region's function besides its arguments, and must be the same when it runs again: autocast, the default device."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+_thread = threading.local()
+
+
+def is_replaying() -> bool:
+    """Whether this thread is running a region's function again: inner regions and swap wrappers are plain calls then."""
+    return getattr(_thread, "replays", 0) > 0
+
+
+@contextlib.contextmanager
+def replaying() -> Iterator[None]:
+    _thread.replays = getattr(_thread, "replays", 0) + 1
+    try:
+        yield
+    finally:
+        _thread.replays -= 1
+
+
+class Surroundings:
+    """The state of the thread that calls a region."""
+
+    def __init__(self) -> None:
+        self._autocast = [
+            (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+            for device_type in _device_types()
+        ]
+        self._has_autocast = any(enabled for _, enabled, _ in self._autocast)
+        self._device = next(
+            (mode.device for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext)),
+            None,
+        )
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Autocast remembers weights it has cast until it ends, and would not cast them again in a second run: off in regions."""
+        was_enabled = torch.is_autocast_cache_enabled()
+        if not self._has_autocast or not was_enabled:
+            yield
+            return
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(True)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for device_type, enabled, dtype in self._autocast:
+                # Also where it was off: backward may be called under autocast.
+                if enabled or torch.is_autocast_enabled(device_type):
+                    stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
+            if self._device is not None:
+                stack.enter_context(torch.device(self._device))
+            yield
+
+
+def _device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
