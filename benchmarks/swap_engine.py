@@ -15,10 +15,12 @@ import platform
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+from results_state import ROOT, WATCHED, digest
 from torch import nn
 
 import hyper_parallel
@@ -90,6 +92,8 @@ def run(blocks: list[nn.Module], inputs: tuple[torch.Tensor, ...], steps: int, w
         "in_gb": (after.loaded_bytes - before.loaded_bytes) / 1e9,
         "late_loads": after.num_late_loads - before.num_late_loads,
         "window_waits": after.num_window_waits - before.num_window_waits,
+        "load_stall_ms": after.load_stall_ms - before.load_stall_ms,
+        "offload_stall_ms": after.offload_stall_ms - before.offload_stall_ms,
         "pinned_gib": sum(m.tier.reserved_bytes for m in engines.all_engines().values()) / GIB,
         "pinned_peak_used_gib": sum(m.tier.stats().peak_used_bytes for m in engines.all_engines().values()) / GIB,
     }  # fmt: skip
@@ -115,6 +119,11 @@ def link_gb_per_s() -> tuple[float, float]:
 def commit() -> str:
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607
     return done.stdout.strip() or "unknown"
+
+
+def sources_digest() -> str | None:
+    """Of the sources that were measured; None if they are not those of this checkout."""
+    return digest() if Path(hyper_parallel.__file__).resolve().is_relative_to(ROOT) else None
 
 
 def main() -> None:
@@ -156,9 +165,10 @@ def main() -> None:
         row["to_plain"], row["of_plain_peak"] = row["step_ms"] / plain["step_ms"], row["peak_gib"] / plain["peak_gib"]
     result = {
         "date": datetime.date.today().isoformat(), "commit": options.commit or commit(),
+        "digest": sources_digest(), "watched": list(WATCHED),
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
         "hyper_parallel": hyper_parallel.__version__, "link_out_gb_s": out_rate, "link_in_gb_s": in_rate,
-        "setting": vars(options), "rows": rows,
+        "setting": {"blocks": options.blocks, "length": options.length, "batch": options.batch}, "rows": rows,
     }  # fmt: skip
     print(table(result))
     if options.out:
@@ -169,15 +179,15 @@ def main() -> None:
 def table(result: dict[str, Any]) -> str:
     lines = [f"link {result['link_out_gb_s']:.1f} GB/s out, {result['link_in_gb_s']:.1f} GB/s in"]
     lines += [
-        "| mode | step ms | to plain | to bound | peak GiB | of plain | moved GB | late | waits | pinned / used GiB |",
-        "|" + "---|" * 10,
+        "| mode | step ms | to plain | to bound | peak GiB | of plain | moved GB | late | waits | stall ms in / out | pinned / used GiB |",
+        "|" + "---|" * 11,
     ]
     for row in result["rows"]:
         bound = f"{row['to_bound']:.3f}" if "to_bound" in row else ""
         lines.append(
             f"| {row['mode']} | {row['step_ms']:.0f} | {row['to_plain']:.2f} | {bound} | {row['peak_gib']:.1f} "
             f"| {row['of_plain_peak']:.0%} | {row['out_gb']:.1f} / {row['in_gb']:.1f} | {row['late_loads']} | {row['window_waits']} "
-            f"| {row['pinned_gib']:.1f} / {row['pinned_peak_used_gib']:.1f} |"
+            f"| {row['load_stall_ms']:.0f} / {row['offload_stall_ms']:.0f} | {row['pinned_gib']:.1f} / {row['pinned_peak_used_gib']:.1f} |"
         )
     return "\n".join(lines)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from hyper_parallel import SwapManager
 from hyper_parallel.platform.torch.activation_checkpoint import swap_wrapper
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import AcceleratorDevice
 from support.swapping import Swapping
@@ -104,6 +105,38 @@ def test_five_hundred_steps_with_random_delays_on_every_stream_are_bitwise_equal
             wrong += not all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert wrong == 0
     assert cuda.loaded_bytes > 500 * 256 * 256 * 4
+
+
+def test_late_loads_and_a_full_window_are_measured_and_the_host_waits_for_nothing(cuda: Swapping) -> None:
+    _, managed = make()
+    x = torch.randn(256, 256, device="cuda")
+    offload, load = AcceleratorDevice.launch_offload, AcceleratorDevice.launch_load
+
+    def slow_offload(self: Any, block: Any, source: Any, stream: Any) -> None:
+        with torch.cuda.stream(stream.raw):
+            torch.cuda._sleep(2_000_000)
+        offload(self, block, source, stream)
+
+    def slow_load(self: Any, buffer: Any, block: Any, stream: Any) -> None:
+        with torch.cuda.stream(stream.raw):
+            torch.cuda._sleep(2_000_000)
+        load(self, buffer, block, stream)
+
+    train(managed, x)  # allocations, and what a first call waits for
+    torch.cuda.synchronize()
+    before = SwapManager().stats()
+    with (
+        mock.patch.object(AcceleratorDevice, "launch_offload", slow_offload),
+        mock.patch.object(AcceleratorDevice, "launch_load", slow_load),
+        mock.patch.object(torch.cuda.Event, "synchronize", side_effect=AssertionError("the host waits")),
+    ):
+        train(managed, x)
+    torch.cuda.synchronize()
+    after = SwapManager().stats()
+    assert after["num_late_loads"] > before["num_late_loads"]
+    assert after["num_window_waits"] > before["num_window_waits"]
+    assert after["load_stall_ms"] > before["load_stall_ms"]
+    assert after["offload_stall_ms"] > before["offload_stall_ms"]
 
 
 def test_bytes_at_step_two_hundred_are_those_of_step_three(cuda: Swapping, deterministic: None) -> None:

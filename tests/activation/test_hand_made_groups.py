@@ -633,7 +633,7 @@ def test_the_numbers_have_names_and_add_up(swapping: Swapping) -> None:
     before = manager.stats()
     assert set(before) == {
         "offloaded_bytes", "loaded_bytes", "num_offloads", "num_loads", "num_late_loads", "num_window_waits",
-        "peak_in_flight_bytes", "kept_bytes", "kept", "pool_used_bytes", "pool_reserved_bytes",
+        "load_stall_ms", "offload_stall_ms", "peak_in_flight_bytes", "kept_bytes", "kept", "pool_used_bytes", "pool_reserved_bytes",
     }  # fmt: skip
     storage = stored(*(swapping.randn(64, 64, seed=seed) for seed in range(3)))
     manager.add_storage("g", storage)

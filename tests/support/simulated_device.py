@@ -33,9 +33,10 @@ from support.simulated_stream import Lane, Profile, Scheduler, SimulatedStream
 
 STREAM_CALLS = frozenset({"current_stream", "offload_stream", "load_stream"})
 EVENT_CALLS = frozenset({"record_event", "wait_event", "query", "join"})
+TIME_CALLS = frozenset({"record_time", "query_time", "ms_since"})
 MEMORY_CALLS = frozenset({"allocate", "launch_offload", "launch_load", "take"})
 # What `fail_call` counts unless it is told otherwise; `give` is not among them, as it cannot fail.
-ENGINE_CALLS = STREAM_CALLS | EVENT_CALLS | MEMORY_CALLS
+ENGINE_CALLS = STREAM_CALLS | EVENT_CALLS | TIME_CALLS | MEMORY_CALLS
 
 
 class SimulatedBuffer:
@@ -69,6 +70,7 @@ class SimulatedDevice:
     `poison_on_reuse`: memory that had an owner before is filled with POISON by a kernel on the stream it is allocated on.
     `raise_races=False`: races are only listed in `races`, and the run goes on with whatever values they lead to.
     `compute_in_host`: kernels run when called, and a wait of a compute stream blocks the host, as on a CPU.
+    `kernel_ms`, `copy_ms_per_byte`: how long work takes in virtual time, for a host that takes none.
     """
 
     def __init__(
@@ -81,9 +83,13 @@ class SimulatedDevice:
         poison_on_reuse: bool = True,
         raise_races: bool = True,
         compute_in_host: bool = False,
+        kernel_ms: float = 1.0,
+        copy_ms_per_byte: float = 1.0,
     ) -> None:
         self.seed = seed
         self.capacity_bytes = capacity_bytes
+        self.kernel_ms = kernel_ms
+        self.copy_ms_per_byte = copy_ms_per_byte
         self.peak_bytes = 0
         self.offloaded_bytes = 0  # by copies that have run, and not failed
         self.loaded_bytes = 0
@@ -352,6 +358,7 @@ class SimulatedDevice:
         self._scheduler.tell(lane)
         lane.clock[lane.index] += 1
         operation = Operation(name, lane.name, lane.index, lane.clock[lane.index], reads, writes, fn)
+        operation.duration_ms = self._duration_ms(fn)
         accesses = [Access(operation, range_, False) for range_ in reads]
         accesses += [Access(operation, range_, True) for range_ in writes]
         for access in accesses:
@@ -361,6 +368,11 @@ class SimulatedDevice:
         for access in accesses:
             self._history.note(access)
         lane.append(operation)
+
+    def _duration_ms(self, fn: Callable[..., Any] | None) -> float:
+        if isinstance(fn, _Copy):
+            return fn.num_bytes * self.copy_ms_per_byte
+        return 0.0 if fn is _poison else self.kernel_ms  # poison is ours, and no work of the program
 
     def _report_race(self, conflict: Access, later: Operation | None, what: str) -> None:
         message = (

@@ -59,7 +59,7 @@ class Range(NamedTuple):
 class Operation:
     """One kernel or copy. Keeps ranges, never buffers: work in flight does not keep memory alive on a real device either."""
 
-    __slots__ = ("error", "fn", "name", "reads", "stream", "stream_index", "tick", "writes")
+    __slots__ = ("duration_ms", "error", "fn", "name", "reads", "stream", "stream_index", "tick", "writes")
 
     def __init__(
         self,
@@ -78,6 +78,7 @@ class Operation:
         self.reads = reads
         self.writes = writes
         self.fn = fn
+        self.duration_ms = 0.0
         self.error: BaseException | None = None  # why a copy failed, once it has run
 
     def __repr__(self) -> str:

@@ -47,6 +47,8 @@ class Lane:
         self.queue: deque[Operation | SimulatedEvent] = deque()  # an event in it is a wait for that event
         self.num_enqueued = 0  # == num_done + len(queue)
         self.num_done = 0
+        # Virtual: times_ms[n] is when the first n entries are done; len(times_ms) == num_done + 1.
+        self.times_ms = [0.0]
         self.last_operation: Operation | None = None
         self.clock = [0] * num_lanes  # what has surely happened before whatever is enqueued next
         self.host_clock_seen: tuple[int, ...] = ()
@@ -73,9 +75,11 @@ class Lane:
                 return False
             self.queue.popleft()
             self.num_done += 1
+            self.times_ms.append(max(self.times_ms[-1], entry.lane.times_ms[entry.position]))
         else:
             self.queue.popleft()
             self.num_done += 1
+            self.times_ms.append(self.times_ms[-1] + entry.duration_ms)
             self.scheduler.execute(entry)
         return True
 
@@ -175,6 +179,37 @@ class SimulatedStream:
             lane.append(event)
             if lane.runs_in_host:
                 event.check_error()
+
+    def record_time(self) -> SimulatedMoment:
+        scheduler = self.lane.scheduler
+        with scheduler.lock:
+            scheduler.enter("record_time")
+            return SimulatedMoment(self.lane)
+
+
+class SimulatedMoment:
+    """Implements `Moment`, in virtual time: it depends on what waits for what and on durations, not on how the seed lets lanes run.
+
+    Unlike an event that was asked, a moment that was asked teaches the host nothing: no order may rest on a measurement.
+    """
+
+    __slots__ = ("lane", "position")
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.position = lane.num_enqueued
+
+    def query(self) -> bool:
+        scheduler = self.lane.scheduler
+        with scheduler.lock:
+            scheduler.enter("query_time")
+            return self.lane.num_done >= self.position
+
+    def ms_since(self, earlier: Any) -> float:
+        scheduler = self.lane.scheduler
+        with scheduler.lock:
+            scheduler.enter("ms_since")
+            return self.lane.times_ms[self.position] - earlier.lane.times_ms[earlier.position]
 
 
 class SimulatedEvent:

@@ -26,12 +26,33 @@ class Saved:
         self.handles = handles
 
 
+class Layer(list[Saved]):
+    """What one layer saved; `expected`: the order in which backward will ask for what was there when the engine was told one."""
+
+    def __init__(self, group: Any, saved: list[Saved]) -> None:
+        super().__init__(saved)
+        self.group = group
+        self.expected: list[Saved] = []
+
+    def in_order(self) -> list[Saved]:
+        return [*(saved for saved in reversed(self) if saved not in self.expected), *self.expected]
+
+
 class Forward:
-    """One forward that is alive: its layers, each a list of saved storages, and the stream it ran on."""
+    """One forward that is alive: its layers, and the stream it ran on."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
-        self.layers: list[list[Saved]] = []
+        self.layers: list[Layer] = []
+
+
+def order(earlier: Any, later: Any) -> None:
+    """The program's own order of two streams. A failure that is injected here ends the program, but memory it used goes back in order."""
+    try:
+        later.wait_event(earlier.record_event())
+    except Exception:
+        later.wait_event(earlier.record_event())
+        raise
 
 
 class Program:
@@ -49,6 +70,8 @@ class Program:
         self.tier = SimulatedTier(self.device, choose(("host", "disk")), self.budget_bytes)
         self.limits = modules.Limits(choose((1, 8, 20, 60)), choose((1, 10, 40, 200)), choose(("wait", "wait", "keep")))
         self.engine = modules.SwapEngine(self.device, [self.tier], self.limits)
+        self.tells_order = choose((False, False, True))
+        self.num_orders_seen = 0  # layers whose loads were compared with the order that was told
         self.num_actions = num_actions
         self.forwards: list[Forward] = []
         self.held: list[tuple[SimulatedBuffer, str, Any]] = []  # tensors that the user keeps, with value and stream
@@ -83,7 +106,9 @@ class Program:
             shared: tuple[SimulatedBuffer, str, Any] | None = None
             for number in range(self.random.randint(1, 4)):
                 group = self.engine.new_group(f"layer {number}")
-                layer = [self.save_new(group, stream) for _ in range(self.random.randint(0, 4))]
+                layer = Layer(group, [self.save_new(group, stream) for _ in range(self.random.randint(0, 4))])
+                if self.tells_order and self.random.random() < 0.7:
+                    self.expect(layer, forward)
                 if shared is not None and self.random.random() < 0.3:
                     layer.append(self.save(shared[0], shared[1], group))
                 if self.held and self.held[-1][2] is stream and self.random.random() < 0.5:
@@ -106,40 +131,78 @@ class Program:
         self.check_promises()
         return Saved(value, [self.modules.Handle(slot) for _ in range(self.random.choice((1, 1, 2, 3)))])
 
+    def expect(self, layer: Layer, forward: Forward) -> None:
+        """Tell an order of some of the layer's storages, with one of another layer's now and then."""
+        told = self.random.sample(layer, self.random.randint(0, len(layer)))
+        layer.expected = [*told, *(saved for saved in reversed(layer) if saved not in told)]
+        others = [saved for other in forward.layers if other is not layer for saved in other]
+        if others and self.random.random() < 0.2:
+            told.insert(self.random.randint(0, len(told)), self.random.choice(others))
+        slots = [saved.handles[0].slot for saved in told if saved.handles]
+        self.engine.expect(layer.group, slots)
+
     def backward(self, forward: Forward, retain: bool) -> None:
         stream = forward.stream
         if self.random.random() < 0.1:
             # A user who runs backward on another stream orders the two by hand, both ways: memory goes back to the first.
             stream = self.random.choice(self.device.compute_streams)
-            stream.wait_event(forward.stream.record_event())
+            order(forward.stream, stream)
         escaped: list[tuple[SimulatedBuffer, str]] = []
         with self.device.computing_on(stream):
             for layer in reversed(forward.layers):
-                asked = [(saved, handle) for saved in reversed(layer) for handle in saved.handles]
+                asked = [(saved, handle) for saved in layer.in_order() for handle in saved.handles]
+                away = self.away_in_order(layer)
                 if self.random.random() < 0.3:
                     self.random.shuffle(asked)
+                    away = []
                 for saved, handle in asked:
+                    if self.tells_order and self.random.random() < 0.1:
+                        self.expect(layer, forward)  # backward is in the middle of it, and goes on as it pleases
+                        away = []
                     buffer = self.engine.acquire(handle)
+                    self.check_loads(away, saved)
                     self.num_acquired += 1
                     self.check_value(buffer, saved.value)
                     if self.random.random() < 0.1:
                         escaped.append((buffer, saved.value))  # a function that returns its saved tensor as gradient
                     if stream is not forward.stream:
-                        forward.stream.wait_event(stream.record_event())
+                        order(stream, forward.stream)
                     if not retain:
                         saved.handles.remove(handle)
                     del buffer, handle
                     self.temporary()
-                del asked
+                del asked, away
                 self.check_released(layer)
                 if not retain:
                     layer.clear()
+                    layer.expected.clear()
             for buffer, value in escaped:
                 self.check_value(buffer, value)
-            forward.stream.wait_event(stream.record_event())
+            order(stream, forward.stream)
             escaped.clear()
         if not retain:
             self.forwards.remove(forward)
+
+    def away_in_order(self, layer: Layer) -> list[Saved]:
+        """What has to be loaded for a layer, in the order in which backward will ask for it; nothing if some of it was loaded before.
+
+        (Copies out that were not done yet are passed over by a prefetch: from then on the order is one of chance.)
+        """
+        slots = [saved.handles[0].slot for saved in layer if saved.handles]
+        if any(slot.buffer is not None for slot in slots):
+            return []
+        if layer.group.cursor < len(layer.group.stack) - 1:
+            return []
+        self.num_orders_seen += 1
+        return [saved for saved in layer.in_order() if saved.handles and saved.handles[0].slot.source is None]
+
+    def check_loads(self, away: list[Saved], asked: Saved) -> None:
+        """What was loaded by now comes, in the order that was told, before all that was not."""
+        while away and (away[0] is asked or not away[0].handles or away[0].handles[0].slot.buffer is not None):
+            away.pop(0)
+        early = [saved.value for saved in away if saved.handles and saved.handles[0].slot.buffer is not None]
+        if early:
+            raise WrongError(f"seed {self.seed}: {early} came before {away[0].value}, which is asked for earlier")
 
     def check_value(self, buffer: SimulatedBuffer, value: str) -> None:
         self.device.kernel(reads=[buffer], fn=lambda got: self.read.append((value, got)), name=f"use {value}")

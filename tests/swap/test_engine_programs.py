@@ -12,14 +12,18 @@ from support.swap_programs import InPlaceProgram, Program
 
 
 def test_random_programs_give_right_numbers_without_races_or_leaks() -> None:
-    moved = acquired = 0
+    moved = acquired = told = compared = 0
     for seed in share(100_000, 3_000):
         program = Program(seed)
         program.run()
         moved += program.device.loaded_bytes
         acquired += program.num_acquired
+        told += program.tells_order
+        compared += program.num_orders_seen
     assert moved > 0
     assert acquired > 0
+    assert told > 0
+    assert compared > told, "loads were compared with the order that the engine was told"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -163,6 +164,143 @@ def test_rule_9_loads_come_in_the_reverse_of_the_forward_across_groups() -> None
     setup.join()
     assert loads_during(setup, handles, 1) == ["2.1", "2.0", "1.1", "1.0", "0.1", "0.0"]
     setup.backward(handles)
+    setup.close()
+
+
+def ask_in_order(setup: Setup, handles: list[Handle], order: str) -> list[str]:
+    """Ask for the handles of one layer by their labels' last letters; the labels in the order in which their loads were launched."""
+    with trace.recording() as record:
+        for letter in order:
+            setup.use(next(handle for handle in handles if str(handle.slot.label).endswith(letter)))
+    return [event.fields["label"] for event in record.events("swap.load")]
+
+
+def test_rule_9_loads_of_a_group_come_in_the_order_that_was_told() -> None:
+    for told in itertools.permutations(range(4)):
+        setup = Setup(prefetch=4_000)
+        before = setup.forward(1)
+        group = setup.engine.new_group("region")
+        handles = [setup.save(group, 10, f"region.{index}") for index in range(4)]
+        setup.engine.expect(group, [handles[index].slot for index in told])
+        setup.join()
+        with trace.recording() as record:
+            setup.use(handles[told[0]])
+        launched = [event.fields["label"] for event in record.events("swap.load")]
+        assert launched == [*(f"region.{index}" for index in told), "0.1", "0.0"]
+        handles.clear()
+        before.clear()
+        setup.close()
+
+
+def test_rule_9_what_the_order_does_not_list_comes_after_it_in_reverse() -> None:
+    setup = Setup(prefetch=4_000)
+    group = setup.engine.new_group("region")
+    handles = [setup.save(group, 10, letter) for letter in "abcde"]
+    setup.engine.expect(group, [handles[1].slot, handles[2].slot, handles[1].slot])  # twice is once
+    setup.join()
+    assert ask_in_order(setup, handles, "bceda") == list("bceda")
+    handles.clear()
+    setup.close()
+
+
+def test_rule_9_what_is_saved_after_the_order_was_told_comes_first_in_reverse() -> None:
+    setup = Setup(prefetch=4_000)
+    group = setup.engine.new_group("region")
+    handles = [setup.save(group, 10, letter) for letter in "abc"]
+    setup.engine.expect(group, [handles[0].slot])
+    handles += [setup.save(group, 10, letter) for letter in "de"]
+    setup.join()
+    assert ask_in_order(setup, handles, "edacb") == list("edacb")
+    handles.clear()
+    setup.close()
+
+
+def test_rule_9_an_empty_order_and_no_order_are_the_reverse_of_saving() -> None:
+    for is_told in (False, True):
+        setup = Setup(prefetch=4_000)
+        group = setup.engine.new_group("region")
+        handles = [setup.save(group, 10, letter) for letter in "abc"]
+        if is_told:
+            setup.engine.expect(group, [handles[0].slot, handles[1].slot])
+            setup.engine.expect(group, [])  # the last word counts
+        setup.join()
+        assert ask_in_order(setup, handles, "cba") == list("cba")
+        handles.clear()
+        setup.close()
+
+
+def test_rule_9_slots_of_other_groups_and_dead_ones_do_not_disturb_the_order() -> None:
+    setup = Setup(prefetch=4_000)
+    others = setup.forward(1)
+    group = setup.engine.new_group("region")
+    handles = [setup.save(group, 10, letter) for letter in "abcd"]
+    dying = [setup.save(group, 10, "dead before"), setup.save(group, 10, "dead after")]
+    del dying[0]
+    told = [handles[1].slot, others[0].slot, dying[0].slot, handles[2].slot]
+    setup.engine.expect(group, told)
+    dying.clear()
+    told.clear()
+    setup.join()
+    assert ask_in_order(setup, handles, "bcda") == [*"bcda", "0.1", "0.0"]
+    handles.clear()
+    setup.backward(others)
+    setup.close()
+
+
+def test_rule_9_a_second_backward_keeps_the_order() -> None:
+    setup = Setup(prefetch=4_000)
+    group = setup.engine.new_group("region")
+    handles = [setup.save(group, 10, letter) for letter in "abcd"]
+    setup.engine.expect(group, [handles[0].slot, handles[1].slot])
+    setup.join()
+    assert ask_in_order(setup, handles, "abdc") == list("abdc")
+    assert ask_in_order(setup, handles, "abdc") == list("abdc")
+    assert setup.device.loaded_bytes == 2 * 40
+    handles.clear()
+    setup.close()
+
+
+def test_rule_9_an_order_told_in_the_middle_of_backward_is_that_of_the_rest() -> None:
+    setup = Setup(prefetch=20)  # a quarter of it: one of ten bytes beside what is asked for
+    group = setup.engine.new_group("region")
+    handles = [setup.save(group, 10, letter) for letter in "abcdef"]
+    setup.join()
+    assert ask_in_order(setup, handles, "f") == list("fe")
+    setup.engine.limits.prefetch_bytes = 4_000
+    setup.engine._depth_bytes = 4_000
+    setup.engine.expect(group, [handles[1].slot, handles[0].slot, handles[5].slot])
+    assert ask_in_order(setup, handles, "b") == list("badc"), "neither what was asked for nor what is loaded already"
+    assert ask_in_order(setup, handles, "aedc") == []
+    handles.clear()
+    setup.close()
+
+
+def test_rule_9_a_group_brought_back_by_hand_comes_in_the_order_that_was_told() -> None:
+    setup = Setup(prefetch=1)
+    group = setup.engine.new_group("region")
+    handles = [setup.save(group, 10, letter) for letter in "abc"]
+    setup.engine.expect(group, [handles[1].slot])
+    setup.join()
+    with trace.recording() as record:
+        setup.engine.launch_group_load(group)
+    assert [event.fields["label"] for event in record.events("swap.load")] == list("bca")
+    handles.clear()
+    setup.close()
+
+
+def test_rule_10_the_tail_is_what_the_order_says_and_is_known_again_by_where_it_was_saved() -> None:
+    setup = Setup(window=40)
+    for step in range(2):
+        group = setup.engine.new_group("region")
+        handles = [setup.save(group, 10, letter) for letter in "abcd"]
+        setup.engine.expect(group, [handles[0].slot, handles[1].slot])
+        if step == 0:
+            ask_in_order(setup, handles, "abdc")
+            handles.clear()
+    setup.join()
+    assert states(handles) == [SlotState.DEVICE] * 2 + [SlotState.HOST] * 2
+    assert setup.engine.stats.kept == {"needed first in backward": 2}
+    handles.clear()
     setup.close()
 
 

@@ -25,6 +25,7 @@ from support.simulated_stream import (
     PROMPT,
     DeadlockError,
     SimulatedEvent,
+    SimulatedMoment,
     SimulatedStream,
 )
 from support.simulated_tier import SimulatedBlock, SimulatedTier
@@ -628,6 +629,9 @@ def test_each_call_of_the_engine_can_be_made_to_fail_and_then_does_nothing():
         buffer = load(device, block)
         last_use(block).query()
         last_use(block).join()
+        begin = device.current_stream().record_time()
+        assert begin.query()
+        assert begin.ms_since(begin) == 0
         del a, buffer
         tier.give(block)
 
@@ -712,6 +716,7 @@ def test_the_simulated_device_has_the_calls_that_the_engine_expects():
         protocols.SwapDevice: SimulatedDevice,
         protocols.Stream: SimulatedStream,
         protocols.Event: SimulatedEvent,
+        protocols.Moment: SimulatedMoment,
         protocols.Tier: SimulatedTier,
     }
     for protocol, simulated in classes.items():
@@ -725,6 +730,43 @@ def test_the_simulated_device_has_the_calls_that_the_engine_expects():
     assert {"num_bytes", "last_uses"} <= set(protocols.Block.__annotations__)
     for protocol, simulated in ((protocols.Block, SimulatedBlock), (protocols.Event, SimulatedEvent)):
         assert all(hasattr(simulated, name) for name in protocol.__annotations__)
+
+
+# Virtual time.
+
+
+@pytest.mark.parametrize("profile", [IDLE, PROMPT, None], ids=["idle", "prompt", "by the seed"])
+@pytest.mark.parametrize("compute_in_host", [False, True])
+def test_virtual_time_is_that_of_the_work_and_not_of_the_schedule(profile: Any, compute_in_host: bool):
+    for seed in range(20):
+        device = SimulatedDevice(
+            seed, profile=profile, compute_in_host=compute_in_host, kernel_ms=2, copy_ms_per_byte=0.5
+        )
+        tier = SimulatedTier(device)
+        compute = device.current_stream()
+        begin = compute.record_time()
+        a = device.create(10, 1)
+        made = compute.record_time()
+        block = offload(device, tier, a)
+        device.kernel(reads=[a])
+        before = compute.record_time()
+        compute.wait_event(last_use(block))
+        after = compute.record_time()
+        device.finish()
+        assert made.ms_since(begin) == 2
+        assert before.ms_since(made) == 2
+        assert after.ms_since(before) == 3, "the copy began with the second kernel and takes five"
+
+
+def test_a_moment_is_reached_with_its_stream_and_teaches_the_host_no_order():
+    device = SimulatedDevice(profile=IDLE)
+    a = device.create(8, 1, "a")
+    moment = device.current_stream().record_time()
+    assert not moment.query()
+    device.compute_streams[0].lane.step()
+    assert moment.query()
+    with pytest.raises(RaceError):
+        device.read(a)
 
 
 def random_program(device: SimulatedDevice, tier: SimulatedTier, rng: random.Random, num_steps: int = 12) -> None:

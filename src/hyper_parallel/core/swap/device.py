@@ -23,12 +23,25 @@ class Event(Protocol):
         """Block the host until then."""
 
 
+class Moment(Protocol):
+    """A point in a stream whose time can be read once it is reached. It orders nothing."""
+
+    def query(self) -> bool:
+        """Whether the stream has got there."""
+
+    def ms_since(self, earlier: Any) -> float:
+        """Milliseconds from an earlier moment of the same stream to this one, which is reached."""
+
+
 class Stream(Protocol):
     def record_event(self) -> Event:
         """Mark this point."""
 
     def wait_event(self, event: Event) -> None:
         """What is given to this stream from now on comes after the event."""
+
+    def record_time(self) -> Moment:
+        """Take the time when the stream gets here. Of streams that compute: what copies wait for is nobody's loss."""
 
 
 class Block(Protocol):

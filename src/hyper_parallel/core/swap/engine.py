@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hyper_parallel._base import trace
@@ -18,7 +18,7 @@ from hyper_parallel.core.swap import schedule
 from hyper_parallel.core.swap.device import Buffer, Event, Stream, SwapDevice, Tier
 from hyper_parallel.core.swap.slot import Group, Handle, Slot
 from hyper_parallel.core.swap.states import Change, SlotState
-from hyper_parallel.core.swap.stats import SwapStats
+from hyper_parallel.core.swap.stats import StallTimes, SwapStats
 from hyper_parallel.core.swap.window import InFlight, Window
 
 _logger = get_logger("swap")
@@ -49,6 +49,7 @@ class SwapEngine:
         self.tiers = tiers
         self.limits = limits
         self.stats = SwapStats()
+        self._stalls = StallTimes(self.stats)
         self._lock = threading.Lock()
         self._window = Window()
         self._loading = Window()
@@ -73,6 +74,15 @@ class SwapEngine:
             group = Group(label, chain)
             chain.append(weakref.ref(group))
         return group
+
+    def expect(self, group: Group, slots: Iterable[Slot]) -> None:
+        """From now on backward is expected to ask for a group's slots in this order; loads are launched in it.
+
+        Those that are not listed come after them, in the reverse of the order of saving; those that are saved later come before
+        them. Slots of other groups are passed over: a storage may be shared. An order that backward does not keep costs time only.
+        """
+        with self._lock:
+            group.expect(slots)
 
     def save(
         self, source: Buffer, num_bytes: int, group: Group, label: object, read_version: Callable[[], int]
@@ -121,7 +131,9 @@ class SwapEngine:
                     return
             # The wait comes before the reference is dropped, and on the stream whose pool the memory returns to: what reuses it
             # there is then written after the copy has read. (Another thread may drop the same entry meanwhile: it waited, too.)
+            since = self._stalls.begin(oldest.stream, oldest.event)
             _wait(oldest.stream, oldest.event)
+            self._stalls.end("offload", oldest.stream, since)
             with self._lock:
                 self.stats.num_window_waits += 1
                 if self._window.oldest() is oldest:
@@ -219,6 +231,7 @@ class SwapEngine:
             self._finish_offload(entry)
         for _ in self._loading.pop_finished():
             pass  # the load is done: whoever drops the buffer now cannot hurt it (O7)
+        self._stalls.collect()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -246,15 +259,17 @@ class SwapEngine:
                 return slot.source
             if slot.buffer is not None and slot.stream != stream:
                 self._drop_buffer(slot)  # O8; a load under way holds the memory until it is done (O7)
+            is_late = slot.buffer is None or (slot.loaded is not None and not slot.loaded.query())
             if slot.buffer is None:
                 slot.stream = stream
                 self._launch_load(slot)
-                self._note_late(slot)
-            elif slot.loaded is not None and not slot.loaded.query():
-                self._note_late(slot)
+            if is_late:
+                self._note_late()
             buffer, loaded = slot.buffer, slot.loaded
         if loaded is not None:
+            since = self._stalls.begin(stream, loaded) if is_late else None
             error = _wait(stream, loaded)  # O6
+            self._stalls.end("load", stream, since)
             if error is not None:
                 with self._lock:
                     if slot.loaded is loaded:
@@ -282,14 +297,14 @@ class SwapEngine:
         forward = [g for g in group.earlier() if g is group or not g.has_ended]
         for earlier in forward:
             earlier.has_ended = True  # when its turn comes it is the newest that is left, but no forward ends there
-        saved = ((g.key(s), s.num_bytes) for g in forward for ref in reversed(g.slots) if (s := ref()) is not None)
+        saved = ((g.key(s), s.num_bytes) for g in forward for s in g.in_order())
         labels = {g.label for g in forward}
         self._tail = {key for key in self._tail if key[0] not in labels}
         self._tail |= schedule.tail(saved, self._tail_room_bytes())
 
     def _prefetch(self, asked: Slot) -> None:
         """Launch loads of what backward will ask for next, as long as they fit."""
-        asked.group.cursor = min(asked.group.cursor, asked.index - 1)
+        asked.group.cursor = min(asked.group.cursor, asked.position - 1)
         unclaimed = [slot for ref in self._unclaimed if (slot := ref()) is not None and slot.state is SlotState.H2D]
         unclaimed_bytes = sum(slot.num_bytes for slot in unclaimed)
         for slot in schedule.loads_to_launch(self._candidates(asked.group), unclaimed_bytes, self._depth_bytes):
@@ -297,15 +312,16 @@ class SwapEngine:
                 self._launch_load(slot)
             except MemoryError:
                 break  # a prefetch is a wish: without memory it comes when it is asked for, and raises there if it must
-            slot.group.cursor = slot.index - 1
+            slot.group.cursor = slot.position - 1
             unclaimed.append(slot)
         self._unclaimed = [weakref.ref(slot) for slot in unclaimed]
 
     def _candidates(self, group: Group) -> Iterator[tuple[Slot, int]]:
         for earlier in group.earlier():
-            for index in range(earlier.cursor, -1, -1):
-                slot = earlier.slots[index]()
-                if slot is not None and slot.state in (SlotState.HOST, SlotState.DISK):
+            for position in range(earlier.cursor, -1, -1):
+                slot = earlier.stack[position]()
+                # One that nobody waits for was asked for before the order changed: loaded again it would be held for nobody.
+                if slot is not None and slot.waiting and slot.state in (SlotState.HOST, SlotState.DISK):
                     yield slot, slot.num_bytes
 
     def _launch_load(self, slot: Slot, copy_stream: Stream | None = None) -> None:
@@ -360,7 +376,7 @@ class SwapEngine:
         slot.buffer = None
         slot.loaded = None
 
-    def _note_late(self, slot: Slot) -> None:
+    def _note_late(self) -> None:
         self.stats.num_late_loads += 1
         self._depth_bytes = schedule.deepened(self._depth_bytes, self.limits.prefetch_bytes)
 
@@ -402,10 +418,14 @@ class SwapEngine:
         if offloaded is None:
             return
         if is_held:
+            since = self._stalls.begin(home, offloaded)
             _wait(home, offloaded)  # O2: memory returns to the pool of this stream, whichever one the caller is on
+            self._stalls.end("offload", home, since)
         current = self.device.current_stream()
         if current != home:
+            since = self._stalls.begin(current, offloaded)
             _wait(current, offloaded)
+            self._stalls.end("offload", current, since)
         if is_held:
             with self._lock:
                 self._window.remove(offloaded)
@@ -435,7 +455,7 @@ class SwapEngine:
             self._drop_finished()
             if not any(slot.waiting for slot in _living(group)):
                 group.begin_pass()  # all was asked for already: someone gets ready for another backward
-            for slot in reversed(_living(group)):
+            for slot in group.in_order():
                 if slot.waiting:
                     try:
                         self._load_early(slot, copy_stream)
@@ -449,7 +469,9 @@ class SwapEngine:
             loads = [slot.loaded for slot in _living(group) if slot.state is SlotState.H2D]
         for loaded in loads:
             if loaded is not None:
+                since = self._stalls.begin(current, loaded)
                 _wait(current, loaded)  # a load that failed raises where backward asks for it
+                self._stalls.end("load", current, since)
 
     def _load_early(self, slot: Slot, copy_stream: Stream | None) -> None:
         if slot.state in (SlotState.HOST, SlotState.DISK):
@@ -466,7 +488,7 @@ class SwapEngine:
             self._drop_finished()
 
     def add_stats_to(self, total: SwapStats) -> None:
-        """Add this engine's numbers, with what is done by now, to a sum."""
+        """Add this engine's numbers, with what is done by now, to a sum. A wait of compute that is not over is counted later."""
         with self._lock:
             self._drop_finished()
             total.add(self.stats)

@@ -30,10 +30,11 @@ def deepened(depth_bytes: int, limit_bytes: int) -> int:
 
 
 def tail(saved: Iterable[tuple[Key, int]], room_bytes: int) -> set[Key]:
-    """Of what one forward saved, newest first, the part that fits into `room_bytes`.
+    """Of what one forward saved, as backward is expected to ask for it, the part that fits into `room_bytes`.
 
-    Backward needs it at once, so its way out and back could hide behind nothing; and the window would still hold it when forward
-    ends, so keeping it costs no memory that was not promised anyway.
+    Backward needs it at once, so its way out and back could hide behind nothing; and the window would still hold it (or, where
+    another order than the reverse is expected, as much of what was saved last) when forward ends, so keeping it costs no memory that
+    was not promised anyway.
     """
     kept: set[Key] = set()
     for key, num_bytes in saved:

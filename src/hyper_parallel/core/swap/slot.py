@@ -1,4 +1,4 @@
-"""A slot: the record of one storage while it is managed. A group: the slots of one call, in the order of saving.
+"""A slot: the record of one storage while it is managed. A group: the slots of one call, in the order of saving and of asking.
 
 Ownership: handles hold slots, slots hold their group, a group holds its slots weakly. Nothing else keeps a slot alive, so a dropped
 graph gives everything back by reference counting alone.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from hyper_parallel.core.swap.device import Block, Buffer, Event, Stream, Tier
 from hyper_parallel.core.swap.states import Change, SlotState, after
@@ -26,7 +26,7 @@ class Slot:
 
     __slots__ = (
         "__weakref__", "block", "buffer", "changed", "group", "handles", "index", "label", "loaded", "num_bytes", "offloaded",
-        "read_version", "saved_version", "source", "state", "stream", "tier", "waiting",
+        "position", "read_version", "saved_version", "source", "state", "stream", "tier", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -54,7 +54,8 @@ class Slot:
         self.handles: dict[int, None] = {}  # living handles, by number
         self.waiting: dict[int, None] = {}  # those of them that have not asked in this pass of backward
         self.group = group
-        self.index = group.add(self)
+        self.index = self.position = -1  # among what the group saved; in its stack, which `Group.expect` changes
+        group.add(self)
 
     def move(self, change: Change) -> None:
         self.state = after(
@@ -99,19 +100,42 @@ class Handle:
 
 
 class Group:
-    """The slots of one call of one module (or one `with` block), in the order of saving."""
+    """The slots of one call of one module (or one `with` block).
+
+    Invariant: stack[slot.position]() is slot, for every living slot of `slots`.
+    """
 
     def __init__(self, label: str, chain: list[weakref.ref[Group]]) -> None:
         self.label = label
         self.chain = chain  # the groups of this thread's forward in order, itself among them, weakly
-        self.slots: list[weakref.ref[Slot]] = []
-        self.cursor = -1  # prefetch goes on with this slot: those after it were loaded or asked for in this pass
+        self.slots: list[weakref.ref[Slot]] = []  # in the order of saving
+        self.stack: list[weakref.ref[Slot]] = []  # as backward is expected to ask for them, the first on top
+        self.cursor = -1  # prefetch goes on here in the stack: those above were loaded or asked for in this pass
         self.has_ended = False  # backward has reached it, or the forward it belongs to
 
-    def add(self, slot: Slot) -> int:
+    def add(self, slot: Slot) -> None:
+        slot.index, slot.position = len(self.slots), len(self.stack)
         self.slots.append(weakref.ref(slot))
-        self.cursor = len(self.slots) - 1
-        return len(self.slots) - 1
+        self.stack.append(self.slots[-1])
+        self.cursor = slot.position
+
+    def expect(self, slots: Iterable[Slot]) -> None:
+        """Put these slots on top of the stack, the first of them uppermost; the others stay as they were saved."""
+        # Of a slot that is listed twice the first time counts.
+        listed = dict.fromkeys(slot for slot in slots if slot.group is self)
+        rest = [slot for ref in self.slots if (slot := ref()) is not None and slot not in listed]
+        stack = [*rest, *reversed(listed)]
+        for position, slot in enumerate(stack):
+            slot.position = position
+        self.stack = [weakref.ref(slot) for slot in stack]
+        self.cursor = len(stack) - 1  # what was asked for already waits for nothing, and is passed over
+
+    def in_order(self) -> Iterator[Slot]:
+        """The living slots, as backward is expected to ask for them."""
+        for ref in reversed(self.stack):
+            slot = ref()
+            if slot is not None:
+                yield slot
 
     def earlier(self) -> Iterator[Group]:
         """This group and the living ones before it, newest first."""
@@ -134,7 +158,7 @@ class Group:
 
     def begin_pass(self) -> None:
         """Backward starts over (it was run with the graph retained): every handle will ask again."""
-        self.cursor = len(self.slots) - 1
+        self.cursor = len(self.stack) - 1
         for ref in self.slots:
             slot = ref()
             if slot is not None:

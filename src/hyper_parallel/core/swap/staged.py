@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from hyper_parallel.core.swap.arena import PinnedArena
-from hyper_parallel.core.swap.device import Block, Buffer, Event, Stream, SwapDevice
+from hyper_parallel.core.swap.device import Block, Buffer, Event, Moment, Stream, SwapDevice
 from hyper_parallel.core.swap.disk import DiskBlock, DiskTier
 from hyper_parallel.core.swap.disk_stream import DiskEvent, DiskStream
 
@@ -131,6 +131,10 @@ class StagedStream:
             event.join()
         else:
             self.raw.wait_event(event)
+
+    def record_time(self) -> Moment:
+        # The device's own clock is right for waits of the host in between, too: its stream stands still only when it has run dry.
+        return self.raw.record_time()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StagedStream) and bool(self.raw == other.raw)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, final
 
 from hyper_parallel._base.errors import ArgumentTypeError, StateError
-from hyper_parallel.core.swap.device import Buffer, Stream
+from hyper_parallel.core.swap.device import Buffer, Event, Stream
 from hyper_parallel.core.swap.engine import SwapEngine
 from hyper_parallel.core.swap.slot import Handle, Slot
 from hyper_parallel.core.swap.states import Change, SlotState, after
@@ -98,6 +98,7 @@ class SwapTensor:
         "_backend",
         "_changed",
         "_held",
+        "_kept_since",
         "_lock",
         "_moved",
         "_saved_version",
@@ -112,6 +113,9 @@ class SwapTensor:
         self._value: Any = None  # of a value that is no tensor
         self._held: Held | None = None
         self._moved: _Moved | None = None
+        # Of a value that was to move and stays: what came before the offload that did not happen. Whoever waits for the load comes after it,
+        # on any stream, as it would have if the value had moved (O1, O6).
+        self._kept_since: tuple[SwapEngine, list[Event]] | None = None
         self._changed: int | None = (
             None  # the version that was found when the tensor was let go of, if it was another one
         )
@@ -141,6 +145,8 @@ class SwapTensor:
                 slot = self._moved.handle.slot
                 self._moved.engine.wait_offload(slot)
                 if slot.source is not None:
+                    engine = self._moved.engine
+                    self._kept_since = engine, [engine.device.current_stream().record_event()]
                     self._moved = None  # the copy failed: the value stays
                 else:
                     self._changed = self._new_version()
@@ -176,6 +182,11 @@ class SwapTensor:
                 # From here on the memory is that of the tensor alone. The block goes back with the slot (O3).
                 self._hold(rebuild(buffer))
                 self._moved = None
+            elif self._kept_since is not None:
+                engine, events = self._kept_since
+                for event in events:
+                    engine.device.current_stream().wait_event(event)
+                self._kept_since = None
             self._state = new
 
     def get_val(self) -> Any:
@@ -219,6 +230,11 @@ class SwapTensor:
                 slot = moved[parts.key]
                 if slot is not None:
                     self._moved = _Moved(parts.engine, parts.engine.new_handle(slot), parts.rebuild)
+                elif self._held is not None:
+                    home = stream_of(parts.engine, self._held.stream)
+                    current = parts.engine.device.current_stream()
+                    streams = [current] if home is None or home == current else [current, home]
+                    self._kept_since = parts.engine, [stream.record_event() for stream in streams]
             self._state = new
 
     def _launch_load_if_away(self) -> None:

@@ -244,7 +244,11 @@ class Frame:
             )
         number = torch._C._current_graph_task_id()
         with self._lock:
-            index = next(i for i, each in enumerate(self._inputs) if each.value is value and each.unpack is not None)
+            index = next(
+                (i for i, each in enumerate(self._inputs) if each.value is value and each.unpack is not None), None
+            )
+            if index is None:  # an op of the region wrote it after it was saved
+                raise changed_in_place(f"an input of {self.name}")
             tensor = self._input_tensor(index, self._pass(number))
             if number == _NO_PASS:
                 self.end_pass(number)
