@@ -44,7 +44,16 @@ ATTENTION = [
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
-GATE_AND_ATTENTION = p.attention | (p.matmuls & p.in_module("**.gate"))
+# The block's tensors, by the ops that make them; by hand, until a plan does it.
+GATE, UP, V = (p.matmuls & p.in_module(f"**.{name}") for name in ("gate", "up", "v"))
+ROTATED = p.ops("aten.cat")
+
+
+def _is_after_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return bool(ctx.occurrence == 2)  # the rotations add twice, then attention is added to its input
+
+
+AFTER_ATTENTION = p.ops("aten.add") & _is_after_attention
 
 # -- modes: each wraps the blocks of a model ------------------------------------------------------------------------------
 
@@ -113,14 +122,16 @@ OURS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "recompute": hp.checkpoint_wrapper,
     "recompute, inputs swapped": functools.partial(hp.checkpoint_wrapper, swap_inputs=True),
     "save matmuls": functools.partial(hp.checkpoint_wrapper, policy_fn=p.save(p.matmuls)),
-    "swap gate and attention, save the rest": functools.partial(
-        hp.checkpoint_wrapper, policy_fn=p.choose(p.swap(GATE_AND_ATTENTION), p.save(p.matmuls))
+    "mix: swap gate and attention, save matmuls": functools.partial(
+        hp.checkpoint_wrapper, policy_fn=p.choose(p.swap(GATE | p.attention), p.save(p.matmuls))
     ),
-    "swap gate and attention, recompute the rest": functools.partial(
-        hp.checkpoint_wrapper, policy_fn=p.swap(GATE_AND_ATTENTION)
+    "mix for 42 %": functools.partial(
+        hp.checkpoint_wrapper,
+        policy_fn=p.choose(p.swap(GATE | p.attention), p.save(UP | V | ROTATED | AFTER_ATTENTION)),
     ),
-    "swap inputs and attention, recompute the rest": functools.partial(
-        hp.checkpoint_wrapper, policy_fn=p.swap(p.attention), swap_inputs=True
+    "mix for 16 %": functools.partial(hp.checkpoint_wrapper, policy_fn=p.swap(GATE | p.attention | V | ROTATED)),
+    "mix for 11 %": functools.partial(
+        hp.checkpoint_wrapper, policy_fn=p.swap(p.attention | V | ROTATED), swap_inputs=True
     ),
     "everything swapped": hp.swap_wrapper,
 }

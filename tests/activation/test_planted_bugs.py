@@ -27,9 +27,9 @@ class Bug(NamedTuple):
 BUGS = [
     Bug("a lost offset", "self._offset = tensor.storage_offset()", "self._offset = 0"),
     Bug("a lost stride", "self._stride = tensor.stride()", "self._stride = torch.empty(tensor.size(), device='meta').stride()"),
-    Bug("a storage is recognised by its address alone", "and not known[0].expired() and known[2] == version", ""),
-    Bug("an older version of a storage is taken for the present one", " and known[2] == version", ""),
-    Bug("every view moves its storage", "if known is not None and", "if False and"),
+    Bug("a storage is recognised by its address alone", "and not known[0].expired() and known[2] == tensor._version", ""),
+    Bug("an older version of a storage is taken for the present one", " and known[2] == tensor._version", ""),
+    Bug("every view moves its storage", "if known is not None and not known", "if False and not known"),
     Bug("`weight.t()` is swapped",
         "    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):\n        return False\n", ""),
     Bug("a weight cast by autocast is swapped", " or self._is_cast_of_parameter(tensor)", ""),

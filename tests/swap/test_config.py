@@ -342,12 +342,17 @@ def test_a_callback_that_refuses_makes_the_call_fail_and_change_nothing() -> Non
 
 
 @pytest.mark.parametrize(
-    ("device_bytes", "window_bytes"),
-    [(0, 32 * MIB), (GIB, 32 * MIB), (16 * GIB, 16 * GIB // 40), (40 * GIB, GIB), (141 * GIB, GIB)],
-)
-def test_the_window_and_the_prefetch_follow_the_size_of_the_device(device_bytes: int, window_bytes: int) -> None:
+    ("device_bytes", "window_bytes", "prefetch_bytes"),
+    [
+        (0, 32 * MIB, 32 * MIB), (GIB, 32 * MIB, 32 * MIB), (16 * GIB, 16 * GIB // 160, 16 * GIB // 40),
+        (40 * GIB, GIB // 4, GIB), (141 * GIB, GIB // 4, GIB),
+    ],
+)  # fmt: skip
+def test_the_window_and_the_prefetch_follow_the_size_of_the_device(
+    device_bytes: int, window_bytes: int, prefetch_bytes: int
+) -> None:
     assert default_window_bytes(device_bytes) == window_bytes
-    assert default_prefetch_bytes(device_bytes) == window_bytes
+    assert default_prefetch_bytes(device_bytes) == prefetch_bytes
 
 
 def test_the_host_budget_is_a_share_of_what_is_there_for_this_process() -> None:

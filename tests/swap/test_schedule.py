@@ -50,8 +50,16 @@ def test_the_depth_grows_by_half_up_to_the_limit_and_never_shrinks() -> None:
 
 def test_the_tail_is_the_newest_part_that_fits() -> None:
     for sizes, room in itertools.product(SIZES, (0, 1, 4, 8, 100)):
-        kept = tail(list(enumerate(sizes)), room)
+        kept = tail([list(enumerate(sizes))], room, 1_000)
         assert kept == set(range(len(kept)))
         assert sum(sizes[: len(kept)]) <= room
         if len(kept) < len(sizes):
             assert sum(sizes[: len(kept) + 1]) > room
+
+
+def test_an_older_group_belongs_to_the_tail_only_while_the_newer_ones_are_small() -> None:
+    groups = [[("a", 3), ("b", 3)], [("c", 3)], [("d", 3)]]
+    assert tail(groups, 100, 6) == {"a", "b"}, "its backward gives time to bring back the others"
+    assert tail(groups, 100, 7) == {"a", "b", "c"}
+    assert tail(groups, 100, 100) == {"a", "b", "c", "d"}
+    assert tail(groups, 5, 100) == {"a"}, "and never past the room"

@@ -115,8 +115,9 @@ def configure_swap(
         host_budget: pinned host memory, at most. 60 % of what is available, shared by the processes of this machine.
         disk_dir: a directory for what does not fit there; on a CPU, for everything. None: no disk.
         disk_budget: bytes of files in it, at most. 80 % of the free space.
-        window_bytes: memory of activations that are still being copied out. 1 GiB, less on small devices.
-        prefetch_bytes: memory of activations that came back before they were asked for. As `window_bytes`.
+        window_bytes: memory of activations that are still being copied out. 256 MiB, less on small devices.
+        prefetch_bytes: memory of activations that came back before they were asked for. At most 1 GiB, less on small devices;
+            an eighth of it is used until loads turn out to come late.
         min_bytes: smaller ones stay. 1 MiB for the host, 64 KiB for the disk.
         on_full: when the window is full, "wait" for a copy (the memory promise holds), or "keep" the next activation on the
             device (no time is lost).
@@ -213,13 +214,16 @@ def machine_disk_budget(directory: str) -> int:
 
 
 def default_window_bytes(device_bytes: int) -> int:
-    """1 GiB on devices of 40 GiB and more; 1/40 of smaller ones, but at least 32 MiB."""
-    return min(max(device_bytes // 40, 32 * MIB), GIB)
+    """256 MiB on devices of 40 GiB and more; 1/160 of smaller ones, but at least 32 MiB.
+
+    A larger one buys no speed: where the link is behind, compute waits for it sooner or later.
+    """
+    return min(max(device_bytes // 160, 32 * MIB), GIB // 4)
 
 
 def default_prefetch_bytes(device_bytes: int) -> int:
-    """As the window: what goes out in the time of one block comes back in the time of another."""
-    return default_window_bytes(device_bytes)
+    """1 GiB on devices of 40 GiB and more; 1/40 of smaller ones, but at least 32 MiB."""
+    return min(max(device_bytes // 40, 32 * MIB), GIB)
 
 
 def default_min_bytes(tier: str) -> int:

@@ -58,7 +58,7 @@ class SwapEngine:
         self._thread = threading.local()
         self._tail: set[tuple[str, int, int]] = set()
         self._kept_tail: list[weakref.ref[Slot]] = []
-        self._depth_bytes = max(limits.prefetch_bytes // 4, 1)
+        self._depth_bytes = max(limits.prefetch_bytes // 8, 1)
         self._said: set[str] = set()
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -231,7 +231,8 @@ class SwapEngine:
             self._finish_offload(entry)
         for _ in self._loading.pop_finished():
             pass  # the load is done: whoever drops the buffer now cannot hurt it (O7)
-        self._stalls.collect()
+        for _ in range(self._stalls.collect()):
+            self._depth_bytes = schedule.deepened(self._depth_bytes, self.limits.prefetch_bytes)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -246,16 +247,16 @@ class SwapEngine:
         stream = self.device.current_stream()
         with self._lock:
             self._drop_finished()
-            self._begin_backward(slot)
+            self._begin_backward(handle.group)
             slot.look_for_change()
             if slot.changed is not None:
                 raise _changed_in_place(slot)
             if handle.number not in slot.waiting:
-                for group in slot.group.earlier():
+                for group in handle.group.earlier():
                     group.begin_pass()
             if slot.source is not None:
                 slot.waiting.pop(handle.number, None)
-                self._prefetch(slot)
+                self._prefetch(slot, handle.group)
                 return slot.source
             if slot.buffer is not None and slot.stream != stream:
                 self._drop_buffer(slot)  # O8; a load under way holds the memory until it is done (O7)
@@ -263,13 +264,12 @@ class SwapEngine:
             if slot.buffer is None:
                 slot.stream = stream
                 self._launch_load(slot)
-            if is_late:
-                self._note_late()
             buffer, loaded = slot.buffer, slot.loaded
         if loaded is not None:
             since = self._stalls.begin(stream, loaded) if is_late else None
             error = _wait(stream, loaded)  # O6
-            self._stalls.end("load", stream, since)
+            # Where backward has just begun nothing could have come earlier: that is no reason to prefetch more.
+            self._stalls.end("first load" if handle.group.is_last else "load", stream, since)
             if error is not None:
                 with self._lock:
                     if slot.loaded is loaded:
@@ -283,31 +283,32 @@ class SwapEngine:
             slot.waiting.pop(handle.number, None)
             if not slot.waiting and slot.buffer is buffer:
                 self._drop_buffer(slot)
-            self._prefetch(slot)
+            self._prefetch(slot, handle.group)
         return buffer
 
-    def _begin_backward(self, slot: Slot) -> None:
-        """The first question to the newest group means that a forward is over: what it saved last is its tail."""
-        group = slot.group
+    def _begin_backward(self, group: Group) -> None:
+        """The first question of the newest group means that a forward is over: what it saved last is its tail."""
         if group.has_ended:
             return
         group.has_ended = True
         if not group.is_newest():
             return
+        group.is_last = True
         forward = [g for g in group.earlier() if g is group or not g.has_ended]
         for earlier in forward:
             earlier.has_ended = True  # when its turn comes it is the newest that is left, but no forward ends there
-        saved = ((g.key(s), s.num_bytes) for g in forward for s in g.in_order())
+        saved = ([(g.key(s), s.num_bytes) for s in g.in_order()] for g in forward)
         labels = {g.label for g in forward}
         self._tail = {key for key in self._tail if key[0] not in labels}
-        self._tail |= schedule.tail(saved, self._tail_room_bytes())
+        self._tail |= schedule.tail(saved, self._tail_room_bytes(), self.limits.window_bytes // 8)
 
-    def _prefetch(self, asked: Slot) -> None:
-        """Launch loads of what backward will ask for next, as long as they fit."""
-        asked.group.cursor = min(asked.group.cursor, asked.position - 1)
+    def _prefetch(self, asked: Slot, group: Group) -> None:
+        """Launch loads of what backward will ask for next, now that it has got to `group`, as long as they fit."""
+        if asked.group is group:
+            group.cursor = min(group.cursor, asked.position - 1)
         unclaimed = [slot for ref in self._unclaimed if (slot := ref()) is not None and slot.state is SlotState.H2D]
         unclaimed_bytes = sum(slot.num_bytes for slot in unclaimed)
-        for slot in schedule.loads_to_launch(self._candidates(asked.group), unclaimed_bytes, self._depth_bytes):
+        for slot in schedule.loads_to_launch(self._candidates(group), unclaimed_bytes, self._depth_bytes):
             try:
                 self._launch_load(slot)
             except MemoryError:
@@ -375,10 +376,6 @@ class SwapEngine:
         slot.move(Change.DROP_BUFFER)
         slot.buffer = None
         slot.loaded = None
-
-    def _note_late(self) -> None:
-        self.stats.num_late_loads += 1
-        self._depth_bytes = schedule.deepened(self._depth_bytes, self.limits.prefetch_bytes)
 
     # -- by hand ------------------------------------------------------------------------------------------------------
     #

@@ -151,8 +151,10 @@ class SwapManager:
         """What was moved since the process started, over all devices, and what is reserved now.
 
         Bytes out and in (`offloaded_bytes`, `loaded_bytes`) and their copies (`num_offloads`, `num_loads`); `num_late_loads`, which were
-        not there when they were needed; `num_window_waits`, how often compute waited for room; `peak_in_flight_bytes`; what stayed on
-        the device (`kept_bytes`) and why (`kept`: reason -> how many); `pool_used_bytes` and `pool_reserved_bytes` by tier.
+        not there when they were needed; `num_window_waits`, how often compute waited for room; how long compute stood still for late
+        loads (`load_stall_ms`) and for offloads (`offload_stall_ms`: for room in the window, or because a program waited by hand);
+        `peak_in_flight_bytes`; what stayed on the device (`kept_bytes`) and why (`kept`: reason -> how many); `pool_used_bytes` and
+        `pool_reserved_bytes` by tier.
         """
         used: dict[str, int] = {"host": 0, "disk": 0}
         reserved: dict[str, int] = {"host": 0, "disk": 0}

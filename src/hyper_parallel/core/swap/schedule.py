@@ -29,17 +29,21 @@ def deepened(depth_bytes: int, limit_bytes: int) -> int:
     return min(depth_bytes + max(depth_bytes // 2, 1), max(limit_bytes, depth_bytes))
 
 
-def tail(saved: Iterable[tuple[Key, int]], room_bytes: int) -> set[Key]:
-    """Of what one forward saved, as backward is expected to ask for it, the part that fits into `room_bytes`.
+def tail(groups: Iterable[Iterable[tuple[Key, int]]], room_bytes: int, enough_bytes: int) -> set[Key]:
+    """Of what one forward saved, newest group first and in the order of asking, the part that fits into `room_bytes`.
 
-    Backward needs it at once, so its way out and back could hide behind nothing; and the window would still hold it (or, where
-    another order than the reverse is expected, as much of what was saved last) when forward ends, so keeping it costs no memory that
-    was not promised anyway.
+    Backward needs it at once, so its way out and back could hide behind nothing; and the window would still hold it when forward
+    ends, so keeping it costs no memory that was not promised anyway. The group before the newest is needed a group's backward later,
+    which is time to bring it back: it belongs to the tail only while the newer ones are less than `enough_bytes`.
     """
     kept: set[Key] = set()
-    for key, num_bytes in saved:
-        room_bytes -= num_bytes
-        if room_bytes < 0:
+    kept_bytes = 0
+    for saved in groups:
+        if kept_bytes >= enough_bytes:
             break
-        kept.add(key)
+        for key, num_bytes in saved:
+            if kept_bytes + num_bytes > room_bytes:
+                return kept
+            kept.add(key)
+            kept_bytes += num_bytes
     return kept

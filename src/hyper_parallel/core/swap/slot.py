@@ -82,13 +82,18 @@ class Slot:
 
 
 class Handle:
-    """What autograd keeps in place of a saved tensor."""
+    """What autograd keeps in place of a saved tensor.
 
-    __slots__ = ("__weakref__", "number", "slot")
+    `group` is that of the call which will ask. It is another one than the slot's where a call saves what an earlier one has saved
+    already: when it asks, backward has got to its own group, not to the slot's.
+    """
+
+    __slots__ = ("__weakref__", "group", "number", "slot")
     _numbers = itertools.count()
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot, group: Group | None = None) -> None:
         self.slot = slot
+        self.group = slot.group if group is None else group
         self.number = next(Handle._numbers)
         slot.handles[self.number] = slot.waiting[self.number] = None
 
@@ -112,6 +117,7 @@ class Group:
         self.stack: list[weakref.ref[Slot]] = []  # as backward is expected to ask for them, the first on top
         self.cursor = -1  # prefetch goes on here in the stack: those above were loaded or asked for in this pass
         self.has_ended = False  # backward has reached it, or the forward it belongs to
+        self.is_last = False  # of its forward: backward began here
 
     def add(self, slot: Slot) -> None:
         slot.index, slot.position = len(self.slots), len(self.stack)

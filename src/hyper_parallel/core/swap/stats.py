@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeAlias, final
 
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.swap.device import Event, Moment, Stream
 
 _logger = get_logger("swap")
+
+Copy: TypeAlias = Literal["load", "first load", "offload"]
 
 
 @dataclass
@@ -20,7 +22,7 @@ class SwapStats:
     loaded_bytes: int = 0
     num_offloads: int = 0
     num_loads: int = 0
-    num_late_loads: int = 0  # not there yet when backward asked for them
+    num_late_loads: int = 0  # compute stood still for them
     num_window_waits: int = 0  # how often compute was made to wait for an offload
     load_stall_ms: float = 0.0  # how long compute stood still for loads that were late
     offload_stall_ms: float = 0.0  # and for offloads: for room in the window, or because a program waited by hand
@@ -47,11 +49,12 @@ class StallTimes:
     `begin` and `end` are called from any thread; `collect` under the engine's lock.
     """
 
+    LATE_MS = 0.02  # what is measured around a wait that costs nothing
     MAX_PENDING = 1024  # beyond it waits are not measured: a host so far ahead of its device must not pile up moments
 
     def __init__(self, stats: SwapStats) -> None:
         self._stats = stats
-        self._pending: deque[tuple[Literal["load", "offload"], Moment, Moment]] = deque()
+        self._pending: deque[tuple[Copy, Moment, Moment]] = deque()
         self._has_said = False
 
     def begin(self, stream: Stream, awaited: Event) -> Moment | None:
@@ -64,7 +67,7 @@ class StallTimes:
             self._give_up(error)
             return None
 
-    def end(self, copy: Literal["load", "offload"], stream: Stream, begin: Moment | None) -> None:
+    def end(self, copy: Copy, stream: Stream, begin: Moment | None) -> None:
         """To be called after the wait, with what `begin` gave."""
         if begin is not None:
             try:
@@ -72,22 +75,27 @@ class StallTimes:
             except Exception as error:
                 self._give_up(error)
 
-    def collect(self) -> None:
-        """Count what is over by now."""
+    def collect(self) -> int:
+        """Count what is over by now; how many loads of it were late and could have been earlier."""
+        num_late = 0
         while self._pending:
             copy, begin, end = self._pending[0]
             stalled_ms = 0.0
             try:
                 if not end.query():
-                    return
+                    break
                 stalled_ms = end.ms_since(begin)
             except Exception as error:
                 self._give_up(error)
             self._pending.popleft()
-            if copy == "load":
-                self._stats.load_stall_ms += stalled_ms
-            else:
+            if copy == "offload":
                 self._stats.offload_stall_ms += stalled_ms
+                continue
+            self._stats.load_stall_ms += stalled_ms
+            is_late = stalled_ms > self.LATE_MS
+            self._stats.num_late_loads += is_late
+            num_late += is_late and copy == "load"
+        return num_late
 
     def _give_up(self, error: Exception) -> None:
         if not self._has_said:

@@ -45,7 +45,25 @@ class SavedArguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.is_direct: list[bool] = []
-        self._tree = _Taker(self.tensors, self.is_direct).change((args, kwargs))
+        self._is_flat = all(isinstance(each, (torch.Tensor, *_ATOMS)) for each in (*args, *kwargs.values()))
+        self._tree: Any
+        if self._is_flat:  # as most calls are
+            known: dict[int, int] = {}
+            self._tree = (
+                [self._take(each, known) for each in args],
+                {k: self._take(v, known) for k, v in kwargs.items()},
+            )
+        else:
+            self._tree = _Taker(self.tensors, self.is_direct).change((args, kwargs))
+
+    def _take(self, argument: Any, known: dict[int, int]) -> Any:
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        if id(argument) not in known:
+            known[id(argument)] = len(self.tensors)
+            self.tensors.append(argument)
+            self.is_direct.append(True)
+        return _Slot(known[id(argument)])
 
     def forget_tensors(self) -> None:
         """Only the structure is needed from now on."""
@@ -53,8 +71,20 @@ class SavedArguments:
 
     def rebuild(self, tensor: Callable[[int], torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """New containers of the same structure, with `tensor(index)` in place of each tensor."""
-        args, kwargs = _Builder(tensor).change(self._tree)
-        return args, kwargs
+        if not self._is_flat:
+            args, kwargs = _Builder(tensor).change(self._tree)
+            return args, kwargs
+        made: dict[int, torch.Tensor] = {}
+
+        def fill(argument: Any) -> Any:
+            if not isinstance(argument, _Slot):
+                return argument
+            if argument.index not in made:
+                made[argument.index] = tensor(argument.index)
+            return made[argument.index]
+
+        args, kwargs = self._tree
+        return tuple([fill(each) for each in args]), {name: fill(each) for name, each in kwargs.items()}
 
 
 class _Walk:

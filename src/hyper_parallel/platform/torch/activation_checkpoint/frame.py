@@ -152,10 +152,12 @@ class Frame:
         recomputed = _living(self._recomputed)
         self._plan = self._plan_replay(record, {each.value for each in recomputed})
         self._num_planned = len(recomputed)
-        self._keep_for_replay(record)
+        slots = self._keep_for_replay(record)
         self._note_checksums(recomputed)
         inputs = {each.value for each in _living(self._from_inputs)}
-        self._pack_inputs(record, self._plan.takes | inputs)
+        slots = self._pack_inputs(record, self._plan.takes | inputs) + slots
+        if recomputed:
+            self._swap.expect(slots)
         for each in recomputed:
             each.let_go()
         if not recomputed:
@@ -164,7 +166,7 @@ class Frame:
     def _note_host_randomness(self) -> None:
         if self._host_randomness is not None:
             self._host_randomness.note_use()
-            if not (self._host_randomness.used_python or self._host_randomness.used_numpy):
+            if not self._host_randomness.was_used:
                 self._host_randomness = None
 
     def _plan_replay(self, record: Record, wanted: set[Value]) -> Any:
@@ -174,7 +176,8 @@ class Frame:
             return ReplayPlan(*_everything(record))
         return plan_replay(record.ops, wanted, is_available)
 
-    def _keep_for_replay(self, record: Record) -> None:
+    def _keep_for_replay(self, record: Record) -> list[Any]:
+        """Keep what replay takes, and drop the rest; the slots of what is swapped, in the order of asking."""
         takes = self._plan.takes
         slots = []
         for value in (*record.made(), *record.before_write.values()):
@@ -188,8 +191,7 @@ class Frame:
                 slots.append(value.kept.slot)
             else:
                 value.kept.seal()
-        if slots:
-            self._swap.expect(slots)
+        return slots
 
     def _note_checksums(self, recomputed: list[Recomputed]) -> None:
         from hyper_parallel.core.activation_checkpoint.value_check import is_due
@@ -199,22 +201,31 @@ class Frame:
                 if each.value not in self._checksums and each.held is not None:
                     self._checksums[each.value] = checksum(_whole(each.held, each.value))
 
-    def _pack_inputs(self, record: Record, needed: set[Value]) -> None:
-        """Give the inputs that backward needs to the hooks around this region; without any, keep them."""
+    def _pack_inputs(self, record: Record, needed: set[Value]) -> list[Any]:
+        """Give the inputs that backward needs to the hooks around this region; without any, keep them.
+
+        The slots of those that are swapped and that replay begins with.
+        """
         arguments = self._arguments
+        input_slots: list[Any] = []
         pack = _Hooks.around()
         if self._options.swap_inputs:
             module = None if self._module is None else self._module()
-            pack = TensorSwap(module, self.name, f"{self._key} inputs").pack
+            pack = TensorSwap(module, self.name, self._swap.place).pack
         for value, tensor, is_direct in zip(record.inputs, arguments.tensors, arguments.is_direct, strict=True):
             unpack = None
             # One that was written in the region is either not needed, or a copy of what it was is kept in its value.
             if value is None or (value in needed and value.kept is None):
-                unpack = (pack(tensor) if is_direct and pack is not None else Kept(tensor, self.name)).tensor
+                packed = pack(tensor) if is_direct and pack is not None else Kept(tensor, self.name)
+                unpack = packed.tensor
+                slot = getattr(packed, "slot", None)
+                if slot is not None and value is not None and value in self._plan.takes:
+                    input_slots.append(slot)
             view = View.of(tensor) if is_plain(tensor) else None
             num_bytes = 0 if value is None else value.num_bytes
             self._inputs.append(_Input(value, view, num_bytes, tensor.requires_grad, unpack))
         arguments.forget_tensors()
+        return input_slots
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -244,12 +255,12 @@ class Frame:
             )
         number = torch._C._current_graph_task_id()
         with self._lock:
-            index = next(
-                (i for i, each in enumerate(self._inputs) if each.value is value and each.unpack is not None), None
-            )
+            index = self._input_of(value)
             if index is None:  # an op of the region wrote it after it was saved
                 raise changed_in_place(f"an input of {self.name}")
-            tensor = self._input_tensor(index, self._pass(number))
+            current = self._pass(number)
+            tensor = self._input_tensor(index, current)
+            current.gave_input(index)
             if number == _NO_PASS:
                 self.end_pass(number)
         return tensor.untyped_storage()
@@ -272,7 +283,14 @@ class Frame:
                     del self._passes[old]
                 torch.autograd.Variable._execution_engine.queue_callback(_EndOfPass(self, number))
             current = self._passes[number] = Pass()
+            asked = [self._input_of(each.value) for each in _living(self._from_inputs)]
+            current.asking = Counter(index for index in asked if index is not None)
+            current.will_replay = bool(_living(self._recomputed))
         return current
+
+    def _input_of(self, value: Value) -> int | None:
+        """Which argument has a value; None if it has another one since."""
+        return next((i for i, each in enumerate(self._inputs) if each.value is value and each.unpack is not None), None)
 
     def _input_tensor(self, index: int, current: Pass) -> torch.Tensor:
         if index not in current.inputs:

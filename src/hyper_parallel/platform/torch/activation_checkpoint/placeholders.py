@@ -35,7 +35,7 @@ class View(NamedTuple):
 
     def on(self, storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
         """The same look at another storage. No autograd, no dispatch mode sees it."""
-        with torch._C._DisableTorchDispatch(), torch.no_grad():
+        with torch._C._DisableTorchDispatch():
             tensor = torch.empty(0, dtype=self.dtype, device=device)
             tensor.set_(storage, self.offset, self.size, self.stride)
             if self.is_conj:

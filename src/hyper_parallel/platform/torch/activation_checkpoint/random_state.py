@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Iterator
@@ -64,45 +65,70 @@ class HostRandomness:
     """
 
     def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = _numpy_state()
-        self.used_python = False
-        self.used_numpy = False
+        self._python: Any = random.getstate()
+        self._numpy: Any = _NumpyState.now()
+        self.was_used = True
 
     def note_use(self) -> None:
         """Call when the function is done."""
-        self.used_python = random.getstate() != self._python
-        self.used_numpy = self._numpy is not None and not _same_numpy(self._numpy, _numpy_state())
-        if not self.used_python:
-            self._python = ()
-        if not self.used_numpy:
+        python = random.getstate()[1]
+        # The position changes with every draw, the numbers with every 624th.
+        if python[-1] == self._python[1][-1] and python[:2] == self._python[1][:2]:
+            self._python = None
+        if self._numpy is _NumpyState.now():
             self._numpy = None
+        self.was_used = self._python is not None or self._numpy is not None
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """A block in which they are as they were before the function, if it used them."""
-        python = random.getstate() if self.used_python else None
-        numpy = _numpy_state() if self.used_numpy else None
+        python = None if self._python is None else random.getstate()
+        numpy = None if self._numpy is None else _NumpyState.now()
         try:
             if python is not None:
                 random.setstate(self._python)
             if numpy is not None:
-                sys.modules["numpy"].random.set_state(self._numpy)
+                self._numpy.restore()
             yield
         finally:
             if python is not None:
                 random.setstate(python)
             if numpy is not None:
-                sys.modules["numpy"].random.set_state(numpy)
+                numpy.restore()
 
 
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None or not hasattr(numpy, "random") else numpy.random.get_state()
+class _NumpyState:
+    """A state of NumPy's global generator. Reading one takes 40 microseconds: the last is kept as long as it is the present one."""
+
+    _last: _NumpyState | None = None
+
+    def __init__(self, numpy: Any, mark: tuple[int, ...]) -> None:
+        self._numpy = numpy
+        self._mark = mark
+        self._state = numpy.random.get_state()
+
+    @classmethod
+    def now(cls) -> _NumpyState | None:
+        numpy = sys.modules.get("numpy")
+        if numpy is None or not hasattr(numpy, "random"):
+            return None
+        mark = _mark_of(numpy)
+        last = cls._last
+        if last is None or mark is None or last._mark != mark:
+            last = cls._last = cls(numpy, mark or ())
+        return last
+
+    def restore(self) -> None:
+        self._numpy.random.set_state(self._state)
 
 
-def _same_numpy(left: Any, right: Any) -> bool:
-    return bool(left[2:] == right[2:] and (left[1] == right[1]).all())
+def _mark_of(numpy: Any) -> tuple[int, ...] | None:
+    """The position in NumPy's Mersenne twister and two of its 624 numbers; None if the generator is another one."""
+    generator = numpy.random.mtrand._rand._bit_generator
+    if type(generator).__name__ != "MT19937":
+        return None
+    words = (ctypes.c_uint32 * 625).from_address(generator.ctypes.state_address)
+    return words[624], words[0], words[1]
 
 
 def _quietly(call: Any, *args: Any) -> Any:

@@ -8,6 +8,7 @@ import torch
 
 from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
 from hyper_parallel.platform.torch.activation_checkpoint.recording import Saved, version_of
+from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import living_slot, note_slot
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
 
 
@@ -16,15 +17,15 @@ class Swapped:
 
     __slots__ = ("_engine", "_handle", "slot")
 
-    def __init__(self, engine: Any, slot: Any) -> None:
+    def __init__(self, engine: Any, slot: Any, group: Any) -> None:
         from hyper_parallel.core.swap.slot import Handle
 
         self._engine = engine
         self.slot = slot
-        self._handle = Handle(slot)
+        self._handle = Handle(slot, group)
 
     def another(self) -> Swapped:
-        return Swapped(self._engine, self.slot)
+        return Swapped(self._engine, self.slot, self._handle.group)
 
     def is_changed(self) -> bool:
         self.slot.look_for_change()
@@ -45,15 +46,21 @@ class RegionSwap:
     def swap(self, saved: Saved, num_bytes: int, what: object) -> Swapped | None:
         """Hand a value to the engine of its device; None if it is too small, or nothing there can be swapped."""
         alias = saved.alias
-        device = alias.device
-        if device not in self._places:
-            self._places[device] = self._open(device)
-        place = self._places[device]
+        place = self.place(alias.device)
         if place is None or num_bytes < place[2]:
             return None
         engine, group, _ = place
-        slot = engine.save(flat(alias), num_bytes, group, _Label(what, alias), _Version(alias))
-        return Swapped(engine, slot)
+        slot = living_slot(engine, alias)
+        if slot is None:
+            slot = engine.save(flat(alias), num_bytes, group, _Label(what, alias), _Version(alias))
+            note_slot(engine, alias, slot)
+        return Swapped(engine, slot, group)
+
+    def place(self, device: torch.device) -> Any:
+        """Engine, group and smallest size on a device; None if nothing there can be swapped."""
+        if device not in self._places:
+            self._places[device] = self._open(device)
+        return self._places[device]
 
     def expect(self, slots: list[Any]) -> None:
         """Backward will ask for these first, in this order: replay needs them."""

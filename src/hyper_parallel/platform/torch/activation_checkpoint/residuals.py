@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
-from hyper_parallel.platform.torch.activation_checkpoint.recording import aliased, changed_in_place, version_of
+from hyper_parallel.platform.torch.activation_checkpoint.recording import changed_in_place, version_of
 from hyper_parallel.platform.torch.activation_checkpoint.region_swap import Swapped
 from hyper_parallel.platform.torch.activation_checkpoint.values import OpPlace, Value
 
@@ -27,7 +27,7 @@ class Recomputed:
         self.value = value
         self._view = View.of(tensor)
         self._device = tensor.device
-        self._held: torch.Tensor | None = aliased(tensor)
+        self._held: torch.Tensor | None = tensor.detach()  # shares the version counter, leads to no node
         self._version = version_of(tensor)
 
     @property
@@ -86,6 +86,8 @@ class Pass:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.inputs: dict[int, torch.Tensor] = {}
+        self.asking: Counter[int] = Counter()  # how many residuals will still ask for which input
+        self.will_replay = False
         self.found: dict[Value, torch.Tensor] = {}
         self._changed: set[Value] = set()
         self._waiting: Counter[Value] = Counter()
@@ -102,7 +104,18 @@ class Pass:
         self.found = found
         self._changed = changed
         self._waiting = waiting
-        self.inputs = {}
+        self.will_replay = False
+        for index in list(self.inputs):
+            self._drop_input(index)
+
+    def gave_input(self, index: int) -> None:
+        self.asking[index] -= 1
+        self._drop_input(index)
+
+    def _drop_input(self, index: int) -> None:
+        """Inputs come back once for a backward: they stay until all who need them have had them."""
+        if self.asking[index] <= 0 and not self.will_replay and not self._keeps_all:
+            self.inputs.pop(index, None)
 
     def take(self, value: Value) -> torch.Tensor | None:
         """The value for one residual, and for the last that waits for it the only reference; None if it was written over."""

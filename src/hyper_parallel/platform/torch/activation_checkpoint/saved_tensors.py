@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel._base.errors import ArgumentTypeError, StateError, describe
 from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import paths_here, unwrapped
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
 
@@ -42,7 +43,9 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
 
     Args:
         policy_fn: asked with each eligible tensor; `MUST_SAVE`, `PREFER_SAVE` or True keep it, everything else swaps it.
-        module: whose parameters and buffers are never swapped, and whose name errors show.
+        module: whose parameters and buffers are never swapped, and whose path errors show: "layers.3.mlp", or its class where
+            no model around it is running.
+        name: what errors show instead.
 
     Example:
         >>> x = torch.randn(1024, 1024, requires_grad=True)
@@ -65,13 +68,14 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
         self.policy_fn = policy_fn
         # The hooks live as long as the graph. They belong to the recorder, which does not know this object: a cycle between
         # them would keep a step's memory until the garbage collector runs.
-        self._recorder = _Recorder(
-            policy_fn, module, name or (type(module).__name__ if module is not None else "block")
-        )
+        self._has_name = bool(name)
+        self._recorder = _Recorder(policy_fn, module, name or ("block" if module is None else _class_name(module)))
         super().__init__(self._recorder.pack, self._recorder.unpack)
 
     def __enter__(self) -> None:
         self._recorder.look_up_parameters()
+        if not self._has_name:
+            self._recorder.look_up_path()
         super().__enter__()
 
     @property
@@ -100,6 +104,31 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
         return self._recorder.unpack_count
 
 
+# storage -> its slot, while both live: a second view of a storage moves nothing (rule 1), nor does what one block makes and the
+# next one saves as its input
+_slots: dict[int, tuple[StorageWeakRef, weakref.ref[Any], int, Any]] = {}
+
+
+def living_slot(engine: Any, tensor: torch.Tensor) -> Any:
+    """The slot that already has a tensor's storage as it is now; None if there is none."""
+    known = _slots.get(tensor.untyped_storage()._cdata)
+    if known is not None and not known[0].expired() and known[2] == tensor._version and known[3] is engine:
+        return known[1]()
+    return None
+
+
+def note_slot(engine: Any, tensor: torch.Tensor, slot: Any) -> None:
+    storage = tensor.untyped_storage()
+    key = storage._cdata
+
+    def forget(ref: weakref.ref[Any]) -> None:
+        known = _slots.get(key)
+        if known is not None and known[1] is ref:
+            _slots.pop(key, None)
+
+    _slots[key] = (StorageWeakRef(storage), weakref.ref(slot, forget), tensor._version, engine)
+
+
 class _Recorder:
     """The hooks of one block. Holds no tensor: only handles do, and autograd holds those."""
 
@@ -108,18 +137,17 @@ class _Recorder:
         policy_fn: Callable[[torch.Tensor], Any] | None,
         module: nn.Module | None,
         name: str,
-        key: str | None = None,
+        place: Callable[[torch.device], Any] | None = None,
     ) -> None:
         self._policy_fn = policy_fn
         self._module = None if module is None else weakref.ref(module)
         self._name = name
         # Unlike the name, the key tells two blocks of one class apart: the engine learns by it what a forward saves last.
-        self._key = key or (name if module is None else f"{name} {id(module):x}")
+        self._key = name if module is None else f"{name} {id(module):x}"
+        self._find_place = self._open_place if place is None else place
         self._owned: set[int] = set()  # storages of parameters and buffers
         self._owners: set[int] = set()  # the parameters themselves, by id
         self._places: dict[torch.device, Any] = {}  # device -> (engine, group, smallest size) or None
-        # storage -> its slot, while both live: a second view of the same storage moves nothing (rule 1)
-        self._slots: dict[int, tuple[StorageWeakRef, weakref.ref[Any], int]] = {}
         self.pack_count = 0
         self.unpack_count = 0
         self.num_swapped = 0
@@ -136,6 +164,13 @@ class _Recorder:
         self._owners = {id(parameter) for parameter in parameters}
         self._owned = {_storage_id(tensor) for tensor in (*parameters, *module.buffers())}
 
+    def look_up_path(self) -> None:
+        """Now, not when an error is raised: in backward the model is no longer running."""
+        module = None if self._module is None else self._module()
+        paths = None if module is None or is_replaying() else paths_here(module)
+        if module is not None and paths is not None:
+            self._name = paths.name(module) or _class_name(module)
+
     def pack(self, tensor: torch.Tensor) -> Any:
         if is_replaying():  # a wrapper inside a region: nobody will ask for the residuals of the second run
             return Kept(tensor, self._name)
@@ -149,17 +184,16 @@ class _Recorder:
         from hyper_parallel.core.swap.slot import Handle
 
         engine, group, _ = place
-        storage = tensor.untyped_storage()
-        version = tensor._version
-        known = self._slots.get(storage._cdata)
-        if known is not None and not known[0].expired() and known[2] == version:
-            slot = known[1]()
-            if slot is not None:
-                return _Swapped(engine, Handle(slot), tensor)
-        alias = tensor.detach()  # shares the version counter, not the graph
-        slot = engine.save(flat(tensor), storage.nbytes(), group, _Label(self._name, tensor), lambda: alias._version)
-        self._slots[storage._cdata] = (StorageWeakRef(storage), weakref.ref(slot), version)
-        return _Swapped(engine, Handle(slot), tensor)
+        slot = living_slot(engine, tensor)
+        if slot is None:
+            with (
+                torch._C._DisableTorchDispatch()
+            ):  # a region around this block must not take what is done here for its ops
+                alias = tensor.detach()  # shares the version counter, not the graph
+                num_bytes = storage_bytes(tensor)
+                slot = engine.save(flat(tensor), num_bytes, group, _Label(self._name, tensor), lambda: alias._version)
+            note_slot(engine, tensor, slot)
+        return _Swapped(engine, Handle(slot, group), tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         self.unpack_count += 1
@@ -173,7 +207,7 @@ class _Recorder:
             return None
         device = tensor.device
         if device not in self._places:
-            self._places[device] = self._open_place(device)
+            self._places[device] = self._find_place(device)
         place = self._places[device]
         if place is None or storage_bytes(tensor) < place[2]:
             return None
@@ -217,8 +251,8 @@ class _Recorder:
 class TensorSwap:
     """Swaps tensors that are not autograd's to save, such as the inputs of a region: `pack(tensor).tensor()` gives one back."""
 
-    def __init__(self, module: nn.Module | None, name: str, key: str) -> None:
-        self._recorder = _Recorder(None, module, name, key)
+    def __init__(self, module: nn.Module | None, name: str, place: Callable[[torch.device], Any]) -> None:
+        self._recorder = _Recorder(None, module, name, place)
         self._recorder.look_up_parameters()
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -278,10 +312,19 @@ class _Swapped:
         self._stride = tensor.stride()
         self._offset = tensor.storage_offset()
 
+    @property
+    def slot(self) -> Any:
+        return self._handle.slot
+
     def tensor(self) -> torch.Tensor:
-        buffer = self._engine.acquire(self._handle)
-        view = torch.empty(0, dtype=self._dtype, device=buffer.device)
-        return view.set_(buffer.untyped_storage(), self._offset, self._size, self._stride)
+        with torch._C._DisableTorchDispatch():  # as in `pack`: a backward may run inside a region
+            buffer = self._engine.acquire(self._handle)
+            view = torch.empty(0, dtype=self._dtype, device=buffer.device)
+            return view.set_(buffer.untyped_storage(), self._offset, self._size, self._stride)
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(unwrapped(module)).__name__
 
 
 def _new_storage() -> Any:
