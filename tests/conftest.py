@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support import backends
+from support import backends, processes
 
 os.environ.setdefault("GLOG_v", "3")  # MindSpore prints a page of warnings otherwise
 
@@ -98,7 +98,4 @@ def _children_of_this_process() -> list[int]:
                 children += [int(pid) for pid in listing.read().split()]
         except OSError:
             continue
-    return [pid for pid in children if pid not in _known_children]
-
-
-_known_children: set[int] = set()  # helper processes that a framework starts once per process
+    return [pid for pid in children if pid not in processes.KEPT]

@@ -21,9 +21,13 @@ _PUBLIC = {
     "PlatformType": "hyper_parallel.platform",
     "HyperParallelError": "hyper_parallel._base.errors",
     "CheckpointPolicy": "hyper_parallel.core.activation_checkpoint.policy",
+    "checkpoint": "hyper_parallel.core.activation_checkpoint.region",
+    "checkpoint_wrapper": "hyper_parallel.core.activation_checkpoint.wrap",
+    "apply_activation_checkpointing": "hyper_parallel.core.activation_checkpoint.wrap",
     "swap_wrapper": "hyper_parallel.core.activation_checkpoint.wrap",
     "offload_wrapper": "hyper_parallel.core.activation_checkpoint.wrap",
     "wrappers": "hyper_parallel.core.activation_checkpoint.wrappers",
+    "policies": "hyper_parallel.core.activation_checkpoint",
     "SwapManager": "hyper_parallel.core.activation_checkpoint.swap",
     "SwapTensor": "hyper_parallel.core.activation_checkpoint.swap",
     "Storage": "hyper_parallel.core.activation_checkpoint.swap",
@@ -37,7 +41,9 @@ def __getattr__(name: str) -> Any:
     module = _PUBLIC.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
+    home = importlib.import_module(module)
+    # As `from home import name` does: what the module has, or else its submodule.
+    value = getattr(home, name) if hasattr(home, name) else importlib.import_module(f"{module}.{name}")
     globals()[name] = value
     return value
 

@@ -1339,6 +1339,41 @@ def test_a_load_that_nobody_waits_for_gives_way_when_memory_is_needed_and_comes_
     device.check_clean()
 
 
+@pytest.mark.parametrize(("written_on", "offloaded_on"), [("home", "home"), ("home", "other"), ("other", "other")])
+def test_who_waits_for_the_load_of_a_value_that_no_tier_had_room_for_comes_after_what_wrote_it(
+    written_on: str, offloaded_on: str
+) -> None:
+    """On another stream, too, as it would have if the value had moved (O1, O6); nobody else orders the two."""
+    device = SimulatedDevice(0, num_compute_streams=3)
+    engine = engine_module.SwapEngine(device, [SimulatedTier(device, "host", 4)], engine_module.Limits(100, 100))
+    home, other, reader = device.compute_streams
+    streams = {"home": home, "other": other}
+    read: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(swap_tensor, "_backend_of", lambda value: SimulatedBackend(engine))
+        with device.computing_on(home):
+            buffer = device.create(8, "first")
+        if written_on == "other":
+            other.wait_event(home.record_event())
+        with device.computing_on(streams[written_on]):
+            device.kernel(writes=[buffer], fn=lambda: "second")
+        with device.computing_on(home):
+            by_hand = SwapTensor(buffer, "by hand")
+        with device.computing_on(streams[offloaded_on]):
+            told(by_hand, "async_offload", "wait_offload")
+        assert by_hand.state is HOST
+        with device.computing_on(reader):
+            told(by_hand, "async_load", "wait_load")
+            device.kernel(reads=[by_hand.get_val()], fn=read.append)
+        device.finish()
+        del by_hand, buffer
+    assert read == ["second"]
+    assert device.offloaded_bytes == 0, "it was kept"
+    assert not device.races
+    engine.join()
+    device.check_clean()
+
+
 class InjectedError(Exception):
     pass
 

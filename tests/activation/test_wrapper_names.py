@@ -24,10 +24,12 @@ from hyper_parallel.platform.torch.activation_checkpoint import (
     _CHECKPOINT_PREFIX,
     _CHECKPOINT_WRAPPED_MODULE,
     ActivationWrapper,
+    CheckpointWrapper,
     OffloadWrapper,
     SwapWrapper,
     activation_swap,
     activation_wrapper,
+    checkpoint_wrapper,
     list_wrappers,
     offload_wrapper,
     swap_wrapper,
@@ -40,6 +42,15 @@ class Passing(ActivationWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._checkpoint_wrapped_module(*args, **kwargs)
+
+
+Wrap = Callable[[nn.Module], ActivationWrapper]
+
+
+@pytest.fixture(params=[Passing, checkpoint_wrapper], ids=["passing", "checkpoint"])
+def wrap(request: pytest.FixtureRequest) -> Wrap:
+    """The base alone, and the wrapper with the most state of its own."""
+    return request.param
 
 
 # Random modules
@@ -151,14 +162,14 @@ def places_of(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module | Non
     return [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is module]
 
 
-def wrapped(model: nn.Module, wrappings: list[Wrapping]) -> nn.Module:
+def wrapped(model: nn.Module, wrappings: list[Wrapping], wrap: Wrap) -> nn.Module:
     """`model` with these wrapped in place; the new root."""
     everything = [(module, places_of(model, module)) for module in model.modules()]
     for number, chosen, times in wrappings:
         module, places = everything[number]
         wrapper = module
         for _ in range(times):
-            wrapper = Passing(wrapper)
+            wrapper = wrap(wrapper)
         for place in chosen:
             parent, name = places[place]
             if parent is None:
@@ -231,12 +242,12 @@ def bare(module: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("everywhere", [True, False], ids=["shared wrapper", "bare and wrapped"])
 @pytest.mark.parametrize("seed", range(100))
-def test_names_order_and_objects_are_those_of_the_unwrapped_model(seed: int, everywhere: bool) -> None:
+def test_names_order_and_objects_are_those_of_the_unwrapped_model(seed: int, everywhere: bool, wrap: Wrap) -> None:
     def check(wrappings: list[Wrapping]) -> None:
         model = random_model(seed)
         before = names_and_objects(model)
         state = model.state_dict(keep_vars=True)
-        model = wrapped(model, wrappings)
+        model = wrapped(model, wrappings, wrap)
         assert names_and_objects(model) == before
         after = model.state_dict(keep_vars=True)
         assert list(after) == list(state)
@@ -247,11 +258,11 @@ def test_names_order_and_objects_are_those_of_the_unwrapped_model(seed: int, eve
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_children_keep_names_and_order_and_unwrap_to_the_same_objects(seed: int) -> None:
+def test_children_keep_names_and_order_and_unwrap_to_the_same_objects(seed: int, wrap: Wrap) -> None:
     def check(wrappings: list[Wrapping]) -> None:
         model = random_model(seed)
         before = [(module, list(module.named_children())) for module in model.modules()]
-        model = wrapped(model, wrappings)
+        model = wrapped(model, wrappings, wrap)
         for module, children in before:
             assert [(name, bare(child)) for name, child in module.named_children()] == children
             assert [bare(child) for child in module.children()] == [child for _, child in children]
@@ -262,12 +273,14 @@ def test_children_keep_names_and_order_and_unwrap_to_the_same_objects(seed: int)
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 @pytest.mark.parametrize("seed", range(100))
-def test_states_go_both_ways_between_wrapped_and_unwrapped_with_no_key_different(seed: int, assign: bool) -> None:
+def test_states_go_both_ways_between_wrapped_and_unwrapped_with_no_key_different(
+    seed: int, assign: bool, wrap: Wrap
+) -> None:
     def check(wrappings: list[Wrapping]) -> None:
         others = random_wrappings(random_model(seed), seed + 1, everywhere=False)
         for source_wraps, target_wraps in [(wrappings, []), ([], wrappings), (wrappings, others)]:
-            source = wrapped(fill(random_model(seed), 1), source_wraps)
-            target = wrapped(fill(random_model(seed), 2), target_wraps)
+            source = wrapped(fill(random_model(seed), 1), source_wraps, wrap)
+            target = wrapped(fill(random_model(seed), 2), target_wraps, wrap)
             state = source.state_dict()
             report = target.load_state_dict(state, strict=True, assign=assign)
             assert (report.missing_keys, report.unexpected_keys) == ([], [])
@@ -280,7 +293,7 @@ def test_states_go_both_ways_between_wrapped_and_unwrapped_with_no_key_different
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_missing_and_unexpected_keys_are_reported_as_without_wrappers(seed: int) -> None:
+def test_missing_and_unexpected_keys_are_reported_as_without_wrappers(seed: int, wrap: Wrap) -> None:
     def report(model: nn.Module, state: dict[str, Any], misshapen: dict[str, Any]) -> list[Any]:
         result = model.load_state_dict(state, strict=False)
         texts = []
@@ -303,15 +316,15 @@ def test_missing_and_unexpected_keys_are_reported_as_without_wrappers(seed: int)
             state[f"{path}.no.such" if path else "no.such"] = torch.zeros(1)
             state[f"{path}._extra_state" if path else "_extra_state"] = {"note": 0.5}
         plain = report(random_model(seed), state, misshapen)
-        assert report(wrapped(random_model(seed), wrappings), state, misshapen) == plain
+        assert report(wrapped(random_model(seed), wrappings, wrap), state, misshapen) == plain
 
     on_random_models(seed, check, everywhere=False)
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_copies_and_pickles_are_wrapped_alike_and_share_nothing_with_the_original(seed: int) -> None:
+def test_copies_and_pickles_are_wrapped_alike_and_share_nothing_with_the_original(seed: int, wrap: Wrap) -> None:
     def check(wrappings: list[Wrapping]) -> None:
-        model = wrapped(fill(random_model(seed, picklable=True), 1), wrappings)
+        model = wrapped(fill(random_model(seed, picklable=True), 1), wrappings, wrap)
         saved = io.BytesIO()
         torch.save(model, saved)
         saved.seek(0)
@@ -334,13 +347,13 @@ def test_copies_and_pickles_are_wrapped_alike_and_share_nothing_with_the_origina
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_functions_applied_to_all_modules_meet_the_same_modules_as_often(seed: int) -> None:
+def test_functions_applied_to_all_modules_meet_the_same_modules_as_often(seed: int, wrap: Wrap) -> None:
     def check(wrappings: list[Wrapping]) -> None:
         model = random_model(seed)
         met: list[nn.Module] = []
         model.apply(met.append)
         before = Counter(met)
-        model = wrapped(model, wrappings)
+        model = wrapped(model, wrappings, wrap)
         met.clear()
         assert model.apply(met.append) is model
         assert Counter(met) == before
@@ -349,13 +362,13 @@ def test_functions_applied_to_all_modules_meet_the_same_modules_as_often(seed: i
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_the_distributed_state_dict_of_pytorch_gives_and_takes_the_unwrapped_names(seed: int) -> None:
+def test_the_distributed_state_dict_of_pytorch_gives_and_takes_the_unwrapped_names(seed: int, wrap: Wrap) -> None:
     def check(wrappings: list[Wrapping]) -> None:
-        source = wrapped(fill(random_model(seed), 1), wrappings)
+        source = wrapped(fill(random_model(seed), 1), wrappings, wrap)
         plain = fill(random_model(seed), 1)
         state = get_model_state_dict(source)
         assert same_state(dict(state), dict(get_model_state_dict(plain)))
-        target = wrapped(fill(random_model(seed), 2), wrappings)
+        target = wrapped(fill(random_model(seed), 2), wrappings, wrap)
         report = set_model_state_dict(target, dict(state))
         assert (list(report.missing_keys), list(report.unexpected_keys)) == ([], [])
         assert same_state(target.state_dict(), plain.state_dict())
@@ -895,7 +908,10 @@ def test_the_base_wrapper_is_abstract_in_its_call_only() -> None:
         wrapper(torch.rand(1, 2))
 
 
-@pytest.mark.parametrize("wrap", [Passing, SwapWrapper, swap_wrapper, OffloadWrapper, offload_wrapper])
+@pytest.mark.parametrize(
+    "wrap",
+    [Passing, SwapWrapper, swap_wrapper, OffloadWrapper, offload_wrapper, CheckpointWrapper, checkpoint_wrapper],
+)
 def test_what_is_no_module_and_no_function_is_refused(wrap: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="None"):
         wrap(None)

@@ -239,7 +239,8 @@ def test_activation_memory_on_mindspore_says_what_it_comes_with() -> None:
     program = """
 import mindspore as ms, hyper_parallel as hp
 layer, result = ms.nn.Dense(2, 2), []
-for call in (hp.swap_wrapper, hp.offload_wrapper, hp.wrappers, lambda cell: hp.SwapTensor(cell.weight, "w"),
+for call in (hp.swap_wrapper, hp.offload_wrapper, hp.wrappers, hp.checkpoint_wrapper, hp.apply_activation_checkpointing,
+             hp.checkpoint, lambda x: hp.checkpoint(print, [x.weight]), lambda cell: hp.SwapTensor(cell.weight, "w"),
              lambda cell: hp.SwapManager().set_forward_prefetch_layer(cell, cell)):
     try:
         call(layer)
@@ -247,5 +248,5 @@ for call in (hp.swap_wrapper, hp.offload_wrapper, hp.wrappers, lambda cell: hp.S
         result.append(str(error).splitlines()[0])
 """
     said = run_fresh(program)
-    assert len(said) == 5
+    assert len(said) == 9
     assert all("comes with activation memory on MindSpore" in line for line in said)

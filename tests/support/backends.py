@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.platform import Platform, selection
+from hyper_parallel.platform import Platform, contract, selection
 
 
 class Backend:
@@ -269,6 +269,11 @@ class MindSporeBackend(Backend):
 
 
 ALL: list[Backend] = [TorchBackend("cpu"), TorchBackend("cuda"), MindSporeBackend()]
+
+# What a part of the contract comes with -> the backends that have that part already.
+THERE: dict[str, list[Backend]] = {
+    contract.ACTIVATION: [backend for backend in ALL if isinstance(backend, TorchBackend)],
+}
 
 
 def check_nothing_left() -> None:

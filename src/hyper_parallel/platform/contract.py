@@ -1,7 +1,7 @@
 """The ninety-five operations that mean the same on every framework, as data.
 
 One row per operation: its name, how it is called, one line of what it does, and, while its part of the package is not
-there yet, what it comes with. `Platform` builds its "not there" answers and missing docstrings from these rows,
+there yet on every framework, what it comes with. `Platform` builds its "not there" answers and missing docstrings from these rows,
 `hyper-parallel doctor --platform` its table, and the tests check that the rows and the two backends agree.
 """
 

@@ -101,7 +101,7 @@ def platform_of(thing: object, *, call: str = "platform_of") -> Platform:
         >>> platform_of(torch.nn.Linear(2, 2)).platform_type
         <PlatformType.PYTORCH: 'torch'>
     """
-    platform_type = _type_of(thing)
+    platform_type = framework_of(thing)
     if platform_type is None:
         raise ArgumentTypeError(
             f"`{call}` cannot tell which framework its argument belongs to.",
@@ -186,7 +186,8 @@ def _type_from_environment() -> PlatformType | None:
         ) from None
 
 
-def _type_of(thing: object) -> PlatformType | None:
+def framework_of(thing: object) -> PlatformType | None:
+    """The framework that an object's class comes from; None for anything else. Imports and binds nothing."""
     for cls in type(thing).__mro__:
         root = cls.__module__.partition(".")[0]
         if root == "torch":

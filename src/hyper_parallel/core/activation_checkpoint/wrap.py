@@ -10,6 +10,74 @@ from hyper_parallel.platform import platform_of
 from hyper_parallel.platform.selection import bind, part_of
 
 
+def checkpoint_wrapper(
+    module: Any,
+    checkpoint_impl: Any = None,
+    checkpoint_fn: Callable[..., Any] | None = None,
+    policy_fn: Any = None,
+    swap_inputs: bool = False,
+    **framework_options: Any,
+) -> Any:
+    """A module that computes what `module` does and keeps only its inputs until backward, or what a policy says. No name changes.
+
+    Args:
+        module: a module of PyTorch or MindSpore, or a plain function.
+        checkpoint_impl: the framework's `CheckpointImpl`; `None` is `NO_REENTRANT`.
+        checkpoint_fn: called as `checkpoint_fn(module, *args, **kwargs)`, with all options, in place of `checkpoint`.
+        policy_fn: `policy_fn(ctx, op, *args, **kwargs)` decides per op; a list of ops saves these and recomputes the rest.
+        swap_inputs: swap the tensors that the module is called with, too.
+        framework_options: those of the framework's own checkpoint (`preserve_rng_state`, `determinism_check`, `debug`,
+            `early_stop`).
+
+    Raises:
+        ValueError: `REENTRANT` with `policy_fn` or `swap_inputs`; a value that an option does not have.
+        TypeError: `module` is neither a module nor callable; an option that does not exist.
+
+    Example:
+        >>> from torch import nn
+        >>> sorted(checkpoint_wrapper(nn.Linear(2, 2), preserve_rng_state=False).state_dict())
+        ['bias', 'weight']
+    """
+    if checkpoint_impl is not None:
+        framework_options["checkpoint_impl"] = checkpoint_impl
+    return _backend_of(module, "checkpoint_wrapper").checkpoint_wrapper(
+        module, checkpoint_fn=checkpoint_fn, policy_fn=policy_fn, swap_inputs=swap_inputs, **framework_options
+    )
+
+
+def apply_activation_checkpointing(
+    model: Any,
+    checkpoint_wrapper_fn: Callable[..., Any] = checkpoint_wrapper,
+    check_fn: Callable[[Any], Any] = lambda _: True,
+    auto_wrap_policy: Any = None,
+) -> None:
+    """Replace submodules of `model` by wrapped ones, in place; the model itself stays as it is.
+
+    Args:
+        model: the model whose submodules are wrapped.
+        checkpoint_wrapper_fn: makes the wrapper of a module: `checkpoint_wrapper`, `swap_wrapper`, `offload_wrapper`, or one
+            with options bound by `functools.partial`.
+        check_fn: whether a submodule is wrapped. Where a module and one inside it are chosen, both are wrapped.
+        auto_wrap_policy: takes the place of `check_fn`: a function `(module, recurse, nonwrapped_numel) -> bool`, or one of
+            FSDP's policies; the keywords that `CustomPolicy` gives for a module reach the wrapper.
+
+    Raises:
+        ValueError: `auto_wrap_policy` is neither a function nor a policy.
+        TypeError: `check_fn` or `checkpoint_wrapper_fn` cannot be called, or the latter returned no module.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+        >>> [type(child).__name__ for child in model]
+        ['CheckpointWrapper', 'ReLU']
+    """
+    call = "apply_activation_checkpointing"
+    _check_given(model, call)
+    part = part_of(platform_of(model, call=call), "activation_checkpoint", call)
+    part.apply_activation_checkpointing(model, checkpoint_wrapper_fn, check_fn, auto_wrap_policy)
+
+
 def swap_wrapper(module: Any, policy_fn: Callable[[Any], Any] | None = None) -> Any:
     """A module that computes what `module` does and swaps its residuals until backward needs them. No name changes.
 
@@ -45,8 +113,7 @@ def offload_wrapper(module: Any) -> Any:
 
 
 def _backend_of(module: Any, call: str) -> Any:
-    if module is None:  # a ValueError: the argument was forgotten rather than mistaken
-        raise ArgumentError(f"`{call}` needs a module.", expected="a module or a function", got="None")
+    _check_given(module, call)
     try:
         platform = platform_of(module, call=call)
     except ArgumentTypeError:
@@ -54,3 +121,8 @@ def _backend_of(module: Any, call: str) -> Any:
             raise
         platform = bind(f"{call}({getattr(module, '__qualname__', type(module).__name__)})")
     return part_of(platform, "activation_checkpoint", call)
+
+
+def _check_given(module: Any, call: str) -> None:
+    if module is None:  # a ValueError: the argument was forgotten rather than mistaken
+        raise ArgumentError(f"`{call}` needs a module.", expected="a module or a function", got="None")

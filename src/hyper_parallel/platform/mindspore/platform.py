@@ -9,6 +9,7 @@ from mindspore.common._grad_function import _Function
 from hyper_parallel._base.errors import FrameworkMissingError, StateError
 from hyper_parallel.platform.grad_handle import GradReduction
 from hyper_parallel.platform.interface import PlatformType
+from hyper_parallel.platform.mindspore.activations import Activations
 from hyper_parallel.platform.mindspore.checkpoint_files import CheckpointFiles
 from hyper_parallel.platform.mindspore.communication import Communication
 from hyper_parallel.platform.mindspore.devices import Devices
@@ -22,7 +23,16 @@ OLDEST_MINDSPORE = (2, 10)
 
 
 class MindSporePlatform(
-    Devices, Tensors, Modules, Parameters, Gradients, CheckpointFiles, Execution, Communication, GradReduction
+    Devices,
+    Tensors,
+    Modules,
+    Parameters,
+    Gradients,
+    CheckpointFiles,
+    Execution,
+    Activations,
+    Communication,
+    GradReduction,
 ):
     """MindSpore, on the CPU and on Ascend."""
 

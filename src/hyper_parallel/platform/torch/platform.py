@@ -7,6 +7,7 @@ import torch
 from hyper_parallel._base.errors import FrameworkMissingError
 from hyper_parallel.platform.grad_handle import GradReduction
 from hyper_parallel.platform.interface import PlatformType
+from hyper_parallel.platform.torch.activations import Activations
 from hyper_parallel.platform.torch.checkpoint_files import CheckpointFiles
 from hyper_parallel.platform.torch.communication import Communication
 from hyper_parallel.platform.torch.devices import Devices
@@ -20,7 +21,16 @@ OLDEST_TORCH = (2, 8)
 
 
 class TorchPlatform(
-    Devices, Tensors, Modules, Parameters, Gradients, CheckpointFiles, Execution, Communication, GradReduction
+    Devices,
+    Tensors,
+    Modules,
+    Parameters,
+    Gradients,
+    CheckpointFiles,
+    Execution,
+    Activations,
+    Communication,
+    GradReduction,
 ):
     """PyTorch, on the CPU and on any accelerator that has streams (`cuda`, `npu`, `xpu`)."""
 

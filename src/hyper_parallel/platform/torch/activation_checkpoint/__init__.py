@@ -18,8 +18,22 @@ from hyper_parallel.platform.torch.activation_checkpoint.activation_wrapper impo
     list_wrappers,
 )
 
+# Not among the lazy names: the file and the function have one name, and importing the file later would put it in the
+# function's place.
+from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
+
 __all__ = [
     "ActivationWrapper",
+    "checkpoint",
+    "CheckpointImpl",
+    "CheckpointWrapper",
+    "checkpoint_wrapper",
+    "apply_activation_checkpointing",
+    "create_selective_checkpoint_contexts",
     "SwapWrapper",
     "swap_wrapper",
     "OffloadWrapper",
@@ -33,6 +47,9 @@ __all__ = [
 
 # public name -> the module here that it lives in; loaded when first used
 _LAZY = {
+    "checkpoint": "region",
+    "create_selective_checkpoint_contexts": "selective_contexts",
+    "apply_activation_checkpointing": "replacement",
     "AsyncSaveOnCpu": "saved_tensors",
     "base_check_fn": "saved_tensors",
 }

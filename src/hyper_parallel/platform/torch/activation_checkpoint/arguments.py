@@ -108,7 +108,8 @@ class _Walk:
         if isinstance(thing, tuple):
             if kind is tuple:
                 return tuple([self.change(each) for each in thing])
-            return kind(*[self.change(each) for each in thing]) if hasattr(thing, "_fields") else thing
+            # Not through the type itself: it may look at what it is given (as a PackedSequence does at its tensors).
+            return tuple.__new__(kind, [self.change(each) for each in thing]) if hasattr(thing, "_fields") else thing
         if isinstance(thing, (list, dict)):
             return self._once(thing, self._copy)
         if getattr(thing, "__dict__", None) and not kind.__module__.startswith(_NOT_COPIED):

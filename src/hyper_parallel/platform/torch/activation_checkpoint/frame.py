@@ -39,7 +39,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, V
 _logger = get_logger("region")
 _NO_PASS = -1  # what PyTorch gives as the number of the backward outside of one
 # What PyTorch says when the memory of a placeholder is read.
-_PLACEHOLDER_READ = ("Cannot access data pointer", "unallocated storage")
+_PLACEHOLDER_READ = ("Cannot access data pointer", "unallocated storage", "data is not allocated yet")
 
 
 class Options(NamedTuple):

@@ -320,8 +320,13 @@ class RegionMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # PyTorch would put a wrapper around the handler that costs more than the handler. There is nothing in it to compile.
+        # PyTorch would put a wrapper around the handler that costs more than the handler. The compiler does not look into this
+        # package anyway: see `compiled_code`.
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled code is one op
 
 
 class RecordingMode(RegionMode):

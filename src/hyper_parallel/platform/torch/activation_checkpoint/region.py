@@ -9,6 +9,7 @@ import torch
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import SavedArguments
+from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import prepare_for_compiled_code
 from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame, Options
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 
@@ -54,6 +55,7 @@ def checkpoint(
     # Inside a replay the ops are those of the region that is replayed: see "Nesting".
     if not torch.is_grad_enabled() or is_replaying():
         return function(*args, **kwargs)
+    prepare_for_compiled_code()
     options = Options(swap_inputs, preserve_rng_state, determinism_check == "default", debug, early_stop)
     return Frame(function, SavedArguments(args, kwargs), policy, options).forward(args, kwargs)
 

@@ -86,6 +86,7 @@ class Replay:
         self._own: set[int] = set()
         self._empty: set[int] = set()
         self._elsewhere: dict[Value, torch.UntypedStorage] = {}
+        self._versions: dict[Value, int] = {}
         self._next = 0
         self._met = bytearray(len(record.ops))
         for value in record.before_write.values():
@@ -96,12 +97,8 @@ class Replay:
         return bool(self._met[op.index])
 
     def written_over(self) -> set[Value]:
-        """Values that were found and that a later op of this run has changed in place."""
-        return {
-            value
-            for value, tensor in self.found.items()
-            if self._values.get(int(tensor.untyped_storage()._cdata), value) is not value
-        }
+        """Values that were found and that a later op of this run has changed in place, where plain autograd would notice."""
+        return {value for value, tensor in self.found.items() if version_of(tensor) != self._versions[value]}
 
     # -- what the function is called with ------------------------------------------------------------------------------
 
@@ -174,8 +171,10 @@ class Replay:
             op.state.restore()
         result = op.func(*replaced(args, by_id), **replaced(kwargs, by_id))
         for position, value in op.targets:
-            self._rebind(arguments.tensors[position], value)
-            self._collect(value, by_id.get(id(arguments.tensors[position]), arguments.tensors[position]))
+            tensor = arguments.tensors[position]
+            self._rebind(tensor, value)
+            # The version of the function's own tensor counts this write, too, but later: that layer is above the mode.
+            self._collect(value, by_id.get(id(tensor), tensor), num_writes=0 if id(tensor) in by_id else 1)
         return self._note_outputs(op, op.outputs, result, arguments)
 
     def _note_outputs(self, op: RecordedOp, outputs: Any, result: Any, arguments: Arguments) -> Any:
@@ -313,9 +312,10 @@ class Replay:
                 self._refs.append(StorageWeakRef(local_tensor(tensor).untyped_storage()))
             self._values[key] = value
 
-    def _collect(self, value: Value, tensor: torch.Tensor) -> None:
+    def _collect(self, value: Value, tensor: torch.Tensor, num_writes: int = 0) -> None:
         if value in self._wanted and value not in self.found:
             self.found[value] = aliased(tensor)
+            self._versions[value] = version_of(tensor) + num_writes
 
     def _stop_if_done(self) -> None:
         if self._early_stop and len(self.found) == len(self._wanted):

@@ -123,7 +123,7 @@ def note_slot(engine: Any, tensor: torch.Tensor, slot: Any) -> None:
 
     def forget(ref: weakref.ref[Any]) -> None:
         known = _slots.get(key)
-        if known is not None and known[1] is ref:
+        if known and known[1] is ref:
             _slots.pop(key, None)
 
     _slots[key] = (StorageWeakRef(storage), weakref.ref(slot, forget), tensor._version, engine)
@@ -144,7 +144,7 @@ class _Recorder:
         self._name = name
         # Unlike the name, the key tells two blocks of one class apart: the engine learns by it what a forward saves last.
         self._key = name if module is None else f"{name} {id(module):x}"
-        self._find_place = self._open_place if place is None else place
+        self._find_place = place  # not a method of this object: a cycle would keep a step's memory
         self._owned: set[int] = set()  # storages of parameters and buffers
         self._owners: set[int] = set()  # the parameters themselves, by id
         self._places: dict[torch.device, Any] = {}  # device -> (engine, group, smallest size) or None
@@ -207,7 +207,7 @@ class _Recorder:
             return None
         device = tensor.device
         if device not in self._places:
-            self._places[device] = self._find_place(device)
+            self._places[device] = (self._find_place or self._open_place)(device)
         place = self._places[device]
         if place is None or storage_bytes(tensor) < place[2]:
             return None

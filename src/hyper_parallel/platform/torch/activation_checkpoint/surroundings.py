@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -37,6 +39,8 @@ class Surroundings:
             for device_type in _device_types()
         ]
         self._has_autocast = any(enabled for _, enabled, _ in self._autocast)
+        # What compiles the frames of a model that is compiled as a whole: its parts would run uncompiled in backward.
+        self._compiler = _compiler()
         self._device = next(
             (mode.device for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext)),
             None,
@@ -64,7 +68,25 @@ class Surroundings:
                     stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
             if self._device is not None:
                 stack.enter_context(torch.device(self._device))
+            if self._compiler is not None:
+                stack.enter_context(_compiling(self._compiler))
             yield
+
+
+def _compiler() -> Any:
+    if "torch._dynamo" not in sys.modules:
+        return None
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    return callback if callable(callback) else None
+
+
+@contextlib.contextmanager
+def _compiling(callback: Any) -> Iterator[None]:
+    before = torch._C._dynamo.eval_frame.set_eval_frame(callback)
+    try:
+        yield
+    finally:
+        torch._C._dynamo.eval_frame.set_eval_frame(before)
 
 
 @functools.cache

@@ -1,0 +1,57 @@
+"""What backward needs: regions, contexts and wrappers, each made in `activation_checkpoint` and loaded when first used."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.utils.checkpoint
+
+
+class Activations:
+    @property
+    def checkpoint(self) -> Callable[..., Any]:
+        """The function that runs a region."""
+        from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
+
+        return checkpoint
+
+    @property
+    def noop_context_fn(self) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
+        """A function that gives two contexts that do nothing."""
+        return torch.utils.checkpoint.noop_context_fn
+
+    @staticmethod
+    def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Any:
+        from hyper_parallel.platform.torch.activation_checkpoint.selective_contexts import (
+            create_selective_checkpoint_contexts,
+        )
+
+        return create_selective_checkpoint_contexts(policy_fn_or_list, allow_cache_entry_mutation)
+
+    @staticmethod
+    def async_save_on_cpu(policy_fn: Callable[[torch.Tensor], Any] | None = None) -> Any:
+        from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import AsyncSaveOnCpu
+
+        return AsyncSaveOnCpu(policy_fn)
+
+    @staticmethod
+    def ckpt_wrapper(module: Any, checkpoint_fn: Callable[..., Any] | None = None, **checkpoint_fn_kwargs: Any) -> Any:
+        """A module whose forward is a region, run by `checkpoint_fn(module, *args, **kwargs)` with these keywords.
+
+        Without a function PyTorch's own non-reentrant checkpoint runs it, unless there is something that only this package's
+        `checkpoint` can do (`policy_fn`, `swap_inputs`) or that the wrapper decides (`checkpoint_impl`).
+        """
+        from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        if checkpoint_fn is None and not {"policy_fn", "swap_inputs", "checkpoint_impl"} & checkpoint_fn_kwargs.keys():
+            checkpoint_fn = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        return checkpoint_wrapper(module, checkpoint_fn=checkpoint_fn, **checkpoint_fn_kwargs)
+
+    @staticmethod
+    def swap_wrapper(module: Any, policy_fn: Callable[[Any], Any] | None = None) -> Any:
+        from hyper_parallel.platform.torch.activation_checkpoint.activation_swap import swap_wrapper
+
+        return swap_wrapper(module, policy_fn)
