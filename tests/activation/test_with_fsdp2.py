@@ -125,6 +125,7 @@ def compare_state_dicts(wrap: str, order: str) -> list[str]:
     wrapped = build(wrapping, training.do_nothing) if order == "wrap first" else build(training.do_nothing, wrapping)
     optimizers = [torch.optim.AdamW(model.parameters()) for model in (plain, wrapped)]
     for model, optimizer in zip((plain, wrapped), optimizers, strict=True):
+        torch.manual_seed(1)
         training.one_backward(model, 0)
         optimizer.step()
     found = []

@@ -215,7 +215,8 @@ def _leave(stack: contextlib.ExitStack, *_: Any) -> None:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return local(tensor.detach()).untyped_storage().data_ptr()
+    # Not through `to_local`: this is called where dispatch is switched off.
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
 
 
 # A run

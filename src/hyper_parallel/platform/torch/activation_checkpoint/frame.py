@@ -42,6 +42,11 @@ _NO_PASS = -1  # what PyTorch gives as the number of the backward outside of one
 _PLACEHOLDER_READ = ("Cannot access data pointer", "unallocated storage", "data is not allocated yet")
 
 
+# Functions and modules that have been replayed with ops left out: nothing in them reads what no op needs.
+_leaves_out: weakref.WeakSet[Any] = weakref.WeakSet()
+_SMALL_BYTES = 1 << 20
+
+
 class Options(NamedTuple):
     """How a region is run; see `checkpoint`."""
 
@@ -80,8 +85,9 @@ class Frame:
         self._policy = policy
         self._options = options
         self._module = None if module is None else weakref.ref(module)
+        self._identity = _identity(function, module)
         # Unlike the name it tells two blocks of one class apart: the engine learns by it what a forward saves last.
-        self._key = f"{self.name} {id(function if module is None else module):x}"
+        self._key = f"{self.name} {id(self._identity):x}"
         self._swap = RegionSwap(self._key)
         self._record: Record | None = Record(policy, paths, options.preserve_rng_state)
         self._inputs: list[_Input] = []
@@ -129,6 +135,8 @@ class Frame:
             from_input = FromInput(self, value, tensor)
             self._from_inputs.append(weakref.ref(from_input))
             return from_input
+        if value.is_empty:
+            record.runs_everything = True  # filled by a kernel that no mode sees
         self._swap_out(record, value)
         if value.kept is not None:
             return FromKept(value.kept, tensor, record.ops[value.op].place())
@@ -215,7 +223,7 @@ class Frame:
         for value, tensor, is_direct in zip(record.inputs, arguments.tensors, arguments.is_direct, strict=True):
             unpack = None
             # One that was written in the region is either not needed, or a copy of what it was is kept in its value.
-            if value is None or (value in needed and value.kept is None):
+            if value is None or (value.kept is None and (value in needed or self._may_be_read(record, value, tensor))):
                 packed = pack(tensor) if is_direct and pack is not None else Kept(tensor, self.name)
                 unpack = packed.tensor
                 slot = getattr(packed, "slot", None)
@@ -226,6 +234,13 @@ class Frame:
             self._inputs.append(_Input(value, view, num_bytes, tensor.requires_grad, unpack))
         arguments.forget_tensors()
         return input_slots
+
+    def _may_be_read(self, record: Record, value: Value, tensor: torch.Tensor) -> bool:
+        """Whether an input that no op needs is kept for a replay that has to run everything after all."""
+        if self._record is None or not self._recomputed or not record.is_current(value):
+            return False
+        is_small = value.num_bytes <= _SMALL_BYTES or not (tensor.is_floating_point() or tensor.is_complex())
+        return is_small or self._identity not in _leaves_out
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -326,13 +341,17 @@ class Frame:
     def _try_to_leave_out(self, record: Record, current: Pass, wanted: set[Value]) -> Replay | None:
         """Run what is needed; None if something reads what was left out, as ops that PyTorch does not see may."""
         try:
-            return self._run_again(record, current, self._plan, wanted)
+            replay = self._run_again(record, current, self._plan, wanted)
         except NeedsEverything as reader:
             cause: object = reader
         except RuntimeError as error:
             if isinstance(error, StateError) or not any(text in str(error) for text in _PLACEHOLDER_READ):
                 raise
             cause = error
+        else:
+            _leaves_out.add(self._identity)
+            return replay
+        _leaves_out.discard(self._identity)
         _logger.info("%s: what was left out is read after all (%s); every op is run again", self.name, cause)
         return None
 
@@ -344,7 +363,7 @@ class Frame:
             wanted,
             self._policy,
             check_outputs=options.check_outputs,
-            early_stop=options.early_stop,
+            early_stop=options.early_stop and not record.runs_everything,
             restores_random_state=options.preserve_rng_state,
         )
         generators = {state.generator for state in self._random}
@@ -518,6 +537,16 @@ def _module_of(function: Any) -> nn.Module | None:
         function = function.func
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
+
+
+def _identity(function: Any, module: nn.Module | None) -> Any:
+    """What is the same in the next step: the module, or the code of a function that may be made anew each time."""
+    if module is not None:
+        return module
+    while hasattr(function, "func") and hasattr(function, "args"):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", type(function))
 
 
 def _name_of(function: Any, path: str) -> str:

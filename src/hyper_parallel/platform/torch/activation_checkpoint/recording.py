@@ -100,7 +100,7 @@ class Record:
         self.inputs: list[Value | None] = []
         # storages of others that an op of the region wrote -> the value before the first write
         self.before_write: dict[int, Value] = {}
-        # what nothing can follow: tensors without a storage, or a backward run inside the region
+        # what no record can follow: tensors without a storage, kernels that PyTorch does not dispatch
         self.runs_everything = False
         self._policy = policy
         self._paths = paths
@@ -156,6 +156,7 @@ class Record:
             return self._run_view(func, args, kwargs)
         arguments = sort_arguments(args, kwargs, traits)
         reads = tuple([self._value_of(tensor) for tensor in arguments.tensors])
+        self._look_for_unseen(reads, arguments.written)
         module = "" if self._paths is None else self._paths.name(innermost_module(3))
         self._counts[module, func] += 1
         op = RecordedOp(
@@ -177,9 +178,18 @@ class Record:
         op.must_run = traits.must_run
         self._note_writes(op, arguments)
         op.outputs = self._note_outputs(op, result, arguments)
+        if traits.is_empty:
+            for value in op.makes:
+                value.is_empty = value.num_bytes > 0
         self.ops.append(op)
         self._ask(op, result, args, kwargs)
         return result
+
+    def _look_for_unseen(self, reads: tuple[Value | None, ...], written: list[int]) -> None:
+        """Memory that no op has written is read: a kernel has written it that no mode sees, and that must run again."""
+        for position, value in enumerate(reads):
+            if value is not None and value.is_empty and position not in written:
+                self.runs_everything = True
 
     def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A view is no value. A policy that saves it saves what it looks at."""

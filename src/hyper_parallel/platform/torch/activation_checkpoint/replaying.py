@@ -98,7 +98,8 @@ class Replay:
 
     def written_over(self) -> set[Value]:
         """Values that were found and that a later op of this run has changed in place, where plain autograd would notice."""
-        return {value for value, tensor in self.found.items() if version_of(tensor) != self._versions[value]}
+        # Less than expected is the write of the op at which the replay stopped: it is not counted any more.
+        return {value for value, tensor in self.found.items() if version_of(tensor) > self._versions[value]}
 
     # -- what the function is called with ------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ class Value:
     address of the storage from being given to another one, so that it can be a key; it keeps no memory.
     """
 
-    __slots__ = ("__weakref__", "device", "kept", "num_bytes", "op", "origin", "ref", "seen_version")
+    __slots__ = ("__weakref__", "device", "is_empty", "kept", "num_bytes", "op", "origin", "ref", "seen_version")
 
     def __init__(self, origin: Origin, op: int, storage: torch.UntypedStorage, device: torch.device) -> None:
         self.origin = origin
@@ -37,6 +37,7 @@ class Value:
         self.num_bytes: int = storage.nbytes()
         self.device = device
         self.kept: Any = None
+        self.is_empty = False  # no op has written it
         self.seen_version = -1  # of the tensor in which it was last read
 
 
@@ -123,6 +124,7 @@ class Traits(NamedTuple):
     writes: frozenset[int | str]  # arguments it writes, by position and name
     must_run: bool
     has_schema: bool
+    is_empty: bool  # its result has memory and no contents
 
 
 _traits: dict[Any, Traits] = {}
@@ -134,6 +136,7 @@ _BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miop
 _RUNNING_STATISTICS: frozenset[int | str] = frozenset({3, 4, "running_mean", "running_var"})
 # They change a tensor's storage itself, which no copy can stand for.
 _CHANGES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set", "inductor::resize_storage_bytes_"}
+_EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 # Every rank must take part, whatever this one needs.
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::", "_dtensor::", "symm_mem::")
 
@@ -148,7 +151,7 @@ def traits_of(func: Any) -> Traits:
 def _read_traits(func: Any) -> Traits:
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher order operator, such as a compiled region: it may draw random numbers, nobody says
-        return Traits(False, True, frozenset(), False, False)
+        return Traits(False, True, frozenset(), False, False, False)
     name = schema.name
     writes: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):
@@ -164,6 +167,7 @@ def _read_traits(func: Any) -> Traits:
         frozenset(writes),
         name in _CHANGES_STORAGE or name.startswith(_COLLECTIVES),
         True,
+        name in _EMPTY,
     )
 
 
