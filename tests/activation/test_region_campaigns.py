@@ -229,9 +229,9 @@ def small_program(seed: int, what: str) -> Program:
 
 @pytest.mark.parametrize("what", ["op", "policy call", "engine call"])
 def test_an_exception_anywhere_leaks_nothing_and_the_next_step_is_right(on_disk: Swapping, what: str) -> None:
-    """Reliability: exception in forward, backward, hook or copy. Every n in fifty programs; five in every run."""
+    """Reliability: exception in forward, backward, hook or copy. Every n in fifty programs; ten in every run."""
     runner, phases = Runner(checkpoint), Counter[str]()
-    for seed in share(50, 5):
+    for seed in share(50, 10):
         program = small_program(seed, what)
         plain = runner.run(program, managed=False)
         n = 0

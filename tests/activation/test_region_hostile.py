@@ -205,6 +205,47 @@ def test_an_error_about_a_changed_residual_names_the_op(swapping: Swapping, regi
         assert torch.equal(x.grad, x.detach().exp() * 2), "no error: then exp was recomputed"
 
 
+@pytest.mark.parametrize("kept", ["view", "sigmoid_", "add_", "mul"])
+@pytest.mark.parametrize("answer", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP], ids=["save", "swap"])
+def test_a_value_made_by_changes_in_place_can_be_kept_at_any_of_them(
+    swapping: Swapping, kept: str, answer: CheckpointPolicy
+) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 0.5
+        y.add_(x)
+        y.sigmoid_()
+        return y.view(4, 64).sin().sum()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return answer if str(op).split(".")[1] == kept else CheckpointPolicy.MUST_RECOMPUTE
+
+    x = swapping.randn(16, 16)
+    ours = gradients(lambda t: checkpoint(function, t, policy_fn=policy), x)
+    assert same(ours, gradients(function, x))
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_function_that_marks_its_input_dirty(swapping: Swapping, region: Function, early_stop: bool) -> None:
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
+            ctx.mark_dirty(a)
+            a.exp_()
+            ctx.save_for_backward(a)
+            return a
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * ctx.saved_tensors[0]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (Exp.apply(x * 0.5).sin() + torch.ones_like(x).cos()).sum()
+
+    options = {} if early_stop or region is nested else {"early_stop": False}
+    x = swapping.randn(16, 16)
+    assert same(gradients(lambda t: region(function, t, **options), x), gradients(function, x))
+
+
 SAVES: dict[str, Function] = {"its output": torch.exp, "its input": torch.sin, "nothing": lambda t: t + 1}
 
 
@@ -740,6 +781,40 @@ def test_a_region_whose_only_op_is_swapped_by_another(swapping: Swapping, region
     x = swapping.randn(16, 16)
     ours = gradients(lambda t: region(lambda h: INSIDE[inside](lambda u: u.sin().exp(), h).tanh(), t).sum(), x)
     assert same(ours, gradients(lambda t: t.sin().exp().tanh().sum(), x))
+
+
+def swap_sums(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SWAP if op is torch.ops.aten.add.Tensor else CheckpointPolicy.MUST_RECOMPUTE
+
+
+def test_a_value_that_an_inner_region_swaps_when_it_ends_is_read_by_the_outer_one(
+    swapping: Swapping, region: Function
+) -> None:
+    def inner(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = h.sin() + 1
+        return total, total.exp()
+
+    def outer(x: torch.Tensor, call: Function = plainly) -> torch.Tensor:
+        total, power = call(inner, x)
+        return ((total * total).sin() * power).sum()
+
+    x = swapping.randn(16, 16)
+    swaps = functools.partial(checkpoint, policy_fn=swap_sums)
+    assert same(gradients(lambda t: region(functools.partial(outer, call=swaps), t), x), gradients(outer, x))
+
+
+def test_a_policy_is_asked_about_ops_of_the_model_only(swapping: Swapping) -> None:
+    asked: set[str] = set()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        asked.add(str(op))
+        return CheckpointPolicy.MUST_SWAP
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda h: (h.sin() + 1).exp(), x, policy_fn=swap_sums, swap_inputs=True).cos()
+
+    checkpoint(function, swapping.randn(16, 16, requires_grad=True), policy_fn=policy).sum().backward()
+    assert asked == {"aten.sin.default", "aten.add.Tensor", "aten.exp.default", "aten.cos.default"}
 
 
 def test_a_gradient_taken_inside_the_region(swapping: Swapping, region: Function) -> None:

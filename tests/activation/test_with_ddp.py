@@ -19,14 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support import parallel_training as training
 from support import processes
-from support.parallel_training import NUM_BLOCKS, UNIT_BYTES, WRAPPED, Outcome, Transformer
+from support.parallel_training import NUM_BLOCKS, PER_STEP, UNIT_BYTES, WRAPPED, Outcome, Transformer
 
-# What each wrap moves in a step. Attention's scores have the size of an activation, and w1 has twice its width.
-PER_STEP = {
-    "swap": NUM_BLOCKS * (3 + 1 + 1 + 1 + 2) * UNIT_BYTES,  # q, k, v; scores; attention; wo; w1. Nothing needs w2's result
-    "mix": NUM_BLOCKS * (2 + 1) * UNIT_BYTES,  # w1, and the input
-    "swap inputs": NUM_BLOCKS * UNIT_BYTES,
-}
 SOME = ("recompute", "mix", "swap wrapper")
 
 # In the workers
@@ -114,6 +108,11 @@ def test_four_ranks(tmp_path: Path) -> None:
 def test_options_of_ddp_change_nothing(option: str, tmp_path: Path) -> None:
     outcomes = processes.pool("torch", 2).run(compare, SOME, str(tmp_path), **{option: True})
     training.check(outcomes, PER_STEP)
+
+
+def test_ddp_itself_refuses_reentrant_blocks_when_it_looks_for_unused_parameters(tmp_path: Path) -> None:
+    with pytest.raises(processes.RankError, match="marked as ready twice"):
+        processes.pool("torch", 2).run(compare, ("reentrant",), str(tmp_path), find_unused_parameters=True)
 
 
 def test_blocks_may_be_wrapped_after_ddp(tmp_path: Path) -> None:

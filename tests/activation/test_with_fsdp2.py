@@ -25,30 +25,27 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import hyper_parallel as hp
 from support import parallel_training as training
 from support import processes
-from support.parallel_training import NUM_BLOCKS, UNIT_BYTES, WRAPPED, Outcome, Transformer
+from support.parallel_training import NUM_BLOCKS, PER_STEP, UNIT_BYTES, WRAPPED, Outcome, Transformer
+from support.process_worker import kept_mesh
 
 ORDERS = ["wrap first", "shard first"]
 SOME = ("recompute", "mix", "swap wrapper")
-PER_STEP = {
-    "swap": NUM_BLOCKS * (3 + 1 + 1 + 1 + 2) * UNIT_BYTES,  # q, k, v; scores; attention; wo; w1. Nothing needs w2's result
-    "mix": NUM_BLOCKS * (2 + 1) * UNIT_BYTES,  # w1, and the input
-    "swap inputs": NUM_BLOCKS * UNIT_BYTES,
-}
 
 # In the workers
 
 
 def shard(model: Transformer, modules: list[nn.Module] | None = None, **options: Any) -> Transformer:
     """Each block, then the rest."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if options.pop("is_mixed", False):
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if options.pop("casts_outputs", False):
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-        )
+    mesh = options.pop("mesh", None) or init_device_mesh("cpu", (dist.get_world_size(),))
+    bfloat16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    of_blocks = dict(options)
+    if of_blocks.pop("casts_outputs", False):  # the blocks in bfloat16, all around them in float32
+        of_blocks["mp_policy"] = MixedPrecisionPolicy(**bfloat16, output_dtype=torch.float32)
+        del options["casts_outputs"]
+    elif of_blocks.pop("is_mixed", False):
+        options = of_blocks = {"mp_policy": MixedPrecisionPolicy(**bfloat16)}
     for block in model.blocks if modules is None else modules:
-        fully_shard(block, mesh=mesh, **options)
+        fully_shard(block, mesh=mesh, **of_blocks)
     fully_shard(model, mesh=mesh, **options)
     return model
 
@@ -74,11 +71,10 @@ def build_sharded_inside(before: Callable[[Transformer], None], after: Callable[
 
 def build_with_prefetch(before: Callable[[Transformer], None], after: Callable[[Transformer], None]) -> Transformer:
     """The next block's parameters are gathered while one runs, in both directions."""
-    model = build(before, do_nothing := training.do_nothing)
+    model = build(before, training.do_nothing)
     first, second = model.blocks
     first.set_modules_to_forward_prefetch([second])
     second.set_modules_to_backward_prefetch([first])
-    do_nothing(model)
     after(model)
     return model
 
@@ -86,12 +82,15 @@ def build_with_prefetch(before: Callable[[Transformer], None], after: Callable[[
 BUILDS = {each.__name__: each for each in (build, build_sharded_inside, build_with_prefetch)}
 
 
+def compare_with_replicas(wraps: tuple[str, ...], order: str, directory: str) -> dict[str, Outcome]:
+    mesh = kept_mesh((dist.get_world_size() // 2, 2), ("replicas", "shards"))
+    return compare(wraps, order, directory, mesh=mesh)
+
+
 def compare(
     wraps: tuple[str, ...], order: str, directory: str, how: str = "build", step: str = "one_backward", **options: Any
 ) -> dict[str, Outcome]:
-    return training.compare(
-        functools.partial(BUILDS[how], **options), wraps, order, directory, backward=STEPS[step]
-    )
+    return training.compare(functools.partial(BUILDS[how], **options), wraps, order, directory, backward=STEPS[step])
 
 
 def two_micro_batches(model: Transformer, step: int) -> None:
@@ -193,7 +192,6 @@ def moved_of_a_detached_weight(wrap: str, order: str, directory: str) -> tuple[l
 
     x = torch.rand(2, 5, training.WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     found = []
-    moved: list[training.Moved] = []
     for is_wrapped in (False, True):
         model = make(is_wrapped)
         with training.swapping(directory), training.watched_engine(model) as moved:
@@ -203,35 +201,32 @@ def moved_of_a_detached_weight(wrap: str, order: str, directory: str) -> tuple[l
     return [each.label for each in moved if each.is_parameter], training.differences(*found)
 
 
-def paths_seen_by_a_policy(order: str) -> set[str]:
-    paths = set()
+def seen_by_a_policy(order: str) -> tuple[set[str], set[str]]:
+    """Modules and ops."""
+    paths, ops = set(), set()
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
         paths.add(ctx.module)
+        ops.add(str(op))
         return False
 
     def wrap(model: Transformer) -> None:
         for index, block in enumerate(model.blocks):
             model.blocks[index] = hp.checkpoint_wrapper(block, policy_fn=policy)
 
-    model = (
-        build(wrap, training.do_nothing, is_mixed=True)
-        if order == "wrap first"
-        else build(training.do_nothing, wrap, is_mixed=True)
-    )
-    training.one_backward(model, 0)
-    return paths
+    steps = (wrap, training.do_nothing) if order == "wrap first" else (training.do_nothing, wrap)
+    training.one_backward(build(*steps), 0)
+    return paths, ops
 
 
 # Tests
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("reshards", [True, False], ids=["reshard", "no reshard"])
 def test_gradients_and_parameters_are_those_of_the_plain_run_and_exactly_the_activations_move(
-    order: str, reshards: bool, tmp_path: Path
+    order: str, tmp_path: Path
 ) -> None:
-    outcomes = processes.pool("torch", 2).run(compare, WRAPPED, order, str(tmp_path), reshard_after_forward=reshards)
+    outcomes = processes.pool("torch", 2).run(compare, WRAPPED, order, str(tmp_path), reshard_after_forward=True)
     for outcome in outcomes:
         everything = outcome.pop("swap all")
         assert everything.differences == everything.moved_parameters == []
@@ -241,16 +236,28 @@ def test_gradients_and_parameters_are_those_of_the_plain_run_and_exactly_the_act
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_parameters_may_stay_gathered_between_forward_and_backward(order: str, tmp_path: Path) -> None:
+    outcomes = processes.pool("torch", 2).run(compare, SOME, order, str(tmp_path), reshard_after_forward=False)
+    training.check(outcomes, PER_STEP)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_four_ranks(order: str, tmp_path: Path) -> None:
     training.check(processes.pool("torch", 4).run(compare, SOME, order, str(tmp_path)), PER_STEP)
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_four_ranks_as_two_replicas_of_two_shards(order: str, tmp_path: Path) -> None:
+    training.check(processes.pool("torch", 4).run(compare_with_replicas, SOME, order, str(tmp_path)), PER_STEP)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_mixed_precision_moves_half_the_bytes_and_no_cast_of_a_parameter(order: str, tmp_path: Path) -> None:
-    outcomes = processes.pool("torch", 2).run(compare, WRAPPED, order, str(tmp_path), is_mixed=True)
+    outcomes = processes.pool("torch", 2).run(compare, (*SOME, "swap all"), order, str(tmp_path), is_mixed=True)
     for outcome in outcomes:
         everything = outcome.pop("swap all")
         assert everything.differences == everything.moved_parameters == []
+        assert everything.moved_bytes == training.NUM_STEPS * (everything.saved_bytes - NUM_BLOCKS * UNIT_BYTES // 2)
     training.check(outcomes, {wrap: num_bytes // 2 for wrap, num_bytes in PER_STEP.items()})
 
 
@@ -287,13 +294,13 @@ def test_a_weight_is_known_by_its_memory(order: str, wrap: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_policy_is_asked_about_the_module_alone_and_with_its_path(order: str) -> None:
-    inside = {"", ".norm1", ".attention", ".norm2", ".feed_forward"}
-    for paths in processes.pool("torch", 2).run(paths_seen_by_a_policy, order):
-        assert {path for path in paths if path.count(".") < 3 and "scale" not in path} >= {
-            f"blocks.{index}{part}" for index in range(NUM_BLOCKS) for part in inside - {".attention"}
-        } - {f"blocks.{index}.feed_forward" for index in range(NUM_BLOCKS)}
-        assert all(path.startswith("blocks.") for path in paths), paths
+def test_a_policy_is_asked_about_the_work_of_the_module_alone_and_with_its_path(order: str) -> None:
+    parts = ["", "dropout", "norm1", "norm2", "attention", *(f"attention.w{name}" for name in "qkvo")]
+    parts += ["feed_forward", "feed_forward.w1", "feed_forward.w2"]
+    expected = {f"blocks.{index}.{part}".rstrip(".") for index in range(NUM_BLOCKS) for part in parts}
+    for paths, ops in processes.pool("torch", 2).run(seen_by_a_policy, order):
+        assert set(paths) == expected
+        assert not [op for op in ops if op.startswith(("c10d", "fsdp"))]
 
 
 @pytest.mark.parametrize("order", ORDERS)

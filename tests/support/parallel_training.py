@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 import hyper_parallel as hp
 from hyper_parallel import policies
+from hyper_parallel.core.swap import engines
 from hyper_parallel.core.swap.config import configure_swap
 from hyper_parallel.core.swap.engine import SwapEngine
+from hyper_parallel.platform.torch.activation_checkpoint import CheckpointImpl
 
 WIDTH = 32
 HEADS = 4
@@ -28,6 +31,14 @@ BATCH = 3
 NUM_BLOCKS = 2
 NUM_STEPS = 2
 UNIT_BYTES = BATCH * LENGTH * WIDTH * 4  # a float32 activation of one block's width; also its attention scores
+
+
+# What each wrap below moves in a step, where every rank has whole activations. w1 has twice their width.
+PER_STEP = {
+    "swap": NUM_BLOCKS * 8 * UNIT_BYTES,  # q, k, v, scores, attention, wo, w1 (2); nothing needs w2's result
+    "mix": NUM_BLOCKS * 3 * UNIT_BYTES,  # w1 (2) and the input
+    "swap inputs": NUM_BLOCKS * UNIT_BYTES,
+}
 
 
 class Attention(nn.Module):
@@ -107,9 +118,11 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     ),
     "swap inputs": lambda block: hp.checkpoint_wrapper(block, swap_inputs=True),
     "swap wrapper": hp.swap_wrapper,
+    "offload wrapper": hp.offload_wrapper,
+    "reentrant": lambda block: hp.checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.REENTRANT),
 }
 WRAPPED = tuple(name for name in WRAPS if name != "plain")
-SWAPPING = ("swap", "swap all", "mix", "swap inputs", "swap wrapper")
+SWAPPING = ("swap", "swap all", "mix", "swap inputs", "swap wrapper", "offload wrapper")
 
 
 def wrap_blocks(model: Transformer, name: str) -> None:
@@ -130,7 +143,9 @@ def loss_of(model: nn.Module, step: int, *, is_same_everywhere: bool = False) ->
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part, with everything in it that a collective still has to write."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.trigger_wait() if isinstance(part, AsyncCollectiveTensor) else part
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -250,7 +265,7 @@ def one_backward(model: nn.Module, step: int) -> None:
 def train(model: nn.Module, backward: Step, num_steps: int) -> dict[str, torch.Tensor]:
     """Gradients of every step and the parameters after the last."""
     torch.manual_seed(100 + dist.get_rank())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found: dict[str, torch.Tensor] = {}
     for step in range(num_steps):
         optimizer.zero_grad()
@@ -298,6 +313,12 @@ def swapping(directory: str) -> Any:
     return configure_swap(disk_dir=directory, min_bytes=1, window_bytes="64KiB", prefetch_bytes="256KiB")
 
 
+def join_swapping() -> None:
+    """Let everything that is on its way arrive."""
+    for managed in engines.all_engines().values():
+        managed.engine.join()
+
+
 def do_nothing(model: nn.Module) -> None:
     pass
 
@@ -310,7 +331,7 @@ def check(outcomes: list[dict[str, Outcome]], per_step: dict[str, int] | None = 
     """In the test: what holds on every rank for every way of training in parallel.
 
     Args:
-        per_step: the bytes that each wrap moves in a step; "swap wrapper" moves all that autograd saves.
+        per_step: the bytes that each wrap moves in a step; the wrappers that swap everything move what autograd saves.
     """
     for rank, by_wrap in enumerate(outcomes):
         for wrap, outcome in by_wrap.items():
@@ -318,7 +339,7 @@ def check(outcomes: list[dict[str, Outcome]], per_step: dict[str, int] | None = 
             assert outcome.differences == [], where
             assert outcome.moved_parameters == [], where
             assert (outcome.moved_bytes > 0) == (wrap in SWAPPING), where
-            if wrap == "swap wrapper":
+            if wrap in ("swap wrapper", "offload wrapper"):
                 assert outcome.moved_bytes == NUM_STEPS * outcome.saved_bytes, f"{where}: {outcome.labels}"
             elif per_step is not None:
                 assert outcome.moved_bytes == NUM_STEPS * per_step.get(wrap, 0), f"{where}: {outcome.labels}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.util
@@ -219,7 +220,7 @@ class Torch(Framework):
         left = [
             f"process group {name} of ranks {dist.get_process_group_ranks(group)}"
             for group, name in dist.distributed_c10d._world.pg_names.items()
-            if group is not dist.group.WORLD
+            if group is not dist.group.WORLD and group not in _kept_groups
         ]
         try:
             check_nothing_left()
@@ -228,7 +229,25 @@ class Torch(Framework):
         return left
 
 
+_kept_groups: set[Any] = set()
+
+
+@functools.cache
+def kept_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    """A mesh of several axes, for functions that run here. Its process groups live as long as the worker.
+
+    They cannot be ended after a call: DTensor remembers meshes, and takes the groups of an equal one that it has met before.
+    """
+    import torch.distributed as dist
+
+    before = set(dist.distributed_c10d._world.pg_names)
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    _kept_groups.update(set(dist.distributed_c10d._world.pg_names) - before)
+    return mesh
+
+
 FRAMEWORKS = {"none": Framework, "torch": Torch}
 
-if __name__ == "__main__":
+
+def main() -> None:
     nursery(FRAMEWORKS[sys.argv[1]](), socket.socket(fileno=int(sys.argv[2])))

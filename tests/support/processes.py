@@ -38,6 +38,8 @@ from typing import Any, NamedTuple
 
 KEPT: set[int] = set()  # processes that live from test to test; the search for leaked processes leaves them out
 
+# Not with -m: the module would exist twice, once by its name.
+_NURSERY = "from support import process_worker; process_worker.main()"
 _START_S = 120.0  # to import a framework, on a machine that is busy
 _ANSWER_S = 20.0  # for what takes milliseconds
 _GRACE_S = 0.5  # after one rank has failed, for the others to say why they did
@@ -276,7 +278,7 @@ class _Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "support.process_worker", framework, str(theirs.fileno())],
+                [sys.executable, "-c", _NURSERY, framework, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=worker_environment(),

@@ -20,7 +20,7 @@ from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import SavedArguments
 from hyper_parallel.platform.torch.activation_checkpoint.checksums import checksum, find_difference
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import paths_here
-from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
+from hyper_parallel.platform.torch.activation_checkpoint.placeholders import NeedsEverything, Placeholder, View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, HostRandomness, states_of
 from hyper_parallel.platform.torch.activation_checkpoint.recording import (
     Record,
@@ -30,18 +30,18 @@ from hyper_parallel.platform.torch.activation_checkpoint.recording import (
     changed_in_place,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.region_swap import RegionSwap, Swapped
-from hyper_parallel.platform.torch.activation_checkpoint.replaying import AllFound, NeedsEverything, Replay, ReplayMode
+from hyper_parallel.platform.torch.activation_checkpoint.replaying import AllFound, Replay, ReplayMode
 from hyper_parallel.platform.torch.activation_checkpoint.residuals import FromInput, FromKept, Pass, Recomputed
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Kept, TensorSwap
-from hyper_parallel.platform.torch.activation_checkpoint.surroundings import Surroundings, replaying
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import Surroundings, attributes_kept, replaying
 from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value, is_available, is_plain
 
 _logger = get_logger("region")
 _NO_PASS = -1  # what PyTorch gives as the number of the backward outside of one
-# What PyTorch says when the memory of a placeholder is read.
+
+
+# What PyTorch's own kernels say when they want to read the memory of a placeholder.
 _PLACEHOLDER_READ = ("Cannot access data pointer", "unallocated storage", "data is not allocated yet")
-
-
 # Functions and modules that have been replayed with ops left out: nothing in them reads what no op needs.
 _leaves_out: weakref.WeakSet[Any] = weakref.WeakSet()
 _SMALL_BYTES = 1 << 20
@@ -64,6 +64,7 @@ class _Input(NamedTuple):
     view: View | None
     num_bytes: int
     requires_grad: bool
+    is_leaf: bool
     unpack: Callable[[], torch.Tensor] | None
 
 
@@ -114,7 +115,6 @@ class Frame:
         packer = _Packer(self)
         try:
             with (
-                self._surroundings.forward(),
                 torch.autograd.graph.saved_tensors_hooks(packer.pack, _unpack),
                 RecordingMode(record),
             ):
@@ -158,10 +158,13 @@ class Frame:
             if value.kept is not None and type(value.kept) is not Swapped and not record.is_current(value):
                 value.kept = None  # written over since
         recomputed = _living(self._recomputed)
+        if recomputed and self._has_hooks():
+            record.runs_everything = True  # who hooks into the modules gets real tensors in the second run, too
         self._plan = self._plan_replay(record, {each.value for each in recomputed})
         self._num_planned = len(recomputed)
-        slots = self._keep_for_replay(record)
-        self._note_checksums(recomputed)
+        with torch._C._DisableTorchDispatch():  # nothing of this is an op of a region around this one
+            slots = self._keep_for_replay(record)
+            self._note_checksums(recomputed)
         inputs = {each.value for each in _living(self._from_inputs)}
         slots = self._pack_inputs(record, self._plan.takes | inputs) + slots
         if recomputed:
@@ -170,6 +173,13 @@ class Frame:
             each.let_go()
         if not recomputed:
             self._record = None
+
+    def _has_hooks(self) -> bool:
+        module = None if self._module is None else self._module()
+        if module is None:
+            return False
+        # The region's module itself may be called with hooks around it: those inside its forward matter.
+        return any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
 
     def _note_host_randomness(self) -> None:
         if self._host_randomness is not None:
@@ -191,7 +201,7 @@ class Frame:
         for value in (*record.made(), *record.before_write.values()):
             if value.kept is None:
                 continue
-            if value not in takes:
+            if value not in takes and not (value.is_written and self._identity not in _leaves_out):
                 value.kept = None  # a residual that needs it has a reference of its own
                 continue
             self._swap_out(record, value)
@@ -231,7 +241,7 @@ class Frame:
                     input_slots.append(slot)
             view = View.of(tensor) if is_plain(tensor) else None
             num_bytes = 0 if value is None else value.num_bytes
-            self._inputs.append(_Input(value, view, num_bytes, tensor.requires_grad, unpack))
+            self._inputs.append(_Input(value, view, num_bytes, tensor.requires_grad, tensor.is_leaf, unpack))
         arguments.forget_tensors()
         return input_slots
 
@@ -332,7 +342,7 @@ class Frame:
         replay = None if record.runs_everything else self._try_to_leave_out(record, current, wanted)
         if replay is None:
             record.runs_everything = True
-            replay = self._run_again(record, current, _everything(record), wanted)
+            replay = self._run_everything(record, current, wanted)
         self._check_found(record, replay, wanted)
         if self._checksums:
             self._check_values(replay)
@@ -355,6 +365,16 @@ class Frame:
         _logger.info("%s: what was left out is read after all (%s); every op is run again", self.name, cause)
         return None
 
+    def _run_everything(self, record: Record, current: Pass, wanted: set[Value]) -> Replay:
+        try:
+            return self._run_again(record, current, _everything(record), wanted)
+        except NeedsEverything as reader:
+            raise StateError(
+                "An input of a region is read that was not kept.",
+                where=f"{self.name}, {reader}",
+                do="Run the step again: from now on it is kept.",
+            ) from None
+
     def _run_again(self, record: Record, current: Pass, plan: tuple[Any, Any], wanted: set[Value]) -> Replay:
         options = self._options
         replay = Replay(
@@ -373,6 +393,7 @@ class Frame:
             _set_back(generators),
             contextlib.nullcontext() if self._host_randomness is None else self._host_randomness.again(),
             self._surroundings.again(),
+            attributes_kept(None if self._module is None else self._module()),
             torch.enable_grad(),
         ):
             for state in self._random:
@@ -391,7 +412,13 @@ class Frame:
             tensor = aliased(self._input_tensor(index, current))
         else:
             tensor = replay.input_tensor(each.value, each.view, lambda: self._input_tensor(index, current))
-        return tensor.requires_grad_(each.requires_grad)
+        tensor.requires_grad_(each.requires_grad)
+        if each.is_leaf:
+            return tensor
+        # A leaf would be treated differently: autocast remembers leaves it has cast, and they cannot be written.
+        with torch._C._DisableTorchDispatch():
+            result: torch.Tensor = _NoLeaf.apply(tensor)
+        return result
 
     def _recorded(self) -> Record:
         if self._record is None:
@@ -441,8 +468,8 @@ class _Packer:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         frame = self.frame
-        if frame is None:
-            return Kept(tensor, "region")
+        if frame is None or not is_plain(tensor):  # what a subclass is made of is its own business
+            return Kept(tensor, "region" if frame is None else frame.name)
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             return frame.pack(tensor)
 
@@ -464,6 +491,22 @@ def _unpack_kept(packed: torch.Tensor | None) -> torch.Tensor:
     if packed is None:
         raise NeedsEverything("a backward inside the region")
     return packed
+
+
+class _NoLeaf(torch.autograd.Function):
+    """The same tensor as the result of something."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, Placeholder):
+            return Placeholder(tensor.looks)
+        if not is_plain(tensor):
+            return tensor.view_as(tensor)
+        return View.of(tensor).on(tensor.untyped_storage(), tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 class _EndOfPass:

@@ -1,15 +1,18 @@
-"""Tensors with everything but memory: shape, strides, dtype, device, and a storage that claims its size.
+"""Tensors with everything but memory, in place of results that nothing needs while a function is run again.
 
-They stand for results that nothing needs while a function is run again. Views of them are made as of any tensor. Reading their
-memory from Python (`data_ptr`, `numpy`, `tolist`, a Triton launch) raises in PyTorch itself; whoever runs an op on one must
-look first (`replaying` does).
+A placeholder is a tensor subclass, so that every op on it comes to Python: inside a replay to the replay, which knows what to do; anywhere
+else (a function may put its tensors aside) to an error, never to a kernel. What the subclass looks like, and what its views look like, is kept in a
+plain tensor whose storage claims its size and has no memory: it takes part in views only.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from hyper_parallel._base.errors import StateError, describe
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 
 
 class View(NamedTuple):
@@ -45,9 +48,75 @@ class View(NamedTuple):
         return tensor
 
 
-def placeholder(view: View, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """A tensor that looks like `view` on a storage of `num_bytes`, without memory."""
-    storage = torch._C._construct_storage_from_data_pointer(0, device, num_bytes)
-    tensor = view.on(storage, device)
-    torch._C._set_throw_on_mutable_data_ptr(tensor)
-    return tensor
+class NeedsEverything(BaseException):  # not an Exception: the function under replay may catch those
+    """What was left out is read after all: begin again and run every op."""
+
+
+class Placeholder(torch.Tensor):
+    """A result that was left out of a recomputation."""
+
+    _local_tensor: torch.Tensor  # what it looks like; see `values.local_tensor`
+
+    @staticmethod
+    def __new__(cls, looks: torch.Tensor) -> Placeholder:
+        made: Placeholder = torch.Tensor._make_wrapper_subclass(
+            cls,
+            looks.size(),
+            strides=looks.stride(),
+            storage_offset=looks.storage_offset(),
+            dtype=looks.dtype,
+            device=looks.device,
+        )
+        made._local_tensor = looks
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise _read(f"{func} of {next((describe(each) for each in args if isinstance(each, cls)), 'it')}")
+
+    def _not_here(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise _read(describe(self))
+
+    # What reads memory without an op.
+    numpy = tolist = data_ptr = __array__ = __dlpack__ = _not_here
+
+    @property
+    def looks(self) -> torch.Tensor:
+        return self._local_tensor
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"<left out of a recomputation: {str(self.dtype).removeprefix('torch.')}{list(self.size())}>"
+
+
+def _read(what: str) -> BaseException:
+    if is_replaying():
+        return NeedsEverything(what)
+    return StateError(
+        "A tensor is read that was not computed: it was made while a region was recomputed, and nothing in backward needs it.",
+        got=what,
+        do="Read what a function puts aside before backward, or clone it there.",
+    )
+
+
+def placeholder(view: View, num_bytes: int, device: torch.device) -> Placeholder:
+    """A placeholder that looks like `view` on a storage of `num_bytes`."""
+    looks = view.on(torch._C._construct_storage_from_data_pointer(0, device, num_bytes), device)
+    torch._C._set_throw_on_mutable_data_ptr(looks)
+    return Placeholder(looks)
+
+
+def view_of_placeholder(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a view op gives of a placeholder: placeholders."""
+    with torch._C._DisableTorchDispatch():
+        result = func(*[_looks(each) for each in args], **{name: _looks(each) for name, each in kwargs.items()})
+    if isinstance(result, (list, tuple)):
+        return type(result)([Placeholder(each) for each in result])
+    return Placeholder(result)
+
+
+def _looks(argument: Any) -> Any:
+    return argument._local_tensor if isinstance(argument, Placeholder) else argument

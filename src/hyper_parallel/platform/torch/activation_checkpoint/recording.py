@@ -171,6 +171,8 @@ class Record:
         if arguments.written:
             self._copy_before_write(arguments)
         versions = None if traits.has_schema else [version_of(tensor) for tensor in arguments.tensors]
+        if not traits.has_schema:
+            self.runs_everything = True  # compiled code looks at the types of what it is given: no placeholders
         result = func(*args, **kwargs)
         if versions is not None:  # nobody said what it writes
             changed = [i for i, t in enumerate(arguments.tensors) if version_of(t) != versions[i]]
@@ -222,6 +224,7 @@ class Record:
                 continue
             value.kept = Saved(_copied(tensor))
             value.kept.seal()
+            value.is_written = True
             self.before_write[value.ref.cdata] = value
 
     def _note_writes(self, op: RecordedOp, arguments: Arguments) -> None:

@@ -12,7 +12,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel._base.errors import StateError, describe
-from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View, placeholder
+from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
+    NeedsEverything,
+    Placeholder,
+    View,
+    placeholder,
+    view_of_placeholder,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.recording import (
     INVISIBLE,
     PolicyContext,
@@ -41,10 +47,6 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
 
 class AllFound(BaseException):  # not an Exception: the function under replay may catch those
     """Every needed value was met: the rest of the function need not run (rule 6)."""
-
-
-class NeedsEverything(BaseException):  # as above
-    """An op that is not in the record reads a placeholder: begin again and run every op (rule 5)."""
 
 
 class Replay:
@@ -142,6 +144,8 @@ class Replay:
         return result
 
     def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(isinstance(each, Placeholder) for each in args):
+            return view_of_placeholder(func, args, kwargs)
         result = func(*args, **kwargs)
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(tensor, torch.Tensor):
@@ -157,6 +161,8 @@ class Replay:
                 by_id[id(tensor)] = View.of(tensor).on(self._elsewhere[value], tensor.device)
             elif storage_key(tensor) in self._empty:
                 raise NeedsEverything(str(op))
+            elif value is not None and value.is_written:
+                raise _gone(op, tensor)
         for position, value in op.targets:
             tensor = arguments.tensors[position]
             if storage_key(by_id.get(id(tensor), tensor)) not in self._own:
@@ -371,8 +377,18 @@ class ReplayMode(RegionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in INVISIBLE or self._replay is None:
+            if any(isinstance(each, Placeholder) for each in args):
+                return view_of_placeholder(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
         return self._replay.run(func, args, kwargs or {})
+
+
+def _gone(op: RecordedOp, tensor: torch.Tensor) -> StateError:
+    return StateError(
+        "What a region changed in place is needed as it was before, and was not kept.",
+        where=f"{op}, {describe(tensor)}",
+        do="Run the step again: from now on it is kept.",
+    )
 
 
 def _looks_like(tensor: torch.Tensor, view: View) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -30,6 +31,34 @@ def replaying() -> Iterator[None]:
         _thread.replays -= 1
 
 
+_NOT_ATTRIBUTES = {"_parameters", "_buffers", "_modules"}
+
+
+@contextlib.contextmanager
+def attributes_kept(module: nn.Module | None) -> Iterator[None]:
+    """A block after which a module and those in it have the attributes they had before.
+
+    A forward that puts something aside (`self.last = x`) has done so once; what its second run puts there is of no use to anybody.
+    """
+    if module is None:
+        yield
+        return
+    before = [(each, dict(vars(each)), dict(each._buffers)) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for each, attributes, buffers in before:
+            now = vars(each)
+            for name in [name for name in now if name not in attributes]:
+                del now[name]
+            for name, value in attributes.items():
+                if name not in _NOT_ATTRIBUTES and now.get(name, now) is not value:
+                    now[name] = value
+            if len(each._buffers) != len(buffers) or any(each._buffers[name] is not b for name, b in buffers.items()):
+                each._buffers.clear()
+                each._buffers.update(buffers)
+
+
 class Surroundings:
     """The state of the thread that calls a region."""
 
@@ -38,7 +67,7 @@ class Surroundings:
             (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
             for device_type in _device_types()
         ]
-        self._has_autocast = any(enabled for _, enabled, _ in self._autocast)
+        self._has_autocast_cache = torch.is_autocast_cache_enabled()
         # What compiles the frames of a model that is compiled as a whole: its parts would run uncompiled in backward.
         self._compiler = _compiler()
         self._device = next(
@@ -47,25 +76,14 @@ class Surroundings:
         )
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Autocast remembers weights it has cast until it ends, and would not cast them again in a second run: off in regions."""
-        was_enabled = torch.is_autocast_cache_enabled()
-        if not self._has_autocast or not was_enabled:
-            yield
-            return
-        torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(True)
-
-    @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            if any(enabled for _, enabled, _ in self._autocast):
+                torch.clear_autocast_cache()  # weights that are cast in this run are cast as in the first one
             for device_type, enabled, dtype in self._autocast:
                 # Also where it was off: backward may be called under autocast.
                 if enabled or torch.is_autocast_enabled(device_type):
-                    stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
+                    stack.enter_context(torch.autocast(device_type, dtype, enabled, self._has_autocast_cache))
             if self._device is not None:
                 stack.enter_context(torch.device(self._device))
             if self._compiler is not None:

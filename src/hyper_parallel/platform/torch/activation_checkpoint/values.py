@@ -28,7 +28,18 @@ class Value:
     address of the storage from being given to another one, so that it can be a key; it keeps no memory.
     """
 
-    __slots__ = ("__weakref__", "device", "is_empty", "kept", "num_bytes", "op", "origin", "ref", "seen_version")
+    __slots__ = (
+        "__weakref__",
+        "device",
+        "is_empty",
+        "is_written",
+        "kept",
+        "num_bytes",
+        "op",
+        "origin",
+        "ref",
+        "seen_version",
+    )
 
     def __init__(self, origin: Origin, op: int, storage: torch.UntypedStorage, device: torch.device) -> None:
         self.origin = origin
@@ -38,12 +49,13 @@ class Value:
         self.device = device
         self.kept: Any = None
         self.is_empty = False  # no op has written it
+        self.is_written = False  # an op of the region has written over it, and it is not the region's memory
         self.seen_version = -1  # of the tensor in which it was last read
 
 
 def is_available(value: Value) -> bool:
     """Whether a replay can have the value without making it."""
-    return value.kept is not None or value.origin in (Origin.INPUT, Origin.OUTSIDE)
+    return value.kept is not None or (value.origin in (Origin.INPUT, Origin.OUTSIDE) and not value.is_written)
 
 
 class Fresh(NamedTuple):

@@ -1,0 +1,59 @@
+"""The examples run as their first lines say."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from support import processes
+
+pytest.importorskip("torch")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def losses_and_bytes(manage: str, directory: str) -> tuple[list[float], int]:
+    import torch
+
+    import hyper_parallel as hp
+
+    example = load("fsdp2_swap")
+    shape = example.Shape(blocks=2, length=64)
+    with hp.configure_swap(disk_dir=directory, min_bytes=1):
+        before = hp.SwapManager().stats()["offloaded_bytes"]
+        losses = example.train(manage, torch.device("cpu"), 2, shape)
+        return losses, hp.SwapManager().stats()["offloaded_bytes"] - before
+
+
+def load(name: str) -> ModuleType:
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def test_the_fsdp2_example_runs_under_torchrun_and_swaps() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    output = processes.run_program([*launcher, str(EXAMPLES / "fsdp2_swap.py"), "--steps", "2"], deadline_s=120)
+    assert len(re.findall(r"^step \d: loss \d\.\d+$", output, re.MULTILINE)) == 2
+    out, back = re.findall(r"([\d.]+) MiB", output)
+    assert float(out) > 0
+    assert out == back
+
+
+def test_the_fsdp2_example_has_the_same_losses_whatever_becomes_of_activations(tmp_path: Path) -> None:
+    pool = processes.pool("torch", 2)
+    found = {
+        manage: pool.run(losses_and_bytes, manage, str(tmp_path)) for manage in ("none", "swap", "mix", "recompute")
+    }
+    for manage, ranks in found.items():
+        assert [losses for losses, _ in ranks] == [losses for losses, _ in found["none"]], manage
+        assert all((moved > 0) == (manage in ("swap", "mix")) for _, moved in ranks), manage
