@@ -178,6 +178,23 @@ def test_an_input_that_is_no_leaf_is_cast_as_often_again(swapping: Swapping, reg
     assert same(step(region), step(plainly))
 
 
+def test_a_weight_used_as_it_is_and_transposed_is_cast_alike_again(swapping: Swapping, region: Function) -> None:
+    low = torch.float16 if swapping.kind == "cuda" else torch.bfloat16
+    x, weight = swapping.randn(16, 16, seed=1), swapping.randn(16, 16, seed=2)
+
+    def function(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(nn.functional.linear(h, weight).sin(), weight.t()).tanh()
+
+    def step(call: Function) -> list[torch.Tensor]:
+        def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(swapping.kind, low):
+                return call(function, nn.functional.linear(x, weight), weight).float().sum()
+
+        return gradients(loss, x, weight)
+
+    assert same(step(region), step(plainly))
+
+
 def test_a_residual_changed_in_place_inside_is_an_error_or_right(swapping: Swapping, region: Function) -> None:
     def step(call: Function, in_place: bool) -> list[torch.Tensor]:
         def function(x: torch.Tensor) -> torch.Tensor:
@@ -988,9 +1005,10 @@ def test_a_step_counter_counts_each_forward_once_with_two_forwards_alive(
             steps.add_(1)
             return x.sin() * steps.float().rsqrt()
 
-        leaf = swapping.randn(16, 16, requires_grad=True)
-        losses = [call(function, leaf).sum() for _ in range(2)]
-        grads = [torch.autograd.grad(losses[index], leaf)[0] for index in order]
+        leaf, grads = swapping.randn(16, 16, requires_grad=True), []
+        for _ in range(3):  # what a region has learned in one step must not harm the next
+            losses = [call(function, leaf).sum() for _ in range(2)]
+            grads += [torch.autograd.grad(losses[index], leaf)[0] for index in order]
         return [*grads, steps]
 
     assert same(run(region), run(plainly))

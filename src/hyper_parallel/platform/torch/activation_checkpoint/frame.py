@@ -44,7 +44,6 @@ _NO_PASS = -1  # what PyTorch gives as the number of the backward outside of one
 _PLACEHOLDER_READ = ("Cannot access data pointer", "unallocated storage", "data is not allocated yet")
 # Functions and modules that have been replayed with ops left out: nothing in them reads what no op needs.
 _leaves_out: weakref.WeakSet[Any] = weakref.WeakSet()
-_SMALL_BYTES = 1 << 20
 
 
 class Options(NamedTuple):
@@ -140,6 +139,7 @@ class Frame:
         self._swap_out(record, value)
         if value.kept is not None:
             return FromKept(value.kept, tensor, record.ops[value.op].place())
+        value.num_writes = max(value.num_writes, tensor._version - value.made_version)
         recomputed = Recomputed(self, value, tensor)
         self._recomputed.append(weakref.ref(recomputed))
         return recomputed
@@ -201,7 +201,7 @@ class Frame:
         for value in (*record.made(), *record.before_write.values()):
             if value.kept is None:
                 continue
-            if value not in takes and not (value.is_written and self._identity not in _leaves_out):
+            if value not in takes and not (value.is_written and self._keeps_before(record, value)):
                 value.kept = None  # a residual that needs it has a reference of its own
                 continue
             self._swap_out(record, value)
@@ -210,6 +210,18 @@ class Frame:
             else:
                 value.kept.seal()
         return slots
+
+    def _keeps_before(self, record: Record, value: Value) -> bool:
+        """Whether what was in somebody else's memory before the region wrote there is kept.
+
+        It is if everything may have to run after all, or if replay takes what was written: that may be written again by others.
+        """
+        key = value.ref.cdata
+        return not self._is_proven() or any(each.ref.cdata == key for each in self._plan.takes if each.op >= 0)
+
+    def _is_proven(self) -> bool:
+        """Whether nothing in the region reads what no op needs. Functions may do something else each time; modules rarely do."""
+        return self._module is not None and self._identity in _leaves_out
 
     def _note_checksums(self, recomputed: list[Recomputed]) -> None:
         from hyper_parallel.core.activation_checkpoint.value_check import is_due
@@ -233,7 +245,8 @@ class Frame:
         for value, tensor, is_direct in zip(record.inputs, arguments.tensors, arguments.is_direct, strict=True):
             unpack = None
             # One that was written in the region is either not needed, or a copy of what it was is kept in its value.
-            if value is None or (value.kept is None and (value in needed or self._may_be_read(record, value, tensor))):
+            may_be_read = bool(self._recomputed) and (is_direct or not self._is_proven())
+            if value is None or (value.kept is None and record.is_current(value) and (value in needed or may_be_read)):
                 packed = pack(tensor) if is_direct and pack is not None else Kept(tensor, self.name)
                 unpack = packed.tensor
                 slot = getattr(packed, "slot", None)
@@ -244,13 +257,6 @@ class Frame:
             self._inputs.append(_Input(value, view, num_bytes, tensor.requires_grad, tensor.is_leaf, unpack))
         arguments.forget_tensors()
         return input_slots
-
-    def _may_be_read(self, record: Record, value: Value, tensor: torch.Tensor) -> bool:
-        """Whether an input that no op needs is kept for a replay that has to run everything after all."""
-        if self._record is None or not self._recomputed or not record.is_current(value):
-            return False
-        is_small = value.num_bytes <= _SMALL_BYTES or not (tensor.is_floating_point() or tensor.is_complex())
-        return is_small or self._identity not in _leaves_out
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -339,6 +345,9 @@ class Frame:
         if changed or len(recomputed) != self._num_planned:
             self._plan = self._plan_replay(record, wanted)
             self._num_planned = len(recomputed)
+            for value in self._plan.takes:
+                if not is_available(value):  # it was there when the forward ended
+                    raise changed_in_place(self.where(value))
         replay = None if record.runs_everything else self._try_to_leave_out(record, current, wanted)
         if replay is None:
             record.runs_everything = True

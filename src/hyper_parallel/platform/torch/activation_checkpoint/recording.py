@@ -32,6 +32,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
 # What autograd and checkpointing itself do around ops; no policy is asked and nothing is made.
 INVISIBLE = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
 
+_CAST = torch.ops.aten._to_copy.default
 PolicyFunction = Callable[..., Any]
 
 
@@ -145,6 +146,7 @@ class Record:
     def _new_value(self, origin: Origin, op: int, tensor: torch.Tensor, key: int) -> Value:
         local = local_tensor(tensor)
         value = self._current[key] = Value(origin, op, local.untyped_storage(), local.device)
+        value.made_version = version_of(tensor)
         return value
 
     # -- ops ----------------------------------------------------------------------------------------------------------
@@ -201,10 +203,11 @@ class Record:
             self._counts[module, func] += 1
             context = PolicyContext(False, module, self._counts[module, func] - 1, result)
             policy = self._answer(context, func, args, kwargs)
-            for tensor in result if isinstance(result, (list, tuple)) else (result,):
-                value = self.current(tensor)
-                if value is not None and value.origin is Origin.MADE and value.kept is None:
-                    self._keep(value, tensor, policy)
+            # Of what it looks at, not of the view: that gets its version counter only when this mode is done.
+            source = next((each for each in args if isinstance(each, torch.Tensor)), None)
+            value = None if source is None else self.current(source)
+            if source is not None and value is not None and value.origin is Origin.MADE:
+                self._keep(value, source, policy)
         return result
 
     def _state_before(
@@ -278,6 +281,8 @@ class Record:
             return
         context = PolicyContext(False, op.module, op.occurrence, result)
         op.policy = policy = self._answer(context, op.func, args, kwargs)
+        if policy.name == "MUST_SWAP" and op.func is _CAST and isinstance(args[0], torch.nn.Parameter):
+            return  # autocast's copy of a weight is cast again (rule 3)
         for value, tensor in self._made_tensors(op, result, args, kwargs):
             self._keep(value, tensor, policy)
 

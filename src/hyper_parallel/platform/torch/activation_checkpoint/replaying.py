@@ -100,7 +100,7 @@ class Replay:
 
     def written_over(self) -> set[Value]:
         """Values that were found and that a later op of this run has changed in place, where plain autograd would notice."""
-        # Less than expected is the write of the op at which the replay stopped: it is not counted any more.
+        # Fewer writes than in forward are no change: what counts them comes after the op, and the replay may have stopped there.
         return {value for value, tensor in self.found.items() if version_of(tensor) > self._versions[value]}
 
     # -- what the function is called with ------------------------------------------------------------------------------
@@ -180,8 +180,7 @@ class Replay:
         for position, value in op.targets:
             tensor = arguments.tensors[position]
             self._rebind(tensor, value)
-            # The version of the function's own tensor counts this write, too, but later: that layer is above the mode.
-            self._collect(value, by_id.get(id(tensor), tensor), num_writes=0 if id(tensor) in by_id else 1)
+            self._collect(value, by_id.get(id(tensor), tensor))
         return self._note_outputs(op, op.outputs, result, arguments)
 
     def _note_outputs(self, op: RecordedOp, outputs: Any, result: Any, arguments: Arguments) -> Any:
@@ -319,10 +318,10 @@ class Replay:
                 self._refs.append(StorageWeakRef(local_tensor(tensor).untyped_storage()))
             self._values[key] = value
 
-    def _collect(self, value: Value, tensor: torch.Tensor, num_writes: int = 0) -> None:
+    def _collect(self, value: Value, tensor: torch.Tensor) -> None:
         if value in self._wanted and value not in self.found:
             self.found[value] = aliased(tensor)
-            self._versions[value] = version_of(tensor) + num_writes
+            self._versions[value] = version_of(tensor) + value.num_writes
 
     def _stop_if_done(self) -> None:
         if self._early_stop and len(self.found) == len(self._wanted):

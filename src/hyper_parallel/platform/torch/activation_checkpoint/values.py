@@ -34,7 +34,9 @@ class Value:
         "is_empty",
         "is_written",
         "kept",
+        "made_version",
         "num_bytes",
+        "num_writes",
         "op",
         "origin",
         "ref",
@@ -50,6 +52,8 @@ class Value:
         self.kept: Any = None
         self.is_empty = False  # no op has written it
         self.is_written = False  # an op of the region has written over it, and it is not the region's memory
+        self.made_version = 0  # of the tensor in which an op gave it
+        self.num_writes = 0  # counted from there until autograd saved it: the op's own, and that of `mark_dirty`
         self.seen_version = -1  # of the tensor in which it was last read
 
 
@@ -187,7 +191,7 @@ class Arguments(NamedTuple):
     """The arguments of an op, sorted."""
 
     tensors: list[torch.Tensor]
-    rest: tuple[Any, ...]
+    rest: tuple[Any, ...]  # all that is no tensor, and how the tensors look at their storages
     written: list[int]  # which of `tensors` it writes
 
 
@@ -213,6 +217,7 @@ def sort_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], traits: Traits
 def _sort(argument: Any, tensors: list[torch.Tensor], rest: list[Any]) -> None:
     if isinstance(argument, torch.Tensor):
         tensors.append(argument)
+        rest.append(_look(argument))  # two views of one value are two arguments
     elif type(argument) in (list, tuple):
         rest.append(len(argument))
         for each in argument:
@@ -223,6 +228,13 @@ def _sort(argument: Any, tensors: list[torch.Tensor], rest: list[Any]) -> None:
             _sort(each, tensors, rest)
     else:
         rest.append(argument)
+
+
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    try:
+        return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+    except (NotImplementedError, RuntimeError):  # sparse
+        return tensor.dtype, tensor.size()
 
 
 def replaced(argument: Any, by_id: dict[int, torch.Tensor]) -> Any:
