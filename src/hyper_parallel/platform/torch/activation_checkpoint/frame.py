@@ -157,7 +157,7 @@ class Frame:
         for value in record.made():
             if value.kept is not None and type(value.kept) is not Swapped and not record.is_current(value):
                 value.kept = None  # written over since
-        recomputed = _living(self._recomputed)
+        recomputed = self._to_recompute(record)
         if recomputed and self._has_hooks():
             record.runs_everything = True  # who hooks into the modules gets real tensors in the second run, too
         self._plan = self._plan_replay(record, {each.value for each in recomputed})
@@ -173,6 +173,18 @@ class Frame:
             each.let_go()
         if not recomputed:
             self._record = None
+
+    def _to_recompute(self, record: Record) -> list[Recomputed]:
+        """The living residuals that no policy has kept after all."""
+        living: list[Recomputed] = _living(self._recomputed)
+        kept = [each for each in living if each.value.kept is not None]
+        for each in kept:
+            self._swap_out(record, each.value)
+            each.keep(record.ops[each.value.op].place())
+            each.let_go()
+        recomputed = [each for each in living if each.value.kept is None]
+        self._recomputed = [weakref.ref(each) for each in recomputed]
+        return recomputed
 
     def _has_hooks(self) -> bool:
         module = None if self._module is None else self._module()

@@ -68,6 +68,10 @@ class Placeholder(torch.Tensor):
             device=looks.device,
         )
         made._local_tensor = looks
+        if looks.is_conj():
+            torch._C._set_conj(made, True)
+        if looks.is_neg():
+            torch._C._set_neg(made, True)
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -102,9 +106,13 @@ def _read(what: str) -> BaseException:
     )
 
 
-def placeholder(view: View, num_bytes: int, device: torch.device) -> Placeholder:
-    """A placeholder that looks like `view` on a storage of `num_bytes`."""
-    looks = view.on(torch._C._construct_storage_from_data_pointer(0, device, num_bytes), device)
+def placeholder(
+    view: View, num_bytes: int, device: torch.device, storage: torch.UntypedStorage | None = None
+) -> Placeholder:
+    """A placeholder that looks like `view` on a storage of `num_bytes`: a new one, or that of another placeholder."""
+    if storage is None:
+        storage = torch._C._construct_storage_from_data_pointer(0, device, num_bytes)
+    looks = view.on(storage, device)
     torch._C._set_throw_on_mutable_data_ptr(looks)
     return Placeholder(looks)
 

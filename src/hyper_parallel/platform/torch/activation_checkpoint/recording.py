@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel._base.errors import StateError, describe
+from hyper_parallel._base.errors import ArgumentError, StateError, describe
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import ModulePaths, innermost_module
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, generator_of
@@ -182,9 +182,9 @@ class Record:
         op.must_run = traits.must_run
         self._note_writes(op, arguments)
         op.outputs = self._note_outputs(op, result, arguments)
-        if traits.is_empty:
-            for value in op.makes:
-                value.is_empty = value.num_bytes > 0
+        for value in op.makes:
+            value.is_empty = traits.is_empty and value.num_bytes > 0
+            value.is_weight_cast = func is _CAST and isinstance(args[0], torch.nn.Parameter)
         self.ops.append(op)
         self._ask(op, result, args, kwargs)
         return result
@@ -281,8 +281,6 @@ class Record:
             return
         context = PolicyContext(False, op.module, op.occurrence, result)
         op.policy = policy = self._answer(context, op.func, args, kwargs)
-        if policy.name == "MUST_SWAP" and op.func is _CAST and isinstance(args[0], torch.nn.Parameter):
-            return  # autocast's copy of a weight is cast again (rule 3)
         for value, tensor in self._made_tensors(op, result, args, kwargs):
             self._keep(value, tensor, policy)
 
@@ -304,7 +302,7 @@ class Record:
             return
         if policy.name in ("MUST_SAVE", "PREFER_SAVE"):
             value.kept = Saved(aliased(tensor))
-        elif policy.name == "MUST_SWAP":
+        elif policy.name == "MUST_SWAP" and not value.is_weight_cast:
             value.kept = Swappable(aliased(tensor))
 
 
@@ -318,11 +316,20 @@ def ask(policy: Any, context: PolicyContext, func: Any, args: tuple[Any, ...], k
     """What the policy says about an op, as a CheckpointPolicy."""
     from hyper_parallel.core.activation_checkpoint.policy import as_policy
 
-    answer = policy(context, func, *args, **kwargs)
+    # Not as a TypeError: PyTorch's binary operators take one for "the other operand may know", and forget it.
+    try:
+        answer = policy(context, func, *args, **kwargs)
+    except TypeError as error:
+        raise ArgumentError(
+            "A policy raised an error.",
+            got=f"{type(error).__name__}: {error}",
+            where=f"{context.module or 'region'}, {func}",
+            do="A policy is called as policy_fn(ctx, op, *args, **kwargs).",
+        ) from error
     try:
         return as_policy(answer)
-    except TypeError as error:
-        raise type(error)(  # type: ignore[call-arg]
+    except TypeError:
+        raise ArgumentError(
             "A policy gave an answer that means nothing.",
             expected="a CheckpointPolicy, True or False",
             got=describe(answer),

@@ -89,6 +89,7 @@ class Replay:
         self._empty: set[int] = set()
         self._elsewhere: dict[Value, torch.UntypedStorage] = {}
         self._versions: dict[Value, int] = {}
+        self._input_storages: dict[Value, torch.UntypedStorage] = {}
         self._next = 0
         self._met = bytearray(len(record.ops))
         for value in record.before_write.values():
@@ -109,16 +110,18 @@ class Replay:
         """An argument: the tensor itself if an op of this run reads it, else a placeholder."""
         if value is None:
             return tensor()
+        # Arguments that share a storage share it here, too: one may be written and the other read.
+        known = self._input_storages.get(value)
         if value not in self._takes:
-            made = placeholder(view, value.num_bytes, value.device)
+            made = placeholder(view, value.num_bytes, value.device, known)
+            self._input_storages[value] = made.looks.untyped_storage()
             self._empty.add(self._bind(made, value))
-        elif value in self._elsewhere:
-            made = view.on(self._elsewhere[value], value.device)
-            self._bind(made, value)
-        else:
-            made = aliased(tensor())
-            self._bind(made, value)
-        return made
+            return made
+        storage = self._elsewhere.get(value, known)
+        result = aliased(tensor()) if storage is None else view.on(storage, value.device)
+        self._input_storages[value] = result.untyped_storage()
+        self._bind(result, value)
+        return result
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
@@ -167,11 +170,8 @@ class Replay:
             tensor = arguments.tensors[position]
             if storage_key(by_id.get(id(tensor), tensor)) not in self._own:
                 # Written once already, in forward: what runs again writes into a copy.
-                source = by_id.get(id(tensor), tensor)
-                with torch._C._DisableTorchDispatch():
-                    copy = local_tensor(source).untyped_storage().clone()
-                by_id[id(tensor)] = View.of(tensor).on(copy, tensor.device)
-                self._elsewhere[value] = copy
+                by_id[id(tensor)] = self._copied(by_id.get(id(tensor), tensor))
+                self._elsewhere[value] = by_id[id(tensor)].untyped_storage()
             elif id(tensor) in by_id:
                 self._elsewhere[value] = by_id[id(tensor)].untyped_storage()
         if op.state is not None and self._restores_random_state:
@@ -233,12 +233,31 @@ class Replay:
                 by_id[id(tensor)] = View.of(tensor).on(self._elsewhere[value], tensor.device)
             elif storage_key(tensor) in self._empty:
                 raise NeedsEverything(str(func))
-            if position in arguments.written and value is not None:
-                self._values.pop(value.ref.cdata, None)
-                key = storage_key(tensor)
-                if key is not None:
-                    self._values.pop(key, None)
+            if position in arguments.written:
+                self._write_unknown(tensor, by_id)
         return func(*replaced(args, by_id), **replaced(kwargs, by_id))
+
+    def _write_unknown(self, tensor: torch.Tensor, by_id: dict[int, torch.Tensor]) -> None:
+        """Let an op that is not in the record write a tensor: into a copy, if the memory is not of this run."""
+        key = storage_key(tensor)
+        if key is None:
+            return
+        source = by_id.get(id(tensor), tensor)
+        value = Value(Origin.MADE, -1, local_tensor(tensor).untyped_storage(), tensor.device)  # one that no op knows
+        if storage_key(source) not in self._own:
+            by_id[id(tensor)] = self._copied(source)
+        if id(tensor) in by_id:
+            self._elsewhere[value] = by_id[id(tensor)].untyped_storage()
+        self._rebind(tensor, value)
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same look at a copy of the whole storage, which this run may write."""
+        with torch._C._DisableTorchDispatch():
+            storage = local_tensor(tensor).untyped_storage().clone()
+        copy = View.of(tensor).on(storage, tensor.device)
+        self._refs.append(StorageWeakRef(storage))
+        self._own.add(int(storage._cdata))
+        return copy
 
     # -- which op it is -------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Recomputed:
     """A residual that is made again. While the region's forward runs it still holds the tensor."""
 
-    __slots__ = ("__weakref__", "_device", "_frame", "_held", "_version", "_view", "value")
+    __slots__ = ("__weakref__", "_device", "_frame", "_held", "_kept", "_version", "_view", "value")
 
     def __init__(self, frame: Frame, value: Value, tensor: torch.Tensor) -> None:
         self._frame = frame
@@ -29,6 +29,12 @@ class Recomputed:
         self._device = tensor.device
         self._held: torch.Tensor | None = tensor.detach()  # shares the version counter, leads to no node
         self._version = version_of(tensor)
+        self._kept: FromKept | None = None
+
+    def keep(self, place: OpPlace) -> None:
+        """A policy has kept the value after it was saved here (by a view of it)."""
+        if self._held is not None:
+            self._kept = FromKept(self.value.kept, self._held, place)
 
     @property
     def held(self) -> torch.Tensor | None:
@@ -38,6 +44,8 @@ class Recomputed:
         self._held = None
 
     def tensor(self) -> torch.Tensor:
+        if self._kept is not None:
+            return self._kept.tensor()
         if self._held is not None:
             if version_of(self._held) != self._version:
                 raise changed_in_place(self._frame.where(self.value), self._version, version_of(self._held))

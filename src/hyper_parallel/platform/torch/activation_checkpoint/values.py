@@ -32,6 +32,7 @@ class Value:
         "__weakref__",
         "device",
         "is_empty",
+        "is_weight_cast",
         "is_written",
         "kept",
         "made_version",
@@ -51,6 +52,7 @@ class Value:
         self.device = device
         self.kept: Any = None
         self.is_empty = False  # no op has written it
+        self.is_weight_cast = False  # autocast's copy of a parameter: cast again rather than swapped (rule 3)
         self.is_written = False  # an op of the region has written over it, and it is not the region's memory
         self.made_version = 0  # of the tensor in which an op gave it
         self.num_writes = 0  # counted from there until autograd saved it: the op's own, and that of `mark_dirty`
