@@ -154,15 +154,15 @@ class Frame:
     def _finish(self, record: Record) -> None:
         """The forward is over: keep what backward can ask for, and nothing else."""
         self._note_host_randomness()
-        for value in record.made():
-            if value.kept is not None and type(value.kept) is not Swapped and not record.is_current(value):
-                value.kept = None  # written over since
-        recomputed = self._to_recompute(record)
-        if recomputed and self._has_hooks():
-            record.runs_everything = True  # who hooks into the modules gets real tensors in the second run, too
-        self._plan = self._plan_replay(record, {each.value for each in recomputed})
-        self._num_planned = len(recomputed)
         with torch._C._DisableTorchDispatch():  # nothing of this is an op of a region around this one
+            for value in record.made():
+                if value.kept is not None and type(value.kept) is not Swapped and not record.is_current(value):
+                    value.kept = None  # written over since
+            recomputed = self._to_recompute(record)
+            if recomputed and self._has_hooks():
+                record.runs_everything = True  # who hooks into the modules gets real tensors in the second run, too
+            self._plan = self._plan_replay(record, {each.value for each in recomputed})
+            self._num_planned = len(recomputed)
             slots = self._keep_for_replay(record)
             self._note_checksums(recomputed)
         inputs = {each.value for each in _living(self._from_inputs)}
