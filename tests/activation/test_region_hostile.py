@@ -982,6 +982,45 @@ def test_an_input_that_the_region_changes_in_place(swapping: Swapping, region: F
     assert same(run(region), run(plainly))
 
 
+def test_a_buffer_that_is_an_argument_and_known_to_the_function_besides(swapping: Swapping, region: Function) -> None:
+    """Two names for one storage: recomputation writes into the same copy under both."""
+
+    def run(call: Function) -> list[torch.Tensor]:
+        known = torch.full((16, 16), 0.5, device=swapping.kind)
+
+        def function(x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+            buffer.add_(1)
+            h = x * buffer.clone()
+            known.mul_(0.5)
+            return (h * known.clone()).sin()
+
+        leaf = swapping.randn(16, 16, requires_grad=True)
+        call(function, leaf, known).sum().backward()
+        return [leaf.grad, known]
+
+    assert same(run(region), run(plainly))
+
+
+@pytest.mark.parametrize("first", ["argument", "closure"])
+def test_a_leaf_that_is_an_argument_and_known_to_the_function_besides_is_cast_alike(
+    swapping: Swapping, region: Function, first: str
+) -> None:
+    low = torch.float16 if swapping.kind == "cuda" else torch.bfloat16
+
+    def run(call: Function) -> list[torch.Tensor]:
+        known, weight = (swapping.randn(16, 16, seed=seed, requires_grad=True) for seed in (1, 2))
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            one, other = (x, known) if first == "argument" else (known, x)
+            with torch.autocast(swapping.kind, low):
+                return (nn.functional.linear(one, weight).relu() @ other).float().tanh().sin()
+
+        call(function, known).sum().backward()
+        return [known.grad, weight.grad]
+
+    assert same(run(region), run(plainly))
+
+
 def test_batch_norm_counts_each_forward_once(swapping: Swapping, region: Function) -> None:
     def run(call: Function) -> list[torch.Tensor]:
         torch.manual_seed(0)

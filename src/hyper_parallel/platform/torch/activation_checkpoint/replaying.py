@@ -54,7 +54,8 @@ class Replay:
 
     Fields:
         found: the wanted values met so far, as aliases
-        _values: storage of this run -> the value it stands for; the weak references keep the keys unique
+        _storages: storage of this run -> the forward's storage that it stands for; weak references keep the keys unique
+        _states: storage of the forward -> the value it has at this point of the run
         _own: storages that ops of this run allocated, and may write
         _empty: storages of placeholders
         _elsewhere: values whose memory is not where Python's tensor says: writes into memory of others go to copies
@@ -83,7 +84,8 @@ class Replay:
         self._check_outputs = check_outputs
         self._early_stop = early_stop
         self._restores_random_state = restores_random_state
-        self._values: dict[int, Value] = dict(record.before_write)
+        self._storages: dict[int, int] = {}
+        self._states: dict[int, Value] = dict(record.before_write)
         self._refs: list[StorageWeakRef] = []
         self._own: set[int] = set()
         self._empty: set[int] = set()
@@ -172,8 +174,9 @@ class Replay:
                 # Written once already, in forward: what runs again writes into a copy.
                 by_id[id(tensor)] = self._copied(by_id.get(id(tensor), tensor))
                 self._elsewhere[value] = by_id[id(tensor)].untyped_storage()
-            elif id(tensor) in by_id:
-                self._elsewhere[value] = by_id[id(tensor)].untyped_storage()
+            elif id(tensor) in by_id or value.origin is Origin.WRITTEN:
+                # The function may know the tensor from elsewhere, too, and read it there.
+                self._elsewhere[value] = by_id.get(id(tensor), tensor).untyped_storage()
         if op.state is not None and self._restores_random_state:
             op.state.restore()
         result = op.func(*replaced(args, by_id), **replaced(kwargs, by_id))
@@ -299,9 +302,9 @@ class Replay:
         key = storage_key(tensor)
         if key is None:
             return None
-        value = self._values.get(key)
+        # What the function knows from outside (a parameter, a buffer, a result that the module kept) stands for itself.
+        value = self._states.get(self._storages.get(key, key))
         if value is None:
-            # A storage of the forward that still lives: a parameter, a buffer, or a result that the module kept.
             value = self.record.current(tensor)
             if value is not None and value.origin is Origin.MADE:
                 if version_of(tensor) != value.seen_version:
@@ -323,9 +326,8 @@ class Replay:
     def _bind(self, tensor: torch.Tensor, value: Value) -> int:
         storage = local_tensor(tensor).untyped_storage()
         key = int(storage._cdata)
-        if key not in self._values:
-            self._refs.append(StorageWeakRef(storage))
-        self._values[key] = value
+        self._stand_for(key, storage, value.ref.cdata)
+        self._states[value.ref.cdata] = value
         self._empty.discard(key)
         return key
 
@@ -333,9 +335,13 @@ class Replay:
         """An in-place op made `value` of a tensor's storage."""
         key = storage_key(tensor)
         if key is not None:
-            if key not in self._values:
-                self._refs.append(StorageWeakRef(local_tensor(tensor).untyped_storage()))
-            self._values[key] = value
+            self._stand_for(key, local_tensor(tensor).untyped_storage(), value.ref.cdata)
+            self._states[value.ref.cdata] = value
+
+    def _stand_for(self, key: int, storage: torch.UntypedStorage, forward_key: int) -> None:
+        if key not in self._storages:
+            self._refs.append(StorageWeakRef(storage))
+        self._storages[key] = forward_key
 
     def _collect(self, value: Value, tensor: torch.Tensor) -> None:
         if value in self._wanted and value not in self.found:
