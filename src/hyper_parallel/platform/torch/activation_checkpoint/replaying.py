@@ -238,7 +238,14 @@ class Replay:
                 raise NeedsEverything(str(func))
             if position in arguments.written:
                 self._write_unknown(tensor, by_id)
-        return func(*replaced(args, by_id), **replaced(kwargs, by_id))
+        result = func(*replaced(args, by_id), **replaced(kwargs, by_id))
+        for tensor in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in self._storages:
+                key = storage_key(tensor)
+                if key is not None and not any(key == storage_key(each) for each in arguments.tensors):
+                    self._refs.append(StorageWeakRef(local_tensor(tensor).untyped_storage()))
+                    self._own.add(key)
+        return result
 
     def _write_unknown(self, tensor: torch.Tensor, by_id: dict[int, torch.Tensor]) -> None:
         """Let an op that is not in the record write a tensor: into a copy, if the memory is not of this run."""
@@ -290,8 +297,12 @@ class Replay:
         for recorded, value, tensor in zip(op.reads, values, arguments.tensors, strict=True):
             if recorded is value:
                 continue
-            is_new_outside = recorded is not None and recorded.origin is Origin.OUTSIDE and value is None
-            if not (in_order and is_new_outside and recorded is not None):
+            # A tensor that the forward did not have: an index made from a list, a weight that autocast had cast before the region and casts
+            # again. A parameter that the forward did not read stands for none of those it did.
+            is_outside = recorded is not None and recorded.origin is Origin.OUTSIDE and value is None
+            if not (in_order and is_outside and recorded is not None):
+                return False
+            if tensor.requires_grad and not (recorded.ref.expired() or storage_key(tensor) in self._own):
                 return False
             if local_tensor(tensor).untyped_storage().nbytes() != recorded.num_bytes:
                 return False
