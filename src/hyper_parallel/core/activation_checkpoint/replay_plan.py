@@ -22,7 +22,7 @@ class Op(Protocol[V_co]):
 
     @property
     def must_run(self) -> bool:
-        """Whether it runs in every recomputation, needed or not."""
+        """Whether it runs in every recomputation that gets to it, needed or not."""
 
 
 class ReplayPlan(NamedTuple):
@@ -32,18 +32,26 @@ class ReplayPlan(NamedTuple):
     takes: frozenset[Hashable]
 
 
-def plan_replay(ops: Sequence[Op[V]], wanted: Iterable[V], is_available: Callable[[V], bool]) -> ReplayPlan:
+def plan_replay(
+    ops: Sequence[Op[V]], wanted: Iterable[V], is_available: Callable[[V], bool], *, stops: bool = False
+) -> ReplayPlan:
     """The least that makes every wanted value, when available ones are taken and others are made by their op.
 
     A value that is not available and that no op makes is taken as well: whoever runs the plan reports it.
+
+    Args:
+        stops: whether the recomputation ends when it has met every wanted value. Then nothing is run or taken for ops that
+            must run and come later.
     """
     maker = {value: index for index, op in enumerate(ops) for value in op.makes}
+    wanted = list(wanted)
+    last = max((maker.get(value, -1) for value in wanted), default=-1) if stops else len(ops)
     runs: set[int] = set()
     takes: set[V] = set()
     seen: set[V] = set()
     todo = list(wanted)
     for index, op in enumerate(ops):
-        if op.must_run:
+        if op.must_run and index <= last:
             runs.add(index)
             todo += [value for value in op.reads if value is not None]
     while todo:

@@ -19,8 +19,14 @@ from hyper_parallel._base.errors import StateError
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import SavedArguments
 from hyper_parallel.platform.torch.activation_checkpoint.checksums import checksum, find_difference
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import is_plain, local_tensor
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import paths_here
-from hyper_parallel.platform.torch.activation_checkpoint.placeholders import NeedsEverything, Placeholder, View
+from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
+    NeedsEverything,
+    View,
+    another_placeholder,
+    is_placeholder,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, HostRandomness, states_of
 from hyper_parallel.platform.torch.activation_checkpoint.recording import (
     Record,
@@ -34,7 +40,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.replaying import AllFou
 from hyper_parallel.platform.torch.activation_checkpoint.residuals import FromInput, FromKept, Pass, Recomputed
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Kept, TensorSwap
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import Surroundings, attributes_kept, replaying
-from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value, is_available, is_plain
+from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value, is_available
 
 _logger = get_logger("region")
 _NO_PASS = -1  # what PyTorch gives as the number of the backward outside of one
@@ -127,7 +133,7 @@ class Frame:
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps in place of a residual."""
         record = self._recorded()
-        value = record.current(tensor) if is_plain(tensor) else None
+        value = record.current(tensor)
         if value is None or value.origin is Origin.OUTSIDE:
             return Kept(tensor, self.name)
         if value.origin is Origin.INPUT:
@@ -191,7 +197,13 @@ class Frame:
         if module is None:
             return False
         # The region's module itself may be called with hooks around it: those inside its forward matter.
-        return any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
+        hooks = (
+            hook
+            for each in module.modules()
+            for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
+        )
+        # Those of tensor parallel and of FSDP2 redistribute and gather: they do not look.
+        return any(not (getattr(hook, "__module__", None) or "").startswith("torch.distributed.") for hook in hooks)
 
     def _note_host_randomness(self) -> None:
         if self._host_randomness is not None:
@@ -204,7 +216,7 @@ class Frame:
 
         if record.runs_everything and wanted:
             return ReplayPlan(*_everything(record))
-        return plan_replay(record.ops, wanted, is_available)
+        return plan_replay(record.ops, wanted, is_available, stops=self._options.early_stop)
 
     def _keep_for_replay(self, record: Record) -> list[Any]:
         """Keep what replay takes, and drop the rest; the slots of what is swapped, in the order of asking."""
@@ -286,13 +298,13 @@ class Frame:
                 self.end_pass(number)
         if tensor is None:
             raise changed_in_place(self.where(residual.value))
-        return tensor.untyped_storage()
+        return local_tensor(tensor).untyped_storage()
 
     def input_storage(self, value: Value) -> torch.UntypedStorage:
         """The memory of an input, laid out as it was."""
         if not self._inputs:  # the forward still runs, and somebody runs backward inside it
             return next(
-                tensor.untyped_storage()
+                local_tensor(tensor).untyped_storage()
                 for known, tensor in zip(self._recorded().inputs, self._arguments.tensors, strict=True)
                 if known is value
             )
@@ -306,7 +318,7 @@ class Frame:
             current.gave_input(index)
             if number == _NO_PASS:
                 self.end_pass(number)
-        return tensor.untyped_storage()
+        return local_tensor(tensor).untyped_storage()
 
     def where(self, value: Value) -> str:
         record = self._record
@@ -409,6 +421,9 @@ class Frame:
         )
         generators = {state.generator for state in self._random}
         generators |= {op.state.generator for op in record.ops if op.state is not None}
+        # First of all: to get them may mean another replay, of the region around this one.
+        with torch.enable_grad():
+            args, kwargs = self._arguments.rebuild(lambda index: self._replayed_input(index, replay, current))
         with (
             replaying(),
             _set_back(generators),
@@ -419,7 +434,6 @@ class Frame:
         ):
             for state in self._random:
                 state.restore()
-            args, kwargs = self._arguments.rebuild(lambda index: self._replayed_input(index, replay, current))
             # Who runs backward inside the region needs the residuals of the replay, too; nobody else does.
             pack = _keep if record.runs_everything else _forget
             hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack_kept)
@@ -519,11 +533,11 @@ class _NoLeaf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, Placeholder):
-            return Placeholder(tensor.looks)
+        if is_placeholder(tensor):
+            return another_placeholder(tensor)
         if not is_plain(tensor):
             return tensor.view_as(tensor)
-        return View.of(tensor).on(tensor.untyped_storage(), tensor.device)
+        return View.of(tensor).on(local_tensor(tensor).untyped_storage(), tensor.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -587,13 +601,15 @@ def _living(refs: list[Any]) -> list[Any]:
 def _whole(tensor: torch.Tensor, value: Value) -> torch.Tensor:
     """All bytes of a tensor's storage."""
     whole = View(torch.uint8, torch.Size([value.num_bytes]), (1,), 0, False, False)
-    return whole.on(tensor.untyped_storage(), tensor.device)
+    return whole.on(local_tensor(tensor).untyped_storage(), tensor.device)
 
 
 def _laid_out(tensor: torch.Tensor, view: View, num_bytes: int) -> torch.Tensor:
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         storage = torch.empty(num_bytes, dtype=torch.uint8, device=tensor.device).untyped_storage()
-        return view.on(storage, tensor.device).copy_(tensor)
+        laid_out = view.on(storage, tensor.device)
+        local_tensor(laid_out).copy_(local_tensor(tensor))
+    return laid_out
 
 
 def _module_of(function: Any) -> nn.Module | None:

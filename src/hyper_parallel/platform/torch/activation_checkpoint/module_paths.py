@@ -17,6 +17,9 @@ _CALL = nn.Module._call_impl.__code__
 # Modules around a whole model whose own name says nothing: the attribute that has the model.
 _AROUND = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 
+# PyTorch's file with what FSDP2 does for the parameters of a module.
+_SHARDING = "_fsdp_param_group.py"
+
 
 class ModulePaths:
     """The names of the modules below one root; looked up once, again when an unknown module is met."""
@@ -29,7 +32,9 @@ class ModulePaths:
     def _look(self) -> None:
         root = self._root()
         if root is not None:
-            self._names = {id(module): (weakref.ref(module), name) for name, module in root.named_modules()}
+            # Unwrapped: a wrapper that `fully_shard` was applied to stands in the inner module's place.
+            modules = [(name, unwrapped(module)) for name, module in root.named_modules()]
+            self._names = {id(module): (weakref.ref(module), name) for name, module in modules}
 
     def name(self, module: nn.Module | None) -> str:
         """The path of a module; the class's name if it is not below the root; "" without a module."""
@@ -80,6 +85,26 @@ def innermost_module(depth: int) -> nn.Module | None:
             return module
         frame = frame.f_back
     return None
+
+
+def has_sharded_modules() -> bool:
+    """Whether `fully_shard` was applied to a module that still lives."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    return states is not None and len(states._module_state_mapping) > 0
+
+
+def is_sharding(depth: int) -> bool:
+    """Whether the caller, `depth` frames up or more, is `fully_shard` gathering or freeing parameters around a module's call.
+
+    That is no work of the module: when the module is called again in backward, other hooks have done it. The casts of
+    mixed precision are the module's: they are made in both calls.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and frame.f_code is not _CALL:
+        if frame.f_code.co_filename.endswith(_SHARDING):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

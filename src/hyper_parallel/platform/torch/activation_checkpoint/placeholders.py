@@ -7,11 +7,13 @@ plain tensor whose storage claims its size and has no memory: it takes part in v
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
 
 from hyper_parallel._base.errors import StateError, describe
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import Outer, is_distributed, local_tensor
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 
 
@@ -24,16 +26,19 @@ class View(NamedTuple):
     offset: int
     is_conj: bool
     is_neg: bool
+    outer: Outer | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
+        local = local_tensor(tensor)
         return cls(
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            tensor.storage_offset(),
-            tensor.is_conj(),
-            tensor.is_neg(),
+            local.dtype,
+            local.size(),
+            local.stride(),
+            local.storage_offset(),
+            local.is_conj(),
+            local.is_neg(),
+            None if local is tensor else Outer.of(tensor),
         )
 
     def on(self, storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
@@ -45,7 +50,7 @@ class View(NamedTuple):
                 tensor = torch._conj(tensor)
             if self.is_neg:
                 tensor = torch._neg_view(tensor)
-        return tensor
+        return tensor if self.outer is None else self.outer.around(tensor)
 
 
 class NeedsEverything(BaseException):  # not an Exception: the function under replay may catch those
@@ -106,25 +111,49 @@ def _read(what: str) -> BaseException:
     )
 
 
+def is_placeholder(tensor: Any) -> bool:
+    """Whether a tensor was left out, or is a DTensor whose own part was."""
+    return isinstance(tensor, Placeholder) or isinstance(getattr(tensor, "_local_tensor", None), Placeholder)
+
+
 def placeholder(
     view: View, num_bytes: int, device: torch.device, storage: torch.UntypedStorage | None = None
-) -> Placeholder:
+) -> torch.Tensor:
     """A placeholder that looks like `view` on a storage of `num_bytes`: a new one, or that of another placeholder."""
     if storage is None:
         storage = torch._C._construct_storage_from_data_pointer(0, device, num_bytes)
-    looks = view.on(storage, device)
+    looks = view._replace(outer=None).on(storage, device)
     torch._C._set_throw_on_mutable_data_ptr(looks)
-    return Placeholder(looks)
+    return Placeholder(looks) if view.outer is None else view.outer.around(Placeholder(looks))
+
+
+def another_placeholder(tensor: torch.Tensor) -> torch.Tensor:
+    """One that looks at the same storage in the same way."""
+    return _without_memory(_looks(tensor))
 
 
 def view_of_placeholder(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a view op gives of a placeholder: placeholders."""
-    with torch._C._DisableTorchDispatch():
-        result = func(*[_looks(each) for each in args], **{name: _looks(each) for name, each in kwargs.items()})
+    looks = [_looks(each) for each in args]
+    by_name = {name: _looks(each) for name, each in kwargs.items()}
+    # What a view of a DTensor looks like only its own dispatch can tell.
+    is_outer = any(isinstance(each, torch.Tensor) and is_distributed(each) for each in looks)
+    with contextlib.nullcontext() if is_outer else torch._C._DisableTorchDispatch():
+        result = func(*looks, **by_name)
     if isinstance(result, (list, tuple)):
-        return type(result)([Placeholder(each) for each in result])
-    return Placeholder(result)
+        return type(result)([_without_memory(each) for each in result])
+    return _without_memory(result)
 
 
 def _looks(argument: Any) -> Any:
-    return argument._local_tensor if isinstance(argument, Placeholder) else argument
+    if isinstance(argument, Placeholder):
+        return argument._local_tensor
+    if not is_placeholder(argument):
+        return argument
+    outer = Outer.of(argument)
+    return argument if outer is None else outer.around(local_tensor(argument))
+
+
+def _without_memory(looks: torch.Tensor) -> torch.Tensor:
+    outer = Outer.of(looks)
+    return Placeholder(looks) if outer is None else outer.around(Placeholder(local_tensor(looks)))

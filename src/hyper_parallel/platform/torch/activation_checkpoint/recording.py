@@ -10,7 +10,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel._base.errors import ArgumentError, StateError, describe
-from hyper_parallel.platform.torch.activation_checkpoint.module_paths import ModulePaths, innermost_module
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
+    Outer,
+    is_distributed,
+    is_plain,
+    local_tensor,
+    version_of,
+)
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import (
+    ModulePaths,
+    has_sharded_modules,
+    innermost_module,
+    is_sharding,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, generator_of
 from hyper_parallel.platform.torch.activation_checkpoint.values import (
@@ -22,8 +34,6 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
     RecordedOp,
     Traits,
     Value,
-    is_plain,
-    local_tensor,
     sort_arguments,
     storage_key,
     traits_of,
@@ -76,7 +86,7 @@ class Saved:
         return self._version is not None and version_of(self._alias) != self._version
 
     def memory(self) -> torch.UntypedStorage:
-        return self._alias.untyped_storage()
+        return local_tensor(self._alias).untyped_storage()
 
     @property
     def alias(self) -> torch.Tensor:
@@ -101,6 +111,8 @@ class Record:
         self.inputs: list[Value | None] = []
         # storages of others that an op of the region wrote -> the value before the first write
         self.before_write: dict[int, Value] = {}
+        # operators that are views of ordinary tensors, and here had to communicate to give a DTensor its shape
+        self.views_that_communicate: set[Any] = set()
         # what no record can follow: tensors without a storage, kernels that PyTorch does not dispatch
         self.runs_everything = False
         self._policy = policy
@@ -155,21 +167,9 @@ class Record:
         """Run an op and note it."""
         traits = traits_of(func)
         if traits.is_view:
-            return self._run_view(func, args, kwargs)
+            return self._run_view(func, args, kwargs, traits)
         arguments = sort_arguments(args, kwargs, traits)
-        reads = tuple([self._value_of(tensor) for tensor in arguments.tensors])
-        self._look_for_unseen(reads, arguments.written)
-        module = "" if self._paths is None else self._paths.name(innermost_module(3))
-        self._counts[module, func] += 1
-        op = RecordedOp(
-            len(self.ops),
-            func,
-            reads,
-            arguments.rest,
-            module,
-            self._counts[module, func] - 1,
-            self._state_before(traits, args, kwargs, arguments),
-        )
+        op = self._new_op(func, arguments, self._state_before(traits, args, kwargs, arguments))
         if arguments.written:
             self._copy_before_write(arguments)
         versions = None if traits.has_schema else [version_of(tensor) for tensor in arguments.tensors]
@@ -189,15 +189,32 @@ class Record:
         self._ask(op, result, args, kwargs)
         return result
 
+    def _new_op(self, func: Any, arguments: Arguments, state: GeneratorState | None) -> RecordedOp:
+        reads = tuple([self._value_of(tensor) for tensor in arguments.tensors])
+        self._look_for_unseen(reads, arguments.written)
+        module = "" if self._paths is None else self._paths.name(innermost_module(3))
+        self._counts[module, func] += 1
+        occurrence = self._counts[module, func] - 1
+        return RecordedOp(len(self.ops), func, reads, arguments.rest, module, occurrence, state)
+
     def _look_for_unseen(self, reads: tuple[Value | None, ...], written: list[int]) -> None:
         """Memory that no op has written is read: a kernel has written it that no mode sees, and that must run again."""
         for position, value in enumerate(reads):
             if value is not None and value.is_empty and position not in written:
                 self.runs_everything = True
 
-    def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], traits: Traits) -> Any:
         """A view is no value. A policy that saves it saves what it looks at."""
         result = func(*args, **kwargs)
+        if _has_communicated(result, args):
+            arguments = sort_arguments(args, kwargs, traits)
+            op = self._new_op(func, arguments, None)
+            op.must_run = True
+            self.views_that_communicate.add(func)
+            op.outputs = self._note_outputs(op, result, arguments)
+            self.ops.append(op)
+            self._ask(op, result, args, kwargs)
+            return result
         if self._policy is not None:
             module = "" if self._paths is None else self._paths.name(innermost_module(4))
             self._counts[module, func] += 1
@@ -272,7 +289,7 @@ class Record:
         if value.device.type == "cpu" and any(argument.device.type != "cpu" for argument in arguments.tensors):
             # Brought to the host to be looked at: kept there, so that the device need not be waited for again.
             value.kept = Saved(aliased(tensor))
-        return Fresh(value, View.of(local_tensor(tensor)))
+        return Fresh(value, View.of(tensor) if is_plain(tensor) else View.of(local_tensor(tensor)))
 
     # -- policy -------------------------------------------------------------------------------------------------------
 
@@ -298,7 +315,9 @@ class Record:
         return found
 
     def _keep(self, value: Value, tensor: torch.Tensor, policy: Any) -> None:
-        if value.kept is not None or not is_plain(tensor) or value.num_bytes == 0:
+        if value.kept is not None or not is_plain(tensor):
+            return
+        if value.num_bytes == 0 and not is_distributed(tensor):  # other ranks may have more: all keep it, or none
             return
         if policy.name in ("MUST_SAVE", "PREFER_SAVE"):
             value.kept = Saved(aliased(tensor))
@@ -343,6 +362,10 @@ class RegionMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._may_shard = has_sharded_modules()
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # PyTorch would put a wrapper around the handler that costs more than the handler. The compiler does not look into this
@@ -364,7 +387,7 @@ class RecordingMode(RegionMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in INVISIBLE:
+        if func in INVISIBLE or (self._may_shard and is_sharding(2)):
             return func(*args, **(kwargs or {}))
         return self._record.run(func, args, kwargs or {})
 
@@ -374,6 +397,11 @@ _COUNTS_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 def aliased(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory and version counter, without autograd and unseen by dispatch modes."""
+    outer = Outer.of(tensor)
+    if outer is not None:
+        return outer.around(aliased(local_tensor(tensor)))
+    if is_plain(tensor):
+        tensor = local_tensor(tensor)  # all of it, if a collective still writes it
     with torch._C._DisableTorchDispatch():
         # Inside a dispatch mode the layer that counts versions is already behind us, and `detach` alone would give the alias
         # a counter of its own.
@@ -382,14 +410,20 @@ def aliased(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.detach()
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else int(tensor._version)
+def _has_communicated(result: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a view of a DTensor is none: its shape needed other placements first."""
+    first = result[0] if isinstance(result, (list, tuple)) and result else result
+    return (
+        isinstance(first, torch.Tensor)
+        and is_distributed(first)
+        and storage_key(first) not in [storage_key(each) for each in args if isinstance(each, torch.Tensor)]
+    )
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that looks the same at a copy of the whole storage."""
     with torch._C._DisableTorchDispatch(), torch.no_grad():
-        storage = tensor.untyped_storage().clone()
+        storage = local_tensor(tensor).untyped_storage().clone()
     return View.of(tensor).on(storage, tensor.device)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
-from hyper_parallel.platform.torch.activation_checkpoint.recording import Saved, version_of
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor, version_of
+from hyper_parallel.platform.torch.activation_checkpoint.recording import Saved
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import living_slot, note_slot
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
 
@@ -45,7 +46,7 @@ class RegionSwap:
 
     def swap(self, saved: Saved, num_bytes: int, what: object) -> Swapped | None:
         """Hand a value to the engine of its device; None if it is too small, or nothing there can be swapped."""
-        alias = saved.alias
+        alias = local_tensor(saved.alias)
         place = self.place(alias.device)
         if place is None or num_bytes < place[2]:
             return None

@@ -12,10 +12,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel._base.errors import StateError, describe
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor, version_of
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import is_sharding
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
     NeedsEverything,
-    Placeholder,
     View,
+    is_placeholder,
     placeholder,
     view_of_placeholder,
 )
@@ -26,7 +28,6 @@ from hyper_parallel.platform.torch.activation_checkpoint.recording import (
     RegionMode,
     aliased,
     ask,
-    version_of,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.values import (
     Argument,
@@ -36,7 +37,6 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
     Origin,
     RecordedOp,
     Value,
-    local_tensor,
     replaced,
     same_rest,
     sort_arguments,
@@ -116,12 +116,12 @@ class Replay:
         known = self._input_storages.get(value)
         if value not in self._takes:
             made = placeholder(view, value.num_bytes, value.device, known)
-            self._input_storages[value] = made.looks.untyped_storage()
+            self._input_storages[value] = local_tensor(made).untyped_storage()
             self._empty.add(self._bind(made, value))
             return made
         storage = self._elsewhere.get(value, known)
         result = aliased(tensor()) if storage is None else view.on(storage, value.device)
-        self._input_storages[value] = result.untyped_storage()
+        self._input_storages[value] = local_tensor(result).untyped_storage()
         self._bind(result, value)
         return result
 
@@ -129,14 +129,16 @@ class Replay:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traits = traits_of(func)
-        if traits.is_view:
+        if traits.is_view and func not in self.record.views_that_communicate:
             return self._run_view(func, args, kwargs)
         arguments = sort_arguments(args, kwargs, traits)
         values = [self._value_of(tensor) for tensor in arguments.tensors]
         op = self._match(func, values, arguments)
         if op is None:
+            if traits.is_view:
+                return self._run_view(func, args, kwargs)
             return self._run_unknown(func, args, kwargs, arguments)
-        if op.index in self._runs:
+        if op.index in self._runs or op.must_run:
             result = self._run_again(op, args, kwargs, arguments)
         else:
             result = self._leave_out(op, op.outputs, arguments)
@@ -149,7 +151,7 @@ class Replay:
         return result
 
     def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(isinstance(each, Placeholder) for each in args):
+        if any(is_placeholder(each) for each in args):
             return view_of_placeholder(func, args, kwargs)
         result = func(*args, **kwargs)
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
@@ -173,10 +175,10 @@ class Replay:
             if storage_key(by_id.get(id(tensor), tensor)) not in self._own:
                 # Written once already, in forward: what runs again writes into a copy.
                 by_id[id(tensor)] = self._copied(by_id.get(id(tensor), tensor))
-                self._elsewhere[value] = by_id[id(tensor)].untyped_storage()
+                self._elsewhere[value] = local_tensor(by_id[id(tensor)]).untyped_storage()
             elif id(tensor) in by_id or value.origin is Origin.WRITTEN:
                 # The function may know the tensor from elsewhere, too, and read it there.
-                self._elsewhere[value] = by_id.get(id(tensor), tensor).untyped_storage()
+                self._elsewhere[value] = local_tensor(by_id.get(id(tensor), tensor)).untyped_storage()
         if op.state is not None and self._restores_random_state:
             op.state.restore()
         result = op.func(*replaced(args, by_id), **replaced(kwargs, by_id))
@@ -257,7 +259,7 @@ class Replay:
         if storage_key(source) not in self._own:
             by_id[id(tensor)] = self._copied(source)
         if id(tensor) in by_id:
-            self._elsewhere[value] = by_id[id(tensor)].untyped_storage()
+            self._elsewhere[value] = local_tensor(by_id[id(tensor)]).untyped_storage()
         self._rebind(tensor, value)
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -286,6 +288,11 @@ class Replay:
                     self.first_missing = ops[self._next]
                 self._met[op.index] = 1
                 self._next = op.index + 1
+                return op
+        # Once more what was met already: where forward had a result at hand (autocast's casts) and this run makes it again.
+        for op in ops:
+            is_repeatable = self._met[op.index] and op.state is None and not op.targets
+            if is_repeatable and self._is_same(op, func, values, arguments, in_order=False):
                 return op
         return None
 
@@ -411,8 +418,10 @@ class ReplayMode(RegionMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._may_shard and is_sharding(2):
+            return func(*args, **(kwargs or {}))
         if func in INVISIBLE or self._replay is None:
-            if any(isinstance(each, Placeholder) for each in args):
+            if any(is_placeholder(each) for each in args):
                 return view_of_placeholder(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
         return self._replay.run(func, args, kwargs or {})

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import version_of
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
-from hyper_parallel.platform.torch.activation_checkpoint.recording import changed_in_place, version_of
+from hyper_parallel.platform.torch.activation_checkpoint.recording import aliased, changed_in_place
 from hyper_parallel.platform.torch.activation_checkpoint.region_swap import Swapped
 from hyper_parallel.platform.torch.activation_checkpoint.values import OpPlace, Value
 
@@ -27,7 +28,7 @@ class Recomputed:
         self.value = value
         self._view = View.of(tensor)
         self._device = tensor.device
-        self._held: torch.Tensor | None = tensor.detach()  # shares the version counter, leads to no node
+        self._held: torch.Tensor | None = aliased(tensor)
         self._version = version_of(tensor)
         self._kept: FromKept | None = None
 

@@ -12,7 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel._base.errors import ArgumentTypeError, StateError, describe
 from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
-from hyper_parallel.platform.torch.activation_checkpoint.module_paths import paths_here, unwrapped
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import Outer, is_plain, local_tensor
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules, paths_here, unwrapped
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
 
@@ -30,7 +31,7 @@ def base_check_fn(tensor: Any) -> bool:
 
 def storage_bytes(tensor: torch.Tensor) -> int:
     try:
-        return int(tensor.untyped_storage().nbytes())
+        return int(local_tensor(tensor).untyped_storage().nbytes())
     except (NotImplementedError, RuntimeError):
         return 0  # tensors without a storage of their own: sparse, wrappers of other tensors
 
@@ -147,6 +148,7 @@ class _Recorder:
         self._find_place = place  # not a method of this object: a cycle would keep a step's memory
         self._owned: set[int] = set()  # storages of parameters and buffers
         self._owners: set[int] = set()  # the parameters themselves, by id
+        self._holders: list[dict[str, Any]] = []  # where sharding may put other parameters while the block runs
         self._places: dict[torch.device, Any] = {}  # device -> (engine, group, smallest size) or None
         self.pack_count = 0
         self.unpack_count = 0
@@ -163,6 +165,16 @@ class _Recorder:
         parameters = list(module.parameters())
         self._owners = {id(parameter) for parameter in parameters}
         self._owned = {_storage_id(tensor) for tensor in (*parameters, *module.buffers())}
+        # Kept by the graph like everything here, but they lead to no tensor of this forward.
+        self._holders = [each._parameters for each in module.modules()] if has_sharded_modules() else []
+
+    def _look_again(self) -> None:
+        """A sharded module inside the block has gathered its parameters since."""
+        for holder in self._holders:
+            for parameter in holder.values():
+                if parameter is not None and id(parameter) not in self._owners:
+                    self._owners.add(id(parameter))
+                    self._owned.add(_storage_id(parameter))
 
     def look_up_path(self) -> None:
         """Now, not when an error is raised: in backward the model is no longer running."""
@@ -184,6 +196,7 @@ class _Recorder:
         from hyper_parallel.core.swap.slot import Handle
 
         engine, group, _ = place
+        whole, tensor = tensor, local_tensor(tensor)
         slot = living_slot(engine, tensor)
         if slot is None:
             with (
@@ -191,9 +204,9 @@ class _Recorder:
             ):  # a region around this block must not take what is done here for its ops
                 alias = tensor.detach()  # shares the version counter, not the graph
                 num_bytes = storage_bytes(tensor)
-                slot = engine.save(flat(tensor), num_bytes, group, _Label(self._name, tensor), lambda: alias._version)
+                slot = engine.save(flat(tensor), num_bytes, group, _Label(self._name, whole), lambda: alias._version)
             note_slot(engine, tensor, slot)
-        return _Swapped(engine, Handle(slot, group), tensor)
+        return _Swapped(engine, Handle(slot, group), whole)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         self.unpack_count += 1
@@ -201,7 +214,7 @@ class _Recorder:
 
     def _place(self, tensor: torch.Tensor) -> Any:
         """The engine and group that manage this tensor; None if it stays where it is."""
-        if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_inference():
+        if not is_plain(tensor) or tensor.is_inference():
             return None
         if not base_check_fn(tensor) or tensor.is_conj() or tensor.is_neg():
             return None
@@ -211,6 +224,7 @@ class _Recorder:
         place = self._places[device]
         if place is None or storage_bytes(tensor) < place[2]:
             return None
+        self._look_again()
         if _storage_id(tensor) in self._owned or self._is_cast_of_parameter(tensor):
             return None
         if self._policy_fn is not None:
@@ -279,9 +293,12 @@ class _Label:
 class Kept:
     """A saved tensor that stays. Detached: the tensor itself may lead to the node that holds this, and so to itself."""
 
-    __slots__ = ("_label", "_saved", "_version")
+    __slots__ = ("_label", "_outer", "_saved", "_version")
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        self._outer = Outer.of(tensor)
+        if self._outer is not None:
+            tensor = local_tensor(tensor)
         self._saved = tensor.detach()
         self._version = None if tensor.is_inference() else tensor._version
         self._label = name
@@ -296,17 +313,19 @@ class Kept:
                 where=f"{self._label}, {describe(self._saved)}",
                 do="Replace the in-place call after it by one that makes a new tensor.",
             )
-        return self._saved
+        return self._saved if self._outer is None else self._outer.around(self._saved)
 
 
 class _Swapped:
     """A saved tensor that is managed: its slot, and which view of the storage it was."""
 
-    __slots__ = ("_dtype", "_engine", "_handle", "_offset", "_size", "_stride")
+    __slots__ = ("_dtype", "_engine", "_handle", "_offset", "_outer", "_size", "_stride")
 
     def __init__(self, engine: Any, handle: Any, tensor: torch.Tensor) -> None:
         self._engine = engine
         self._handle = handle
+        self._outer = Outer.of(tensor)
+        tensor = local_tensor(tensor)
         self._dtype = tensor.dtype
         self._size = tensor.size()
         self._stride = tensor.stride()
@@ -320,7 +339,8 @@ class _Swapped:
         with torch._C._DisableTorchDispatch():  # as in `pack`: a backward may run inside a region
             buffer = self._engine.acquire(self._handle)
             view = torch.empty(0, dtype=self._dtype, device=buffer.device)
-            return view.set_(buffer.untyped_storage(), self._offset, self._size, self._stride)
+            view.set_(buffer.untyped_storage(), self._offset, self._size, self._stride)
+        return view if self._outer is None else self._outer.around(view)
 
 
 def _class_name(module: nn.Module) -> str:
@@ -334,8 +354,7 @@ def _new_storage() -> Any:
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
-    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no storage of its own
     try:
-        return int(local.untyped_storage()._cdata)
+        return int(local_tensor(tensor).untyped_storage()._cdata)  # a DTensor has no storage of its own
     except (NotImplementedError, RuntimeError):
         return 0

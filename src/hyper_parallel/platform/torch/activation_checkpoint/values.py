@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Origin(Enum):
@@ -273,13 +272,3 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return int(local_tensor(tensor).untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's own part; every other tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is its storage and a view, and nothing else."""
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided
