@@ -302,7 +302,8 @@ def num_living() -> tuple[int, int]:
         kind = type(each)
         num_tensors += issubclass(kind, torch.Tensor)
         # The worker of a disk's stream has its last copy in its hands until the next one comes.
-        num_ours += kind.__module__.startswith("hyper_parallel") and not kind.__module__.endswith("disk_stream")
+        module = str(kind.__module__)  # of some classes in C it is no text
+        num_ours += module.startswith("hyper_parallel") and not module.endswith("disk_stream")
     return num_tensors, num_ours
 
 

@@ -1193,7 +1193,9 @@ def test_pytorchs_own_answers_are_understood(swapping: Swapping, name: str) -> N
         lambda t: checkpoint(twice_differentiable, t, t, policy_fn=lambda *args, **kwargs: answer).sum(), x
     )
     assert same(ours, gradients(lambda t: twice_differentiable(t, t).sum(), x))
-    assert (swapping.offloaded_bytes > 0) == ("OFFLOAD" in name)
+    # The second of them finds that what it saves is needed first in backward: where an engine outlives a test, it stays.
+    swapped = swapping.offloaded_bytes > 0 or swapping.kept("needed first in backward") > 0
+    assert swapped == ("OFFLOAD" in name)
 
 
 @pytest.mark.parametrize("option", ["use_reentrant", "context_fn"])

@@ -26,6 +26,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
     View,
     another_placeholder,
     is_placeholder,
+    none_left_in,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, HostRandomness, states_of
 from hyper_parallel.platform.torch.activation_checkpoint.recording import (
@@ -39,7 +40,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.region_swap import Regi
 from hyper_parallel.platform.torch.activation_checkpoint.replaying import AllFound, Replay, ReplayMode
 from hyper_parallel.platform.torch.activation_checkpoint.residuals import FromInput, FromKept, Pass, Recomputed
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Kept, TensorSwap
-from hyper_parallel.platform.torch.activation_checkpoint.surroundings import Surroundings, attributes_kept, replaying
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import Surroundings, replaying
 from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value, is_available
 
 _logger = get_logger("region")
@@ -429,7 +430,7 @@ class Frame:
             _set_back(generators),
             contextlib.nullcontext() if self._host_randomness is None else self._host_randomness.again(),
             self._surroundings.again(),
-            attributes_kept(None if self._module is None else self._module()),
+            none_left_in(None if self._module is None else self._module()),
             torch.enable_grad(),
         ):
             for state in self._random:

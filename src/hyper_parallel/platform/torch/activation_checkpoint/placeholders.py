@@ -8,9 +8,11 @@ plain tensor whose storage claims its size and has no memory: it takes part in v
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from hyper_parallel._base.errors import StateError, describe
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import Outer, is_distributed, local_tensor
@@ -130,6 +132,34 @@ def placeholder(
 def another_placeholder(tensor: torch.Tensor) -> torch.Tensor:
     """One that looks at the same storage in the same way."""
     return _without_memory(_looks(tensor))
+
+
+@contextlib.contextmanager
+def none_left_in(module: nn.Module | None) -> Iterator[None]:
+    """A block after which no attribute of a module, or of those in it, is a placeholder.
+
+    A forward that puts a tensor aside (`self.last = x`) has done so before; where its second run puts a placeholder, what was there
+    comes back. Everything else is as the second run left it.
+    """
+    before = [] if module is None else [(each, dict(vars(each)), dict(each._buffers)) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for each, attributes, buffers in before:
+            for now, then in ((vars(each), attributes), (each._buffers, buffers)):
+                for name in [name for name, value in now.items() if _has_placeholder(value)]:
+                    if name in then:
+                        now[name] = then[name]
+                    else:
+                        del now[name]
+
+
+def _has_placeholder(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(is_placeholder(each) for each in value)
+    if type(value) is dict:
+        return any(is_placeholder(each) for each in value.values())
+    return is_placeholder(value)
 
 
 def view_of_placeholder(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -29,34 +28,6 @@ def replaying() -> Iterator[None]:
         yield
     finally:
         _thread.replays -= 1
-
-
-_NOT_ATTRIBUTES = {"_parameters", "_buffers", "_modules"}
-
-
-@contextlib.contextmanager
-def attributes_kept(module: nn.Module | None) -> Iterator[None]:
-    """A block after which a module and those in it have the attributes they had before.
-
-    A forward that puts something aside (`self.last = x`) has done so once; what its second run puts there is of no use to anybody.
-    """
-    if module is None:
-        yield
-        return
-    before = [(each, dict(vars(each)), dict(each._buffers)) for each in module.modules()]
-    try:
-        yield
-    finally:
-        for each, attributes, buffers in before:
-            now = vars(each)
-            for name in [name for name in now if name not in attributes]:
-                del now[name]
-            for name, value in attributes.items():
-                if name not in _NOT_ATTRIBUTES and now.get(name, now) is not value:
-                    now[name] = value
-            if len(each._buffers) != len(buffers) or any(each._buffers[name] is not b for name, b in buffers.items()):
-                each._buffers.clear()
-                each._buffers.update(buffers)
 
 
 class Surroundings:
