@@ -6,6 +6,7 @@ How it works and who holds what: README of core/activation_checkpoint.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import Counter
@@ -20,7 +21,7 @@ from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import SavedArguments
 from hyper_parallel.platform.torch.activation_checkpoint.checksums import checksum, find_difference
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import is_plain, local_tensor
-from hyper_parallel.platform.torch.activation_checkpoint.module_paths import paths_here
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import ModulePaths, paths_here
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
     NeedsEverything,
     View,
@@ -34,19 +35,16 @@ from hyper_parallel.platform.torch.activation_checkpoint.recording import (
     RecordingMode,
     Swappable,
     aliased,
-    changed_in_place,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.region_swap import RegionSwap, Swapped
 from hyper_parallel.platform.torch.activation_checkpoint.replaying import AllFound, Replay, ReplayMode
 from hyper_parallel.platform.torch.activation_checkpoint.residuals import FromInput, FromKept, Pass, Recomputed
-from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Kept, TensorSwap
+from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Kept, TensorSwap, changed_in_place
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import Surroundings, replaying
 from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value, is_available
 
 _logger = get_logger("region")
 _NO_PASS = -1  # what PyTorch gives as the number of the backward outside of one
-
-
 # What PyTorch's own kernels say when they want to read the memory of a placeholder.
 _PLACEHOLDER_READ = ("Cannot access data pointer", "unallocated storage", "data is not allocated yet")
 # Functions and modules that have been replayed with ops left out: nothing in them reads what no op needs.
@@ -86,7 +84,7 @@ class Frame:
     def __init__(self, function: Callable[..., Any], arguments: SavedArguments, policy: Any, options: Options) -> None:
         module = _module_of(function)
         paths = paths_here(module)
-        self.name = _name_of(function, "" if paths is None or module is None else paths.name(module))
+        self.name = _name_of(function, module, paths)
         self._function = function
         self._arguments = arguments
         self._policy = policy
@@ -216,7 +214,7 @@ class Frame:
         from hyper_parallel.core.activation_checkpoint.replay_plan import ReplayPlan, plan_replay
 
         if record.runs_everything and wanted:
-            return ReplayPlan(*_everything(record))
+            return ReplayPlan(*record.everything())
         return plan_replay(record.ops, wanted, is_available, stops=self._options.early_stop)
 
     def _keep_for_replay(self, record: Record) -> list[Any]:
@@ -226,7 +224,7 @@ class Frame:
         for value in (*record.made(), *record.before_write.values()):
             if value.kept is None:
                 continue
-            if value not in takes and not (value.is_written and self._keeps_before(record, value)):
+            if value not in takes and not (value.is_written and self._keeps_before(value)):
                 value.kept = None  # a residual that needs it has a reference of its own
                 continue
             self._swap_out(record, value)
@@ -236,7 +234,7 @@ class Frame:
                 value.kept.seal()
         return slots
 
-    def _keeps_before(self, record: Record, value: Value) -> bool:
+    def _keeps_before(self, value: Value) -> bool:
         """Whether what was in somebody else's memory before the region wrote there is kept.
 
         It is if everything may have to run after all, or if replay takes what was written: that may be written again by others.
@@ -401,7 +399,7 @@ class Frame:
 
     def _run_everything(self, record: Record, current: Pass, wanted: set[Value]) -> Replay:
         try:
-            return self._run_again(record, current, _everything(record), wanted)
+            return self._run_again(record, current, record.everything(), wanted)
         except NeedsEverything as reader:
             raise StateError(
                 "An input of a region is read that was not kept.",
@@ -436,7 +434,7 @@ class Frame:
             for state in self._random:
                 state.restore()
             # Who runs backward inside the region needs the residuals of the replay, too; nobody else does.
-            pack = _keep if record.runs_everything else _forget
+            pack = aliased if record.runs_everything else _forget
             hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack_kept)
             with contextlib.suppress(AllFound), hooks, ReplayMode(replay):
                 self._function(*args, **kwargs)
@@ -515,10 +513,6 @@ def _unpack(packed: Any) -> torch.Tensor:
     return tensor
 
 
-def _keep(tensor: torch.Tensor) -> torch.Tensor:
-    return aliased(tensor)
-
-
 def _forget(tensor: torch.Tensor) -> None:
     """The graph of a replay is never used: it need not hold anything."""
 
@@ -587,14 +581,6 @@ def _set_back(generators: set[torch.Generator]) -> Iterator[None]:
             state.restore()
 
 
-def _everything(record: Record) -> tuple[frozenset[int], frozenset[Value]]:
-    """A plan that leaves nothing out but what is kept."""
-    runs = {op.index for op in record.ops if not op.makes or any(value.kept is None for value in op.makes)}
-    takes = {value for op in record.ops for value in (*op.reads, *op.makes) if value is not None}
-    takes |= {value for value in record.inputs if value is not None}
-    return frozenset(runs), frozenset(value for value in takes if is_available(value))
-
-
 def _living(refs: list[Any]) -> list[Any]:
     return [each for ref in refs if (each := ref()) is not None]
 
@@ -613,9 +599,15 @@ def _laid_out(tensor: torch.Tensor, view: View, num_bytes: int) -> torch.Tensor:
     return laid_out
 
 
-def _module_of(function: Any) -> nn.Module | None:
-    while hasattr(function, "func") and hasattr(function, "args"):  # functools.partial
+def _bare(function: Any) -> Any:
+    """What a functools.partial calls; every other function itself."""
+    while isinstance(function, functools.partial):
         function = function.func
+    return function
+
+
+def _module_of(function: Any) -> nn.Module | None:
+    function = _bare(function)
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
 
@@ -624,14 +616,11 @@ def _identity(function: Any, module: nn.Module | None) -> Any:
     """What is the same in the next step: the module, or the code of a function that may be made anew each time."""
     if module is not None:
         return module
-    while hasattr(function, "func") and hasattr(function, "args"):
-        function = function.func
-    function = getattr(function, "__func__", function)
-    return getattr(function, "__code__", type(function))
+    function = _bare(function)
+    return getattr(getattr(function, "__func__", function), "__code__", type(function))
 
 
-def _name_of(function: Any, path: str) -> str:
-    module = _module_of(function)
-    if path or module is not None:
-        return path or type(module).__name__
+def _name_of(function: Any, module: nn.Module | None, paths: ModulePaths | None) -> str:
+    if module is not None:
+        return ("" if paths is None else paths.name(module)) or type(module).__name__
     return getattr(function, "__qualname__", None) or type(function).__name__

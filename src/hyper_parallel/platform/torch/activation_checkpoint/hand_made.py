@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from hyper_parallel.platform.arguments import check_module
-from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import _PLAIN_TYPES, base_check_fn
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES
+from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import base_check_fn
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
 from hyper_parallel.platform.torch.activation_checkpoint.swap_engines import engine_of
 from hyper_parallel.platform.trees import leaves
@@ -98,7 +99,7 @@ def _current_stream(device: torch.device) -> Any:
 def _is_movable(tensor: torch.Tensor) -> bool:
     """Whether the whole of a tensor is in its storage, and the storage nobody's parameter."""
     return (
-        type(tensor) in _PLAIN_TYPES
+        type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided
         and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
         and base_check_fn(tensor)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 class Outer(NamedTuple):
@@ -32,10 +32,10 @@ class Outer(NamedTuple):
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor's own part, what a placeholder looks like, every other tensor itself. A collective under way is waited for."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN_TYPES:
         return tensor
     local: Any = getattr(tensor, "_local_tensor", tensor)
-    if type(local) in _PLAIN:
+    if type(local) in PLAIN_TYPES:
         return local
     if not hasattr(local, "trigger_wait"):
         return getattr(local, "_local_tensor", local)
@@ -45,20 +45,30 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    return type(tensor) not in _PLAIN and hasattr(tensor, "_local_tensor") and hasattr(tensor, "_spec")
+    return type(tensor) not in PLAIN_TYPES and hasattr(tensor, "_local_tensor") and hasattr(tensor, "_spec")
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is its storage and a view, and nothing else but the description of a DTensor."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN_TYPES:
         return tensor.layout is torch.strided
     inner = getattr(tensor, "_local_tensor", tensor)
     if not is_distributed(tensor) and not hasattr(tensor, "trigger_wait"):
         return False
-    return (type(inner) in _PLAIN or hasattr(inner, "trigger_wait")) and local_tensor(tensor).layout is torch.strided
+    return (type(inner) in PLAIN_TYPES or hasattr(inner, "trigger_wait")) and local_tensor(
+        tensor
+    ).layout is torch.strided
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often the memory was written through PyTorch, as far as the tensor knows; -1 where nobody counts."""
     local = local_tensor(tensor)
     return -1 if local.is_inference() else int(local._version)
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """What tells storages apart while a `Value` of them lives; None for tensors without a storage of their own."""
+    try:
+        return int(local_tensor(tensor).untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel._base.errors import ArgumentError, StateError, describe
+from hyper_parallel._base.errors import ArgumentError, describe
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
     Outer,
     is_distributed,
     is_plain,
     local_tensor,
+    storage_key,
     version_of,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import (
@@ -34,8 +35,8 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
     RecordedOp,
     Traits,
     Value,
+    is_available,
     sort_arguments,
-    storage_key,
     traits_of,
 )
 
@@ -142,6 +143,12 @@ class Record:
         """Every value that an op of the region has made."""
         return [value for op in self.ops for value in op.makes]
 
+    def everything(self) -> tuple[frozenset[int], frozenset[Value]]:
+        """A plan that leaves nothing out but what is kept: the ops to run, and the values to take."""
+        runs = {op.index for op in self.ops if not op.makes or any(value.kept is None for value in op.makes)}
+        takes = {value for op in self.ops for value in (*op.reads, *op.makes)} | set(self.inputs)
+        return frozenset(runs), frozenset(value for value in takes if value is not None and is_available(value))
+
     def is_current(self, value: Value) -> bool:
         return self._current.get(value.ref.cdata) is value
 
@@ -219,7 +226,7 @@ class Record:
             module = "" if self._paths is None else self._paths.name(innermost_module(4))
             self._counts[module, func] += 1
             context = PolicyContext(False, module, self._counts[module, func] - 1, result)
-            policy = self._answer(context, func, args, kwargs)
+            policy = ask(self._policy, context, func, args, kwargs)
             # Of what it looks at, not of the view: that gets its version counter only when this mode is done.
             source = next((each for each in args if isinstance(each, torch.Tensor)), None)
             value = None if source is None else self.current(source)
@@ -242,7 +249,7 @@ class Record:
             value = self.current(tensor)
             if value is None or value.origin not in (Origin.INPUT, Origin.OUTSIDE) or not is_plain(tensor):
                 continue
-            value.kept = Saved(_copied(tensor))
+            value.kept = Saved(copied(tensor))
             value.kept.seal()
             value.is_written = True
             self.before_write[value.ref.cdata] = value
@@ -297,12 +304,9 @@ class Record:
         if self._policy is None:
             return
         context = PolicyContext(False, op.module, op.occurrence, result)
-        op.policy = policy = self._answer(context, op.func, args, kwargs)
+        op.policy = policy = ask(self._policy, context, op.func, args, kwargs)
         for value, tensor in self._made_tensors(op, result, args, kwargs):
             self._keep(value, tensor, policy)
-
-    def _answer(self, context: PolicyContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return ask(self._policy, context, func, args, kwargs)
 
     def _made_tensors(
         self, op: RecordedOp, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -420,7 +424,7 @@ def _has_communicated(result: Any, args: tuple[Any, ...]) -> bool:
     )
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
+def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that looks the same at a copy of the whole storage."""
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         storage = local_tensor(tensor).untyped_storage().clone()
@@ -433,13 +437,3 @@ def _pair(outputs: Any, result: Any, found: list[tuple[Value, torch.Tensor]]) ->
     elif isinstance(outputs, (list, tuple)) and not isinstance(outputs, (Argument, Constant)):
         for each, tensor in zip(outputs, result, strict=True):
             _pair(each, tensor, found)
-
-
-def changed_in_place(where: str, expected: object = None, got: object = None) -> StateError:
-    return StateError(
-        "A tensor saved for backward was changed in place.",
-        expected=None if expected is None else f"version {expected}",
-        got=None if got is None else f"version {got}",
-        where=where,
-        do="Replace the in-place call after it by one that makes a new tensor.",
-    )

@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel._base.errors import StateError, describe
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor, version_of
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor, storage_key, version_of
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import is_sharding
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
     NeedsEverything,
@@ -28,6 +28,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.recording import (
     RegionMode,
     aliased,
     ask,
+    copied,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.values import (
     Argument,
@@ -40,7 +41,6 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
     replaced,
     same_rest,
     sort_arguments,
-    storage_key,
     traits_of,
 )
 
@@ -141,7 +141,7 @@ class Replay:
         if op.index in self._runs or op.must_run:
             result = self._run_again(op, args, kwargs, arguments)
         else:
-            result = self._leave_out(op, op.outputs, arguments)
+            result = self._leave_out(op.outputs, arguments)
             for position, value in op.targets:
                 self._rebind(arguments.tensors[position], value)
                 if value in self._takes:
@@ -209,7 +209,7 @@ class Replay:
             )
         return result
 
-    def _leave_out(self, op: RecordedOp, outputs: Any, arguments: Arguments) -> Any:
+    def _leave_out(self, outputs: Any, arguments: Arguments) -> Any:
         """The result of an op that does not run: taken (rule 2), or a placeholder (rule 3)."""
         if isinstance(outputs, Fresh):
             value, view = outputs
@@ -224,7 +224,7 @@ class Replay:
             return arguments.tensors[outputs.position]
         if isinstance(outputs, Constant):
             return outputs.value  # rule 7
-        return type(outputs)([self._leave_out(op, each, arguments) for each in outputs])
+        return type(outputs)([self._leave_out(each, arguments) for each in outputs])
 
     def _run_unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments) -> Any:
         """An op that forward did not run with these values (rule 4)."""
@@ -242,11 +242,11 @@ class Replay:
                 self._write_unknown(tensor, by_id)
         result = func(*replaced(args, by_id), **replaced(kwargs, by_id))
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
-            if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in self._storages:
-                key = storage_key(tensor)
-                if key is not None and not any(key == storage_key(each) for each in arguments.tensors):
-                    self._refs.append(StorageWeakRef(local_tensor(tensor).untyped_storage()))
-                    self._own.add(key)
+            key = storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
+            is_alias = key in self._storages or any(key == storage_key(each) for each in arguments.tensors)
+            if key is not None and not is_alias:
+                self._refs.append(StorageWeakRef(local_tensor(tensor).untyped_storage()))
+                self._own.add(key)
         return result
 
     def _write_unknown(self, tensor: torch.Tensor, by_id: dict[int, torch.Tensor]) -> None:
@@ -264,9 +264,8 @@ class Replay:
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same look at a copy of the whole storage, which this run may write."""
-        with torch._C._DisableTorchDispatch():
-            storage = local_tensor(tensor).untyped_storage().clone()
-        copy = View.of(tensor).on(storage, tensor.device)
+        copy = copied(tensor)
+        storage = local_tensor(copy).untyped_storage()
         self._refs.append(StorageWeakRef(storage))
         self._own.add(int(storage._cdata))
         return copy

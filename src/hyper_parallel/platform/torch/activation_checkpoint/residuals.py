@@ -10,8 +10,9 @@ import torch
 
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import version_of
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
-from hyper_parallel.platform.torch.activation_checkpoint.recording import aliased, changed_in_place
+from hyper_parallel.platform.torch.activation_checkpoint.recording import aliased
 from hyper_parallel.platform.torch.activation_checkpoint.region_swap import Swapped
+from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import changed_in_place
 from hyper_parallel.platform.torch.activation_checkpoint.values import OpPlace, Value
 
 if TYPE_CHECKING:

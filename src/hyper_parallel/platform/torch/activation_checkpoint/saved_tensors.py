@@ -12,12 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel._base.errors import ArgumentTypeError, StateError, describe
 from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import Outer, is_plain, local_tensor
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import Outer, is_plain, local_tensor, storage_key
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules, paths_here, unwrapped
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
-
-_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 
 
 def base_check_fn(tensor: Any) -> bool:
@@ -146,7 +144,7 @@ class _Recorder:
         # Unlike the name, the key tells two blocks of one class apart: the engine learns by it what a forward saves last.
         self._key = name if module is None else f"{name} {id(module):x}"
         self._find_place = place  # not a method of this object: a cycle would keep a step's memory
-        self._owned: set[int] = set()  # storages of parameters and buffers
+        self._owned: set[int | None] = set()  # storages of parameters and buffers
         self._owners: set[int] = set()  # the parameters themselves, by id
         self._holders: list[dict[str, Any]] = []  # where sharding may put other parameters while the block runs
         self._places: dict[torch.device, Any] = {}  # device -> (engine, group, smallest size) or None
@@ -164,7 +162,7 @@ class _Recorder:
             return
         parameters = list(module.parameters())
         self._owners = {id(parameter) for parameter in parameters}
-        self._owned = {_storage_id(tensor) for tensor in (*parameters, *module.buffers())}
+        self._owned = {storage_key(tensor) for tensor in (*parameters, *module.buffers())}
         # Kept by the graph like everything here, but they lead to no tensor of this forward.
         self._holders = [each._parameters for each in module.modules()] if has_sharded_modules() else []
 
@@ -174,7 +172,7 @@ class _Recorder:
             for parameter in holder.values():
                 if parameter is not None and id(parameter) not in self._owners:
                     self._owners.add(id(parameter))
-                    self._owned.add(_storage_id(parameter))
+                    self._owned.add(storage_key(parameter))
 
     def look_up_path(self) -> None:
         """Now, not when an error is raised: in backward the model is no longer running."""
@@ -225,7 +223,7 @@ class _Recorder:
         if place is None or storage_bytes(tensor) < place[2]:
             return None
         self._look_again()
-        if _storage_id(tensor) in self._owned or self._is_cast_of_parameter(tensor):
+        if storage_key(tensor) in self._owned or self._is_cast_of_parameter(tensor):
             return None
         if self._policy_fn is not None:
             from hyper_parallel.core.activation_checkpoint.policy import keeps_tensor
@@ -306,13 +304,7 @@ class Kept:
     def tensor(self) -> torch.Tensor:
         # Under saved-tensor hooks the framework does not look at versions itself.
         if self._version is not None and self._saved._version != self._version:
-            raise StateError(
-                "A tensor saved for backward was changed in place.",
-                expected=f"version {self._version}",
-                got=f"version {self._saved._version}",
-                where=f"{self._label}, {describe(self._saved)}",
-                do="Replace the in-place call after it by one that makes a new tensor.",
-            )
+            raise changed_in_place(f"{self._label}, {describe(self._saved)}", self._version, self._saved._version)
         return self._saved if self._outer is None else self._outer.around(self._saved)
 
 
@@ -353,8 +345,11 @@ def _new_storage() -> Any:
     return Storage()
 
 
-def _storage_id(tensor: torch.Tensor) -> int:
-    try:
-        return int(local_tensor(tensor).untyped_storage()._cdata)  # a DTensor has no storage of its own
-    except (NotImplementedError, RuntimeError):
-        return 0
+def changed_in_place(where: str, expected: object = None, got: object = None) -> StateError:
+    return StateError(
+        "A tensor saved for backward was changed in place.",
+        expected=None if expected is None else f"version {expected}",
+        got=None if got is None else f"version {got}",
+        where=where,
+        do="Replace the in-place call after it by one that makes a new tensor.",
+    )

@@ -15,7 +15,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.module_paths import pat
 from hyper_parallel.platform.torch.activation_checkpoint.recording import Record, RecordingMode, Swappable
 from hyper_parallel.platform.torch.activation_checkpoint.region_swap import RegionSwap, Swapped
 from hyper_parallel.platform.torch.activation_checkpoint.replaying import Replay, ReplayMode
-from hyper_parallel.platform.torch.activation_checkpoint.values import Value, is_available
+from hyper_parallel.platform.torch.activation_checkpoint.values import Value
 
 
 def create_selective_checkpoint_contexts(
@@ -67,16 +67,11 @@ class _KeptValues:
             if type(value.kept) is not Swapped:
                 value.kept.seal()
 
-    def plan(self) -> tuple[set[int], set[Value]]:
-        runs, takes = set(), set()
+    def plan(self) -> tuple[frozenset[int], frozenset[Value]]:
         for value in self.record.made():
             if value.kept is not None and self._is_changed(value):
                 value.kept = None
-        for op in self.record.ops:
-            if not op.makes or any(value.kept is None for value in op.makes):
-                runs.add(op.index)
-            takes |= {value for value in (*op.reads, *op.makes) if value is not None and is_available(value)}
-        return runs, takes
+        return self.record.everything()
 
     def _is_changed(self, value: Value) -> bool:
         is_swapped = type(value.kept) is Swapped

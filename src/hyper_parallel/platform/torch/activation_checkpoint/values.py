@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState
 
@@ -74,7 +73,7 @@ class RecordedOp:
     """One op of a record. See `Op` in replay_plan.py for `reads`, `makes` and `must_run`."""
 
     __slots__ = (
-        "func", "index", "makes", "module", "must_run", "num_reads", "occurrence", "outputs", "policy", "reads", "rest",
+        "func", "index", "makes", "module", "must_run", "occurrence", "outputs", "policy", "reads", "rest",
         "state", "targets",
     )  # fmt: skip
 
@@ -264,11 +263,3 @@ def same_rest(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
         except (RuntimeError, ValueError, TypeError):  # what cannot be compared is not known to differ
             continue
     return True
-
-
-def storage_key(tensor: torch.Tensor) -> int | None:
-    """What tells storages apart while a `Value` of them lives; None for tensors without a storage of their own."""
-    try:
-        return int(local_tensor(tensor).untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return None
