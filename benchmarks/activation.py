@@ -23,128 +23,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from activation_modes import COMPILE_BUDGETS, OURS, OURS_LONG, PEERS, Mode, each
 from llama_blocks import H200, SMALL, Llama, make
 from results_state import ROOT, WATCHED, digest
-from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import hyper_parallel as hp
-from hyper_parallel import policies as p
 
 GIB = 2**30
-MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
-ATTENTION = [
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
-# The block's tensors, by the ops that make them; by hand, until a plan does it.
-GATE, UP, V = (p.matmuls & p.in_module(f"**.{name}") for name in ("gate", "up", "v"))
-ROTATED = p.ops("aten.cat")
-
-
-def _is_after_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    return bool(ctx.occurrence == 2)  # the rotations add twice, then attention is added to its input
-
-
-AFTER_ATTENTION = p.ops("aten.add") & _is_after_attention
-
-# -- modes: each wraps the blocks of a model ------------------------------------------------------------------------------
-
-
-class Called(nn.Module):
-    """A block that is called through a function."""
-
-    def __init__(self, block: nn.Module, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.block, self.call = block, call
-
-    def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        return self.call(self.block, *args)
-
-
-def every_other_matmul() -> Callable[..., Any]:
-    """What torchtitan saves: attention, and every other matmul. Forward and recomputation count apart."""
-    counts: dict[bool, int] = {False: 0, True: 0}
-
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in MATMULS:
-            counts[ctx.is_recompute] += 1
-        save = op in ATTENTION or (op in MATMULS and counts[ctx.is_recompute] % 2)
-        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
-
-
-def torch_checkpoint(block: nn.Module, **options: Any) -> nn.Module:
-    return Called(block, functools.partial(checkpoint, use_reentrant=False, **options))
-
-
-def titan_contexts() -> Any:
-    return create_selective_checkpoint_contexts(every_other_matmul())
-
-
-def save_on_cpu(block: nn.Module) -> nn.Module:
-    def call(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-            return block(*args)
-
-    return Called(block, call)
-
-
-def torchtune_offload(block: nn.Module) -> nn.Module:
-    from torchtune.training import OffloadActivations  # type: ignore[import-not-found]
-
-    def call(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-        with OffloadActivations():
-            return block(*args)
-
-    return Called(block, call)
-
-
-PEERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "PyTorch full checkpoint": torch_checkpoint,
-    "PyTorch selective, all matmuls": functools.partial(
-        torch_checkpoint, context_fn=functools.partial(create_selective_checkpoint_contexts, MATMULS)
-    ),
-    "PyTorch selective, as torchtitan": functools.partial(torch_checkpoint, context_fn=titan_contexts),
-    "PyTorch save_on_cpu, pinned": save_on_cpu,
-    "torchtune offload": torchtune_offload,
-    "torchtune offload over checkpoint": lambda block: torchtune_offload(torch_checkpoint(block)),
-}
-OURS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "recompute": hp.checkpoint_wrapper,
-    "recompute, inputs swapped": functools.partial(hp.checkpoint_wrapper, swap_inputs=True),
-    "save matmuls": functools.partial(hp.checkpoint_wrapper, policy_fn=p.save(p.matmuls)),
-    "mix: swap gate and attention, save matmuls": functools.partial(
-        hp.checkpoint_wrapper, policy_fn=p.choose(p.swap(GATE | p.attention), p.save(p.matmuls))
-    ),
-    "mix for 42 %": functools.partial(
-        hp.checkpoint_wrapper,
-        policy_fn=p.choose(p.swap(GATE | p.attention), p.save(UP | V | ROTATED | AFTER_ATTENTION)),
-    ),
-    "mix for 16 %": functools.partial(hp.checkpoint_wrapper, policy_fn=p.swap(GATE | p.attention | V | ROTATED)),
-    "mix for 11 %": functools.partial(
-        hp.checkpoint_wrapper, policy_fn=p.swap(p.attention | V | ROTATED), swap_inputs=True
-    ),
-    "everything swapped": hp.swap_wrapper,
-}
-COMPILE_BUDGETS = (0.7, 0.5, 0.3, 0.1, 0.0)
+LONG = 16384  # from this length on, modes for long sequences are measured, too
 
 
 @contextlib.contextmanager
-def applied(model: Llama, wrap: Callable[[nn.Module], nn.Module] | None) -> Iterator[None]:
-    """The model with its blocks wrapped, until the end of the block."""
+def applied(model: Llama, mode: Mode | None) -> Iterator[None]:
+    """The model with its blocks wrapped, until the end of the `with` block."""
     plain = list(model.blocks)
-    if wrap is not None:
-        for index, block in enumerate(plain):
-            model.blocks[index] = wrap(block)
+    if mode is not None:
+        for index, block in enumerate(mode(plain)):
+            model.blocks[index] = block
     try:
         yield
     finally:
@@ -157,7 +57,7 @@ def compiled(model: Llama, budget: float) -> Iterator[None]:
     import torch._functorch.config
 
     torch._dynamo.reset()
-    with torch._functorch.config.patch(activation_memory_budget=budget), applied(model, torch.compile):
+    with torch._functorch.config.patch(activation_memory_budget=budget), applied(model, each(torch.compile)):
         yield
     torch._dynamo.reset()
 
@@ -251,16 +151,20 @@ def link_gb_per_s() -> tuple[float, float]:
     return rates[0], rates[1]
 
 
+def ours(options: argparse.Namespace) -> dict[str, Mode]:
+    return {**OURS, **(OURS_LONG if options.shape.length >= LONG else {})}
+
+
 def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     model, x = make(options.shape, options.device, options.dtype)
     meter = Meter(options.device)
     rows: list[dict[str, Any]] = []
 
-    def add(mode: str, kind: str, context: Any) -> None:
-        if options.only and not any(text in mode for text in options.only):
+    def add(name: str, kind: str, context: Any) -> None:
+        if options.only and not any(text in name for text in options.only):
             return
         if options.deadline and time.monotonic() > options.deadline:
-            rows.append({"mode": mode, "kind": kind, "skipped": "no time left"})
+            rows.append({"mode": name, "kind": kind, "skipped": "no time left"})
             return
         try:
             with context():
@@ -270,15 +174,15 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         except torch.OutOfMemoryError:
             row = {"skipped": "out of memory"}
         gc.collect()
-        rows.append({"mode": mode, "kind": kind, **row})
+        rows.append({"mode": name, "kind": kind, **row})
         print(line(rows[-1], rows), flush=True)
 
     print("\n".join(header()), flush=True)
     add("plain", "plain", contextlib.nullcontext)
-    for mode, wrap in OURS.items():
-        add(mode, "ours", functools.partial(applied, model, wrap))
-    for mode, wrap in PEERS.items():
-        add(mode, "peer", functools.partial(applied, model, wrap))
+    for name, mode in ours(options).items():
+        add(name, "ours", functools.partial(applied, model, mode))
+    for name, mode in PEERS.items():
+        add(name, "peer", functools.partial(applied, model, mode))
     add("plain again", "plain", contextlib.nullcontext)
     if options.compile:
         add("torch.compile, no budget", "peer", functools.partial(compiled, model, 1.0))
@@ -301,11 +205,11 @@ def check_gradients(options: argparse.Namespace) -> list[tuple[str, bool]]:
 
     plain = gradients()
     results = []
-    for mode, wrap in OURS.items():
-        with applied(model, wrap):
+    for name, mode in ours(options).items():
+        with applied(model, mode):
             same = all(torch.equal(a, b) for _ in range(3) for a, b in zip(plain, gradients(), strict=True))
-        results.append((mode, same))
-        print(f"{'equal    ' if same else 'DIFFERENT'} {mode}", flush=True)
+        results.append((name, same))
+        print(f"{'equal    ' if same else 'DIFFERENT'} {name}", flush=True)
     return results
 
 
@@ -365,6 +269,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9, help="modes that would begin later are left out")
     parser.add_argument("--commit", help="what is measured, where there is no git")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--window", help="window_bytes of configure_swap")
+    parser.add_argument("--prefetch", help="prefetch_bytes of configure_swap")
     for name in ("blocks", "length", "batch"):
         parser.add_argument(f"--{name}", type=int)
     options = parser.parse_args(arguments)
@@ -383,6 +289,8 @@ def main() -> int:
             directory = stack.enter_context(tempfile.TemporaryDirectory())
             # Small, as the model is: a window of the default size would hold all of it.
             stack.enter_context(hp.configure_swap(disk_dir=directory, window_bytes="4MiB", prefetch_bytes="4MiB"))
+        else:
+            stack.enter_context(hp.configure_swap(window_bytes=options.window, prefetch_bytes=options.prefetch))
         if options.check:
             return 0 if all(same for _, same in check_gradients(options)) else 1
         rows = run_all(options)

@@ -32,7 +32,7 @@ _BLOCK_EVENTS = """            for event in block.last_uses:
 BUGS = [
     Bug("O1: the offload does not wait for the producer", "engine.py",
         "            offload.wait_event(stream.record_event())  # O1\n", ""),
-    Bug("O2: the source is dropped without a wait", "engine.py", "            _wait(oldest.stream, oldest.event)\n", ""),
+    Bug("O2: the source is dropped without a wait", "engine.py", "        _wait(oldest.stream, oldest.event)\n", ""),
     Bug("O2: the wait is on the caller's stream instead of the memory's", "engine.py",
         "_wait(oldest.stream, oldest.event)", "_wait(self.device.current_stream(), oldest.event)"),
     Bug("O2: a source is dropped before its copy is done", "window.py",

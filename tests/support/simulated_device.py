@@ -71,6 +71,7 @@ class SimulatedDevice:
     `raise_races=False`: races are only listed in `races`, and the run goes on with whatever values they lead to.
     `compute_in_host`: kernels run when called, and a wait of a compute stream blocks the host, as on a CPU.
     `kernel_ms`, `copy_ms_per_byte`: how long work takes in virtual time, for a host that takes none.
+    `counts_bytes`: the engine may ask how much memory is in use.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class SimulatedDevice:
         compute_in_host: bool = False,
         kernel_ms: float = 1.0,
         copy_ms_per_byte: float = 1.0,
+        counts_bytes: bool = False,
     ) -> None:
+        self.counts_bytes = counts_bytes
         self.seed = seed
         self.capacity_bytes = capacity_bytes
         self.kernel_ms = kernel_ms
@@ -140,6 +143,9 @@ class SimulatedDevice:
 
     def stream_of(self, stream: Any) -> Any:
         return stream
+
+    def bytes_in_use(self) -> int | None:
+        return self.allocated_bytes if self.counts_bytes else None
 
     def allocate(self, num_bytes: int, stream: Any) -> SimulatedBuffer:
         with self._lock:

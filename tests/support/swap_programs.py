@@ -64,7 +64,7 @@ class Program:
         self.seed = seed
         self.modules = modules
         self.random = random.Random(seed)
-        self.device = SimulatedDevice(seed, **device_options)
+        self.device = SimulatedDevice(seed, counts_bytes=seed % 2 == 1, **device_options)
         choose = self.random.choice
         self.budget_bytes = choose((1 << 30, 1 << 30, 1 << 30, 60))
         self.tier = SimulatedTier(self.device, choose(("host", "disk")), self.budget_bytes)

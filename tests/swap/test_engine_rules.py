@@ -335,17 +335,31 @@ def test_rule_9_a_slot_shared_by_a_later_call_does_not_turn_prefetch_to_the_earl
     setup.close()
 
 
-def test_rule_9_late_loads_deepen_the_prefetch_up_to_the_limit() -> None:
-    setup = Setup(IDLE, prefetch=100)
+def late_loads(setup: Setup, num_kernels: int) -> None:
+    """Five steps; backward of each group takes so many kernels, and then asks for all that the next needs at once."""
     for _ in range(5):
         handles = setup.forward(6)
         setup.device.finish()
         while handles:
             setup.device.kernel(reads=[setup.engine.acquire(handles.pop())], fn=lambda value: None)
+            for _ in range(num_kernels if len(handles) % 2 else 0):
+                setup.device.kernel()
         setup.device.finish()
         setup.engine.poll()  # how long compute stood still is known when it has passed
     assert setup.engine.stats.num_late_loads > 0
+
+
+def test_rule_9_late_loads_deepen_the_prefetch_up_to_the_limit() -> None:
+    setup = Setup(IDLE, prefetch=100)
+    late_loads(setup, num_kernels=200)
     assert 100 // 8 < setup.engine._depth_bytes <= 100
+    setup.close()
+
+
+def test_rule_9_where_the_link_never_pauses_more_prefetch_would_be_of_no_use() -> None:
+    setup = Setup(IDLE, prefetch=100)
+    late_loads(setup, num_kernels=0)
+    assert setup.engine._depth_bytes == 100 // 8
     setup.close()
 
 
@@ -473,4 +487,80 @@ def test_the_disk_tier_shows_as_such_in_the_state() -> None:
     setup.join()
     assert states(handles) == [SlotState.DISK] * 2
     setup.backward(handles)
+    setup.close()
+
+
+# -- the turn: where forward ends and backward begins -------------------------------------------------------------------------
+
+
+def test_when_backward_begins_the_sources_of_earlier_groups_leave_though_the_host_is_ahead() -> None:
+    setup = Setup(IDLE)  # no copy runs before somebody waits for it
+    handles = setup.forward(3, num_saved=1)
+    assert setup.engine.in_flight_bytes == 30
+    setup.engine.acquire(handles[-1])
+    assert states(handles) == [SlotState.H2D, SlotState.H2D, SlotState.D2H], "the newest group stays as it is"
+    assert [handle.slot.source is None for handle in handles] == [True, True, False]
+    handles.clear()
+    setup.close()
+
+
+def test_a_group_that_swapped_nothing_begins_backward_and_the_loads_of_those_before_it() -> None:
+    setup = Setup(PROMPT)
+    handles = setup.forward(2, num_saved=1)
+    last = setup.engine.new_group("saved only")
+    setup.join()
+    assert states(handles) == [SlotState.HOST, SlotState.HOST]
+    setup.engine.arrive(last)
+    assert states(handles) == [SlotState.H2D, SlotState.H2D]
+    assert setup.engine._tail == set(), "there is time to bring them back"
+    setup.backward(handles)
+    setup.close()
+
+
+def test_what_the_next_group_needs_comes_early_where_it_fits_below_the_peak_of_this_one() -> None:
+    setup = Setup(PROMPT, prefetch=8)  # a depth of one byte: one load at a time
+    setup.device.counts_bytes = True
+    handles = setup.forward(3, num_saved=2)
+    setup.join()
+    group = handles[-1].slot.group
+    setup.use(handles.pop())
+    working_set = setup.device.create(100, "working set")
+    setup.use(handles.pop())
+    assert states(handles) == [SlotState.HOST, SlotState.HOST, SlotState.HOST, SlotState.H2D]
+    del working_set
+    setup.engine.arrive(group)
+    assert states(handles) == [SlotState.HOST, SlotState.HOST, SlotState.H2D, SlotState.H2D]
+    setup.backward(handles)
+    setup.close()
+
+
+# -- how much of the window is used ---------------------------------------------------------------------------------------------
+
+
+def forwards(setup: Setup, num_kernels: int) -> None:
+    """Five steps of groups that save 40 bytes in a burst (1 ms each) and then compute."""
+    for _ in range(5):
+        handles = []
+        for layer in range(4):
+            group = setup.engine.new_group(f"layer {layer}")
+            handles += [setup.save(group, 10, f"{layer}.{index}") for index in range(4)]
+            for _ in range(num_kernels):
+                setup.device.kernel()
+        setup.device.finish()
+        setup.backward(handles)
+
+
+def test_bursts_that_compute_waits_for_make_the_window_larger_up_to_its_limit() -> None:
+    setup = Setup(IDLE, window=40, first_window_bytes=20)
+    forwards(setup, num_kernels=100)
+    assert setup.engine._room_bytes == 40
+    assert setup.engine.stats.peak_in_flight_bytes <= 40
+    setup.close()
+
+
+def test_where_the_link_is_behind_all_the_time_a_larger_window_would_be_of_no_use() -> None:
+    setup = Setup(IDLE, window=40, first_window_bytes=20)
+    forwards(setup, num_kernels=0)
+    assert setup.engine._room_bytes == 20
+    assert setup.engine.stats.num_window_waits > 0
     setup.close()

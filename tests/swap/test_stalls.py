@@ -221,6 +221,8 @@ class HostDevice:
 
     def stream_of(self, stream: Any) -> None: ...
 
+    def bytes_in_use(self) -> None: ...
+
     def allocate(self, num_bytes: int, stream: Any) -> bytearray:
         return bytearray(num_bytes)
 

@@ -115,7 +115,8 @@ def configure_swap(
         host_budget: pinned host memory, at most. 60 % of what is available, shared by the processes of this machine.
         disk_dir: a directory for what does not fit there; on a CPU, for everything. None: no disk.
         disk_budget: bytes of files in it, at most. 80 % of the free space.
-        window_bytes: memory of activations that are still being copied out. 256 MiB, less on small devices.
+        window_bytes: memory of activations that are still being copied out. At most 512 MiB, less on small devices; half of it is
+            used until bursts turn out to need more.
         prefetch_bytes: memory of activations that came back before they were asked for. At most 1 GiB, less on small devices;
             an eighth of it is used until loads turn out to come late.
         min_bytes: smaller ones stay. 1 MiB for the host, 64 KiB for the disk.
@@ -214,11 +215,11 @@ def machine_disk_budget(directory: str) -> int:
 
 
 def default_window_bytes(device_bytes: int) -> int:
-    """256 MiB on devices of 40 GiB and more; 1/160 of smaller ones, but at least 32 MiB.
+    """512 MiB on devices of 40 GiB and more; 1/80 of smaller ones, but at least 64 MiB.
 
     A larger one buys no speed: where the link is behind, compute waits for it sooner or later.
     """
-    return min(max(device_bytes // 160, 32 * MIB), GIB // 4)
+    return min(max(device_bytes // 80, 64 * MIB), GIB // 2)
 
 
 def default_prefetch_bytes(device_bytes: int) -> int:

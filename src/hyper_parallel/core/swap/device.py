@@ -82,6 +82,9 @@ class SwapDevice(Protocol):
     def stream_of(self, stream: Any) -> Stream | None:
         """A stream of the framework as the engine takes it; None where the engine's own are the only ones."""
 
+    def bytes_in_use(self) -> int | None:
+        """Bytes of the device's memory in use now, as its allocator counts them; None where that is not known, or slow to ask."""
+
     def allocate(self, num_bytes: int, stream: Stream) -> Buffer:
         """Device memory from the pool of `stream`. Raises MemoryError (of any kind) when there is none."""
 

@@ -18,7 +18,7 @@ from hyper_parallel.core.swap import schedule
 from hyper_parallel.core.swap.device import Buffer, Event, Stream, SwapDevice, Tier
 from hyper_parallel.core.swap.slot import Group, Handle, Slot
 from hyper_parallel.core.swap.states import Change, SlotState
-from hyper_parallel.core.swap.stats import StallTimes, SwapStats
+from hyper_parallel.core.swap.stats import LinkUse, StallTimes, SwapStats
 from hyper_parallel.core.swap.window import InFlight, Window
 
 _logger = get_logger("swap")
@@ -27,8 +27,11 @@ _logger = get_logger("swap")
 class Limits:
     """How much the engine may hold; changed between steps by configuration."""
 
-    def __init__(self, window_bytes: int, prefetch_bytes: int, on_full: str = "wait") -> None:
+    def __init__(
+        self, window_bytes: int, prefetch_bytes: int, on_full: str = "wait", *, first_window_bytes: int | None = None
+    ) -> None:
         self.window_bytes = window_bytes
+        self.first_window_bytes = window_bytes if first_window_bytes is None else first_window_bytes
         self.prefetch_bytes = prefetch_bytes
         self.on_full = on_full
 
@@ -42,6 +45,7 @@ class SwapEngine:
         _unclaimed: slots that were prefetched and not asked for yet, weakly
         _tail: keys of what forwards of these labels saved at their very end
         _lost: memory that a copy may still touch and whose end nothing tells; see `_settle`
+        _depth_bytes, _room_bytes: how much of the limits of prefetch and of the window is used by now; see `_learn`
     """
 
     def __init__(self, device: SwapDevice, tiers: list[Tier], limits: Limits) -> None:
@@ -59,6 +63,8 @@ class SwapEngine:
         self._tail: set[tuple[str, int, int]] = set()
         self._kept_tail: list[weakref.ref[Slot]] = []
         self._depth_bytes = max(limits.prefetch_bytes // 8, 1)
+        self._room_bytes = limits.first_window_bytes
+        self._offloads, self._loads = LinkUse(), LinkUse()
         self._said: set[str] = set()
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -74,6 +80,11 @@ class SwapEngine:
             group = Group(label, chain)
             chain.append(weakref.ref(group))
         return group
+
+    def has_groups(self) -> bool:
+        """Whether a group that this thread made is still alive."""
+        chain: list[weakref.ref[Group]] = self._thread.__dict__.get("chain", [])
+        return any(ref() is not None for ref in reversed(chain))
 
     def expect(self, group: Group, slots: Iterable[Slot]) -> None:
         """From now on backward is expected to ask for a group's slots in this order; loads are launched in it.
@@ -120,7 +131,8 @@ class SwapEngine:
         return self.limits.window_bytes // 2
 
     def _fits(self, slot: Slot) -> bool:
-        return len(self._window) == 0 or self._window.held_bytes + slot.num_bytes <= self.limits.window_bytes
+        room_bytes = min(max(self._room_bytes, self.limits.first_window_bytes), self.limits.window_bytes)
+        return len(self._window) == 0 or self._window.held_bytes + slot.num_bytes <= room_bytes
 
     def _make_room(self, slot: Slot) -> None:
         """Until the source fits into the window, let compute wait for the oldest offload (O2)."""
@@ -129,15 +141,33 @@ class SwapEngine:
                 oldest = self._window.oldest()
                 if oldest is None or self._fits(slot):
                     return
-            # The wait comes before the reference is dropped, and on the stream whose pool the memory returns to: what reuses it
-            # there is then written after the copy has read. (Another thread may drop the same entry meanwhile: it waited, too.)
-            since = self._stalls.begin(oldest.stream, oldest.event)
-            _wait(oldest.stream, oldest.event)
-            self._stalls.end("offload", oldest.stream, since)
+            self._wait_for_offload(oldest)
+
+    def _let_leave(self, group: Group) -> None:
+        """Forward is over: let compute wait for what groups before the newest have offloaded, and drop it.
+
+        They have had the forward of a group to leave, so as a rule nobody waits. But the host runs ahead of the device and sees their
+        copies still under way; without this the sources would stay through the allocations of the first group's backward, the highest
+        point of the step.
+        """
+        while True:
             with self._lock:
-                self.stats.num_window_waits += 1
-                if self._window.oldest() is oldest:
-                    self._finish_offload(self._window.pop_oldest())
+                oldest = self._window.oldest()
+                slot = None if oldest is None else oldest.slot
+                if oldest is None or slot is None or slot.group is group or slot.group.chain is not group.chain:
+                    return
+            self._wait_for_offload(oldest)
+
+    def _wait_for_offload(self, oldest: InFlight) -> None:
+        # The wait comes before the reference is dropped, and on the stream whose pool the memory returns to: what reuses it
+        # there is then written after the copy has read. (Another thread may drop the same entry meanwhile: it waited, too.)
+        since = self._stalls.begin(oldest.stream, oldest.event)
+        _wait(oldest.stream, oldest.event)
+        self._stalls.end("offload", oldest.stream, since)
+        with self._lock:
+            self.stats.num_window_waits += 1
+            if self._window.oldest() is oldest:
+                self._finish_offload(self._window.pop_oldest())
 
     def _launch_offload(self, slot: Slot, stream: Stream, copy_stream: Stream | None = None) -> str | None:
         """Enqueue the copy; the reason, if it cannot be."""
@@ -153,6 +183,8 @@ class SwapEngine:
             for event in block.last_uses:
                 offload.wait_event(event)  # O3, O9
             offload.wait_event(stream.record_event())  # O1
+            if self.limits.first_window_bytes < self.limits.window_bytes:
+                self._offloads.begin(offload)
             self.device.launch_offload(block, slot.source, offload)
         except BaseException:
             tier.give(block)
@@ -165,6 +197,8 @@ class SwapEngine:
             if self._settle(offload, slot.label, (slot.source, block)):
                 tier.give(block)
             raise
+        if self.limits.first_window_bytes < self.limits.window_bytes:
+            self._offloads.end(offload)
         slot.block, slot.tier = block, tier
         block.last_uses = (slot.offloaded,)  # O9
         slot.move(Change.LAUNCH_OFFLOAD)
@@ -231,6 +265,13 @@ class SwapEngine:
             self._finish_offload(entry)
         for _ in self._loading.pop_finished():
             pass  # the load is done: whoever drops the buffer now cannot hurt it (O7)
+        self._learn()
+
+    def _learn(self) -> None:
+        """Use more of the limits where compute was seen to wait while the link could have been at work before.
+
+        Where the link had no pause, compute waits for it sooner or later, and more memory in flight buys nothing.
+        """
         for _ in range(self._stalls.collect()):
             self._depth_bytes = schedule.deepened(self._depth_bytes, self.limits.prefetch_bytes)
 
@@ -245,9 +286,8 @@ class SwapEngine:
         """
         slot = handle.slot
         stream = self.device.current_stream()
+        self._arrive(handle.group)
         with self._lock:
-            self._drop_finished()
-            self._begin_backward(handle.group)
             slot.look_for_change()
             if slot.changed is not None:
                 raise _changed_in_place(slot)
@@ -269,7 +309,7 @@ class SwapEngine:
             since = self._stalls.begin(stream, loaded) if is_late else None
             error = _wait(stream, loaded)  # O6
             # Where backward has just begun nothing could have come earlier: that is no reason to prefetch more.
-            self._stalls.end("first load" if handle.group.is_last else "load", stream, since)
+            self._stalls.end("first load" if handle.group.is_last else "load", stream, since, slot.pause)
             if error is not None:
                 with self._lock:
                     if slot.loaded is loaded:
@@ -286,13 +326,28 @@ class SwapEngine:
             self._prefetch(slot, handle.group)
         return buffer
 
-    def _begin_backward(self, group: Group) -> None:
-        """The first question of the newest group means that a forward is over: what it saved last is its tail."""
+    def arrive(self, group: Group) -> None:
+        """Backward is in a group, and asks for nothing that it swapped: what it will ask for next can be loaded."""
+        self._arrive(group)
+        with self._lock:
+            self._launch_next_loads(group)
+
+    def _arrive(self, group: Group) -> None:
+        with self._lock:
+            self._drop_finished()
+            is_turn = self._begin_backward(group)
+        if is_turn:
+            self._let_leave(group)
+            with self._lock:
+                self._learn_window()
+
+    def _begin_backward(self, group: Group) -> bool:
+        """The first question of the newest group means that a forward is over (True): what it saved last is its tail."""
         if group.has_ended:
-            return
+            return False
         group.has_ended = True
         if not group.is_newest():
-            return
+            return False
         group.is_last = True
         forward = [g for g in group.earlier() if g is group or not g.has_ended]
         for earlier in forward:
@@ -300,22 +355,55 @@ class SwapEngine:
         saved = ([(g.key(s), s.num_bytes) for s in g.in_order()] for g in forward)
         labels = {g.label for g in forward}
         self._tail = {key for key in self._tail if key[0] not in labels}
-        self._tail |= schedule.tail(saved, self._tail_room_bytes(), self.limits.window_bytes // 8)
+        if group.slots:  # else its backward asks for nothing, and is time to bring back what comes next
+            self._tail |= schedule.tail(saved, self._tail_room_bytes(), self.limits.window_bytes // 8)
+        return True
+
+    def _learn_window(self) -> None:
+        """A forward is over: if compute waited for room in the window, and the link had pauses, a larger one is of use."""
+        pause_ms = self._offloads.collect()
+        if schedule.is_window_too_small(self._stalls.take_offload_ms(), pause_ms):
+            room_bytes = max(self._room_bytes, self.limits.first_window_bytes)
+            self._room_bytes = schedule.deepened(room_bytes, self.limits.window_bytes)
 
     def _prefetch(self, asked: Slot, group: Group) -> None:
         """Launch loads of what backward will ask for next, now that it has got to `group`, as long as they fit."""
         if asked.group is group:
             group.cursor = min(group.cursor, asked.position - 1)
+        self._launch_next_loads(group)
+
+    def _launch_next_loads(self, group: Group) -> None:
         unclaimed = [slot for ref in self._unclaimed if (slot := ref()) is not None and slot.state is SlotState.H2D]
         unclaimed_bytes = sum(slot.num_bytes for slot in unclaimed)
-        for slot in schedule.loads_to_launch(self._candidates(group), unclaimed_bytes, self._depth_bytes):
+        launched = self._launch_loads(
+            schedule.loads_to_launch(self._candidates(group), unclaimed_bytes, self._depth_bytes)
+        )
+        launched += self._launch_loads(self._fit_below_the_peak(group))
+        self._unclaimed = [weakref.ref(slot) for slot in (*unclaimed, *launched)]
+
+    def _launch_loads(self, slots: list[Slot]) -> list[Slot]:
+        launched = []
+        for slot in slots:
             try:
                 self._launch_load(slot)
             except MemoryError:
                 break  # a prefetch is a wish: without memory it comes when it is asked for, and raises there if it must
             slot.group.cursor = slot.position - 1
-            unclaimed.append(slot)
-        self._unclaimed = [weakref.ref(slot) for slot in unclaimed]
+            launched.append(slot)
+        return launched
+
+    def _fit_below_the_peak(self, group: Group) -> list[Slot]:
+        """What the next group needs and where it fits below the highest point that backward of this group was seen at.
+
+        That point is passed and the memory was needed anyway. What the next group asks for is there at its own highest point in any case, so
+        that it may come early; what lies further ahead may not.
+        """
+        used_bytes = self.device.bytes_in_use()
+        if used_bytes is None:
+            return []
+        group.peak_bytes = max(group.peak_bytes, used_bytes)
+        candidates = ((slot, size) for slot, size in self._candidates(group) if slot.group.is_followed_by(group))
+        return schedule.loads_that_fit(candidates, group.peak_bytes - used_bytes)
 
     def _candidates(self, group: Group) -> Iterator[tuple[Slot, int]]:
         for earlier in group.earlier():
@@ -338,6 +426,7 @@ class SwapEngine:
         for event in block.last_uses:
             if event is not slot.offloaded:
                 load.wait_event(event)  # O3: an earlier load of this block, on another stream; see `last_uses` below
+        slot.pause = self._loads.begin(load)
         self.device.launch_load(buffer, block, load)
         self.stats.loaded_bytes += slot.num_bytes
         self.stats.num_loads += 1
@@ -347,6 +436,7 @@ class SwapEngine:
             if not self._settle(load, slot.label, (buffer, block)):
                 slot.block = None  # a copy may still read it: it is never given back
             raise
+        self._loads.end(load)
         slot.buffer = buffer
         block.last_uses = (slot.loaded,)  # O3; the load came after the offload (O4)
         self._loading.add(InFlight(None, stream, buffer, slot.loaded, slot.num_bytes))  # O7

@@ -126,6 +126,7 @@ def _limits(config: SwapConfig, device_bytes: int) -> Limits:
         settings.default_window_bytes(device_bytes) if window is None else window,
         settings.default_prefetch_bytes(device_bytes) if prefetch is None else prefetch,
         config.on_full,
+        first_window_bytes=settings.default_window_bytes(device_bytes) // 2 if window is None else window,
     )
 
 

@@ -24,9 +24,25 @@ def loads_to_launch(candidates: Iterable[tuple[T, int]], unclaimed_bytes: int, l
     return chosen
 
 
+def loads_that_fit(candidates: Iterable[tuple[T, int]], free_bytes: int) -> list[T]:
+    """The first candidates, in order, that fit into memory that is free for a while; it stops at the first that does not."""
+    chosen: list[T] = []
+    for candidate, num_bytes in candidates:
+        free_bytes -= num_bytes
+        if free_bytes < 0:
+            break
+        chosen.append(candidate)
+    return chosen
+
+
 def deepened(depth_bytes: int, limit_bytes: int) -> int:
     """The prefetch depth after a load came late: half as much again, up to the limit."""
     return min(depth_bytes + max(depth_bytes // 2, 1), max(limit_bytes, depth_bytes))
+
+
+def is_window_too_small(stalled_ms: float, paused_ms: float) -> bool:
+    """Whether compute waited for offloads in a forward in which the link had pauses: what came in a burst could have waited there instead."""
+    return min(stalled_ms, paused_ms) > 0.5
 
 
 def tail(groups: Iterable[Iterable[tuple[Key, int]]], room_bytes: int, enough_bytes: int) -> set[Key]:

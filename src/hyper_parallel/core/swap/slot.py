@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from hyper_parallel.core.swap.device import Block, Buffer, Event, Stream, Tier
 from hyper_parallel.core.swap.states import Change, SlotState, after
+from hyper_parallel.core.swap.stats import Pause
 
 
 class Slot:
@@ -26,7 +27,7 @@ class Slot:
 
     __slots__ = (
         "__weakref__", "block", "buffer", "changed", "group", "handles", "index", "label", "loaded", "num_bytes", "offloaded",
-        "position", "read_version", "saved_version", "source", "state", "stream", "tier", "waiting",
+        "pause", "position", "read_version", "saved_version", "source", "state", "stream", "tier", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +49,7 @@ class Slot:
         self.tier: Tier | None = None
         self.offloaded: Event | None = None
         self.loaded: Event | None = None
+        self.pause: Pause | None = None  # of the link, before the load began
         self.read_version: Callable[[], int] | None = read_version
         self.saved_version = read_version()
         self.changed: int | None = None  # the version that was found instead of the saved one
@@ -118,6 +120,7 @@ class Group:
         self.cursor = -1  # prefetch goes on here in the stack: those above were loaded or asked for in this pass
         self.has_ended = False  # backward has reached it, or the forward it belongs to
         self.is_last = False  # of its forward: backward began here
+        self.peak_bytes = 0  # most memory of the device that was in use when backward was here and asked
 
     def add(self, slot: Slot) -> None:
         slot.index, slot.position = len(self.slots), len(self.stack)
@@ -151,6 +154,14 @@ class Group:
             seen = seen or group is self
             if seen and group is not None:
                 yield group
+
+    def is_followed_by(self, group: Group) -> bool:
+        """Whether it is `group` itself, or the one whose backward comes right after that of `group`."""
+        if self is group:
+            return True
+        earlier = group.earlier()
+        next(earlier, None)
+        return next((other for other in earlier if other.slots), None) is self
 
     def is_newest(self) -> bool:
         """Whether nothing that is still alive was saved after this group."""

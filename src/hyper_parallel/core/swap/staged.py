@@ -174,6 +174,9 @@ class StagedDevice:
         raw = self._device.stream_of(stream)
         return None if raw is None else StagedStream(raw)
 
+    def bytes_in_use(self) -> int | None:
+        return self._device.bytes_in_use()
+
     def allocate(self, num_bytes: int, stream: Any) -> Buffer:
         return self._device.allocate(num_bytes, _raw(stream))
 

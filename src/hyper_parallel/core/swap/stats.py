@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.swap.device import Event, Moment, Stream
@@ -39,6 +39,66 @@ class SwapStats:
         return {**{each.name: getattr(self, each.name) for each in fields(self)}, "kept": dict(self.kept)}
 
 
+class Pause(NamedTuple):
+    """The link stood still from the end of one copy to the begin of the next."""
+
+    since: Moment
+    until: Moment
+
+    def ms(self) -> float:
+        return self.until.ms_since(self.since)
+
+
+@final
+class LinkUse:
+    """When one direction of the link had nothing to do, taken by its own stream. To measure is a wish, as in `StallTimes`.
+
+    Under the engine's lock.
+    """
+
+    MAX_PENDING = 512
+
+    def __init__(self) -> None:
+        self._since: Moment | None = None  # the end of the last copy
+        self._pending: deque[Pause] = deque()
+        self._works = True
+
+    def begin(self, stream: Stream) -> Pause | None:
+        """To be called when all that a copy waits for is in its stream, and before the copy; the pause before it."""
+        since, self._since = self._since, None
+        until = self._record(stream)
+        if since is None or until is None:
+            return None
+        pause = Pause(since, until)
+        if len(self._pending) < self.MAX_PENDING:
+            self._pending.append(pause)
+        return pause
+
+    def end(self, stream: Stream) -> None:
+        """To be called after the copy."""
+        self._since = self._record(stream)
+
+    def collect(self) -> float:
+        """A forward is over: milliseconds of pauses within forwards, of those that are over and were not asked for before."""
+        self._since = None  # until the next forward the link has nothing to do
+        paused_ms = 0.0
+        try:
+            while self._pending and self._pending[0].until.query():
+                paused_ms += self._pending.popleft().ms()
+        except Exception:
+            self._works = False
+        return paused_ms
+
+    def _record(self, stream: Stream) -> Moment | None:
+        if not self._works:
+            return None
+        try:
+            return stream.record_time()
+        except Exception:
+            self._works = False  # a stream of files has no clock: it is a thread
+            return None
+
+
 @final
 class StallTimes:
     """How long compute stands still, taken by its own streams: a moment before the wait and one after it.
@@ -54,7 +114,8 @@ class StallTimes:
 
     def __init__(self, stats: SwapStats) -> None:
         self._stats = stats
-        self._pending: deque[tuple[Copy, Moment, Moment]] = deque()
+        self._pending: deque[tuple[Copy, Moment, Moment, Pause | None]] = deque()
+        self._offload_ms = 0.0
         self._has_said = False
 
     def begin(self, stream: Stream, awaited: Event) -> Moment | None:
@@ -67,35 +128,42 @@ class StallTimes:
             self._give_up(error)
             return None
 
-    def end(self, copy: Copy, stream: Stream, begin: Moment | None) -> None:
-        """To be called after the wait, with what `begin` gave."""
+    def end(self, copy: Copy, stream: Stream, begin: Moment | None, pause: Pause | None = None) -> None:
+        """To be called after the wait, with what `begin` gave; `pause`: of the link, before the load."""
         if begin is not None:
             try:
-                self._pending.append((copy, begin, stream.record_time()))
+                self._pending.append((copy, begin, stream.record_time(), pause))
             except Exception as error:
                 self._give_up(error)
 
     def collect(self) -> int:
-        """Count what is over by now; how many loads of it were late and could have been earlier."""
+        """Count what is over by now; how many loads of it were late though the link had nothing to do before them."""
         num_late = 0
         while self._pending:
-            copy, begin, end = self._pending[0]
-            stalled_ms = 0.0
+            copy, begin, end, pause = self._pending[0]
+            stalled_ms = paused_ms = 0.0
             try:
                 if not end.query():
                     break
                 stalled_ms = end.ms_since(begin)
+                paused_ms = self.LATE_MS if pause is None else pause.ms()
             except Exception as error:
                 self._give_up(error)
             self._pending.popleft()
             if copy == "offload":
                 self._stats.offload_stall_ms += stalled_ms
+                self._offload_ms += stalled_ms
                 continue
             self._stats.load_stall_ms += stalled_ms
             is_late = stalled_ms > self.LATE_MS
             self._stats.num_late_loads += is_late
-            num_late += is_late and copy == "load"
+            num_late += is_late and copy == "load" and paused_ms >= self.LATE_MS
         return num_late
+
+    def take_offload_ms(self) -> float:
+        """How long compute stood still for offloads, of what was collected since this was last asked."""
+        stalled_ms, self._offload_ms = self._offload_ms, 0.0
+        return stalled_ms
 
     def _give_up(self, error: Exception) -> None:
         if not self._has_said:

@@ -143,7 +143,7 @@ class Frame:
             record.runs_everything = True  # filled by a kernel that no mode sees
         self._swap_out(record, value)
         if value.kept is not None:
-            return FromKept(value.kept, tensor, record.ops[value.op].place())
+            return FromKept(value.kept, tensor, record.ops[value.op].place(), self._swap.arrival(tensor.device))
         value.num_writes = max(value.num_writes, tensor._version - value.made_version)
         recomputed = Recomputed(self, value, tensor)
         self._recomputed.append(weakref.ref(recomputed))

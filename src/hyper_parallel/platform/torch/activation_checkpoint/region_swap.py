@@ -37,12 +37,29 @@ class Swapped:
         return storage
 
 
+class Arrival:
+    """Tells the engine that backward has got to a region, where what it asks for first was saved and not swapped.
+
+    Without it the regions before would be heard of only when backward has reached them, which is too late to load for them.
+    """
+
+    __slots__ = ("_engine", "_group")
+
+    def __init__(self, engine: Any, group: Any) -> None:
+        self._engine = engine
+        self._group = group
+
+    def note(self) -> None:
+        self._engine.arrive(self._group)
+
+
 class RegionSwap:
     """The engines and groups of one region call, one per device."""
 
     def __init__(self, key: str) -> None:
         self._key = key
         self._places: dict[torch.device, Any] = {}
+        self._arrivals: dict[torch.device, Arrival | None] = {}
 
     def swap(self, saved: Saved, num_bytes: int, what: object) -> Swapped | None:
         """Hand a value to the engine of its device; None if it is too small, or nothing there can be swapped."""
@@ -62,6 +79,14 @@ class RegionSwap:
         if device not in self._places:
             self._places[device] = self._open(device)
         return self._places[device]
+
+    def arrival(self, device: torch.device) -> Arrival | None:
+        """What a residual that was saved tells the engine; None while this forward has swapped nothing on its device."""
+        if device not in self._arrivals:
+            found = swap_engines.engine_in_use(device)
+            place = None if found is None or not found.has_groups() else self.place(device)
+            self._arrivals[device] = None if place is None else Arrival(place[0], place[1])
+        return self._arrivals[device]
 
     def expect(self, slots: list[Any]) -> None:
         """Backward will ask for these first, in this order: replay needs them."""

@@ -11,7 +11,7 @@ import torch
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import version_of
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.recording import aliased
-from hyper_parallel.platform.torch.activation_checkpoint.region_swap import Swapped
+from hyper_parallel.platform.torch.activation_checkpoint.region_swap import Arrival, Swapped
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import changed_in_place
 from hyper_parallel.platform.torch.activation_checkpoint.values import OpPlace, Value
 
@@ -73,9 +73,10 @@ class FromInput:
 class FromKept:
     """A residual that a policy saved or swapped."""
 
-    __slots__ = ("_device", "_kept", "_place", "_version", "_view")
+    __slots__ = ("_arrival", "_device", "_kept", "_place", "_version", "_view")
 
-    def __init__(self, kept: Any, tensor: torch.Tensor, place: OpPlace) -> None:
+    def __init__(self, kept: Any, tensor: torch.Tensor, place: OpPlace, arrival: Arrival | None = None) -> None:
+        self._arrival = arrival
         self._kept = kept.another() if isinstance(kept, Swapped) else kept
         self._view = View.of(tensor)
         self._version = version_of(tensor)
@@ -84,6 +85,8 @@ class FromKept:
 
     def tensor(self) -> torch.Tensor:
         if not isinstance(self._kept, Swapped):
+            if self._arrival is not None:
+                self._arrival.note()
             version = version_of(self._kept.alias)
             if version != self._version:
                 raise changed_in_place(str(self._place), self._version, version)

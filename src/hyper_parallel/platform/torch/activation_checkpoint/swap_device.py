@@ -58,6 +58,7 @@ class AcceleratorDevice:
         self.device = device
         self._handle = getattr(torch, device.type)
         self._event = _event_type(self._handle)
+        self._memory_allocated = getattr(self._handle, "memory_allocated", None)
         with self._handle.device(device):
             # One stream per direction: the two directions of the link are independent, and in one stream a load would
             # queue behind offloads.
@@ -72,6 +73,9 @@ class AcceleratorDevice:
 
     def load_stream(self) -> AcceleratorStream:
         return self._load
+
+    def bytes_in_use(self) -> int | None:
+        return None if self._memory_allocated is None else int(self._memory_allocated(self.device))
 
     def allocate(self, num_bytes: int, stream: Any) -> torch.Tensor:
         # In the pool of the stream that will use it: no other stream's allocations can take the memory over early.
@@ -133,6 +137,9 @@ class CpuDevice:
 
     def load_stream(self) -> Any:
         return self._load
+
+    def bytes_in_use(self) -> None:
+        """Nobody counts the memory of the CPU."""
 
     def allocate(self, num_bytes: int, stream: Any) -> torch.Tensor:
         try:

@@ -1,0 +1,1 @@
+"""The memory planner: a profile goes in, a plan comes out. See the README."""

@@ -1,0 +1,215 @@
+"""The question that the solver is given, and what an answer to it costs. See the README for rules P1-P4 and T1-T4.
+
+`evaluate` is the one meaning of these rules. The solver states them again as inequalities; it is held to this file by
+evaluating whatever it finds, and by a comparison with brute force in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from hyper_parallel._base.errors import ArgumentError
+from hyper_parallel.core.planner.choices import Decision, Load, check, load
+from hyper_parallel.core.planner.profile import Link, StepProfile
+
+Moment: TypeAlias = Literal["forward", "backward", "turn"]
+
+# Stands for the link where there is none: nothing is swapped then, and nothing divided by zero.
+_NO_LINK = Link(out_bytes_per_ms=1.0, in_bytes_per_ms=1.0)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Within `budget_bytes`, the least time.
+
+    Attributes:
+        budget_bytes: for everything: the profile's base, activations, copies in flight, the margin
+        window_bytes: of offloads that may be under way when forward goes on
+        prefetch_bytes: of loads that may be there before they are needed
+        region_overhead_ms: what a region that is not plain costs beside the ops it runs again
+        margin_bytes: added to every peak
+    """
+
+    profile: StepProfile
+    budget_bytes: int
+    window_bytes: int
+    prefetch_bytes: int
+    region_overhead_ms: float = 0.0
+    margin_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("window_bytes", "prefetch_bytes", "region_overhead_ms", "margin_bytes"):
+            if getattr(self, name) < 0:
+                raise ArgumentError(f"`{name}` is negative.", expected="0 or more", got=str(getattr(self, name)))
+
+    @property
+    def link(self) -> Link:
+        return self.profile.link or _NO_LINK
+
+    @property
+    def can_swap(self) -> bool:
+        return self.profile.link is not None
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """P4, where anything is swapped."""
+        return self.window_bytes + self.prefetch_bytes
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest moment of a step and what it is made of.
+
+    Attributes:
+        region: of which the forward or backward it is; None in the turn
+        kept_bytes: by the regions before
+        own_bytes: the measured peak of this moment, above what was alive when it began
+    """
+
+    moment: Moment
+    region: int | None
+    base_bytes: int
+    outside_bytes: int
+    kept_bytes: int
+    own_bytes: int
+    extra_bytes: int
+    in_flight_bytes: int
+    margin_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        alive = self.base_bytes + self.outside_bytes + self.kept_bytes + self.own_bytes
+        return alive + self.extra_bytes + self.in_flight_bytes + self.margin_bytes
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step costs under a decision; times from the start of forward, one entry for each region."""
+
+    peak: Peak
+    step_ms: float
+    forward_start_ms: tuple[float, ...]
+    forward_end_ms: tuple[float, ...]
+    offload_end_ms: tuple[float, ...]
+    load_end_ms: tuple[float, ...]
+    backward_start_ms: tuple[float, ...]
+    backward_end_ms: tuple[float, ...]
+    forward_stall_ms: tuple[float, ...]  # waiting until no more than the window is left to be copied
+    backward_stall_ms: tuple[float, ...]  # waiting for its loads
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.num_bytes
+
+    @property
+    def stall_ms(self) -> float:
+        return sum(self.forward_stall_ms) + sum(self.backward_stall_ms)
+
+
+def evaluate(problem: Problem, decision: Decision) -> Cost:
+    """The peak and the time of a step under this decision.
+
+    Raises:
+        ArgumentError: the decision cannot be carried out (see `choices.check`), or swaps where there is no link.
+    """
+    regions = problem.profile.regions
+    if len(decision) != len(regions):
+        raise ArgumentError(
+            "A decision has one entry for each region.", expected=str(len(regions)), got=str(len(decision))
+        )
+    for region, chosen in zip(regions, decision, strict=True):
+        check(region, chosen)
+    return cost(problem, [load(region, chosen) for region, chosen in zip(regions, decision, strict=True)])
+
+
+def cost(problem: Problem, loads: Sequence[Load]) -> Cost:
+    """`evaluate`, from what each region puts on device, link and clock."""
+    if not problem.can_swap and any(each.swapped_bytes for each in loads):
+        raise ArgumentError("Something is swapped, and the profile has no link to the host.")
+    starts, ends, offloads = _forward(problem, loads)
+    load_ends, back_starts, overs = _backward(problem, loads, ends, offloads)
+    regions = problem.profile.regions
+    before = [*overs[1:], _turn_end(problem, ends)] if regions else []
+    return Cost(
+        peak=peak(problem, loads),
+        step_ms=overs[0] if regions else _turn_end(problem, ends),
+        forward_start_ms=tuple(starts),
+        forward_end_ms=tuple(ends),
+        offload_end_ms=tuple(offloads),
+        load_end_ms=tuple(load_ends),
+        backward_start_ms=tuple(back_starts),
+        backward_end_ms=tuple(over - region.after_ms for over, region in zip(overs, regions, strict=True)),
+        forward_stall_ms=tuple(
+            end - (start + region.forward_ms) for start, end, region in zip(starts, ends, regions, strict=True)
+        ),
+        backward_stall_ms=tuple(start - over for start, over in zip(back_starts, before, strict=True)),
+    )
+
+
+def peak(problem: Problem, loads: Sequence[Load]) -> Peak:
+    """P1-P4: the highest moment, the earliest of equals."""
+    in_flight = problem.in_flight_bytes if any(each.swapped_bytes for each in loads) else 0
+    base = problem.profile.base_bytes
+    moments = []
+    kept = 0
+    for index, (region, each) in enumerate(zip(problem.profile.regions, loads, strict=True)):
+        own: tuple[tuple[Moment, int], ...] = (
+            ("forward", region.forward_peak_bytes),  # P2
+            ("backward", region.backward_peak_bytes),  # P1
+        )
+        for moment, own_bytes in own:
+            alive = (base, region.outside_bytes, kept, own_bytes, each.extra_bytes)
+            moments.append(Peak(moment, index, *alive, in_flight, problem.margin_bytes))
+        kept += each.kept_bytes
+    turn = (base, 0, kept, problem.profile.turn.peak_bytes, 0)  # P3
+    moments.append(Peak("turn", None, *turn, in_flight, problem.margin_bytes))
+    return max(moments, key=lambda each: each.num_bytes)
+
+
+def _forward(problem: Problem, loads: Sequence[Load]) -> tuple[list[float], list[float], list[float]]:
+    """T1. The window never holds up a region while nothing is swapped: its offloads are over when it starts."""
+    out = problem.link.out_bytes_per_ms
+    starts, ends, offloads = [], [], []
+    end = offload_end = 0.0
+    for region, each in zip(problem.profile.regions, loads, strict=True):
+        start = end + region.before_ms
+        offload_end = max(offload_end, start) + each.swapped_bytes / out
+        end = max(start + region.forward_ms, offload_end - problem.window_bytes / out)
+        starts.append(start)
+        ends.append(end)
+        offloads.append(offload_end)
+    return starts, ends, offloads
+
+
+def _backward(
+    problem: Problem, loads: Sequence[Load], ends: list[float], offloads: list[float]
+) -> tuple[list[float], list[float], list[float]]:
+    """T2 and T3: when the loads of each region are there, when its backward starts, and when all up to it is over.
+
+    T2 looks at every region m after k; the next one is enough. What holds up region k+1 for the sake of region m holds up
+    region k by as much and its own bytes, since loads come one after the other. A region that swaps nothing passes on what it
+    was given, and never waits: the loads before it were waited for by those that asked for them.
+    """
+    link = problem.link
+    regions = problem.profile.regions
+    load_ends, starts, overs = [0.0] * len(regions), [0.0] * len(regions), [0.0] * len(regions)
+    load_end = over = start_after = _turn_end(problem, ends)
+    for index in reversed(range(len(regions))):
+        region, each = regions[index], loads[index]
+        copy_ms = each.swapped_bytes / link.in_bytes_per_ms
+        if each.swapped_bytes:
+            if index + 1 < len(regions):
+                load_end = max(load_end, start_after - problem.prefetch_bytes / link.in_bytes_per_ms)
+            load_end = max(load_end, offloads[index]) + copy_ms  # what is still on its way out cannot come back
+        start = max(over, load_end) if each.swapped_bytes else over
+        overhead = 0.0 if each.is_plain else problem.region_overhead_ms
+        over = start + each.recompute_ms + overhead + region.backward_ms + region.after_ms
+        load_ends[index], starts[index], overs[index] = load_end, start, over
+        start_after = start
+    return load_ends, starts, overs
+
+
+def _turn_end(problem: Problem, ends: list[float]) -> float:
+    return (ends[-1] if ends else 0.0) + problem.profile.turn.ms

@@ -1,0 +1,177 @@
+"""What was measured of one step: regions, their ops, bytes and milliseconds. See the README for the words.
+
+Everything here is plain data that goes to JSON and back unchanged (`as_dict`, `StepProfile.from_dict`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Value:
+    """A storage that an op made, or that a region was given.
+
+    Attributes:
+        num_bytes: of the whole storage; 0 for one that somebody outside holds anyway (a mask that all blocks share)
+        is_residual: plain autograd keeps it for backward
+        freed_after: the op (by index in the region) after which nothing but autograd holds it; None: alive when the region ends
+    """
+
+    num_bytes: int
+    is_residual: bool
+    freed_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor that a region is given."""
+
+    value: Value
+    may_swap: bool = True
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator call of a region.
+
+    Attributes:
+        module: path of the innermost module, relative to the region's ("" is the region's own)
+        name: as the framework prints the operator
+        call: which call of that module within the region
+        occurrence: which call of this operator within that call
+        forward_ms: what running it again costs
+        makes: the storages it made
+        reads: indices of ops whose results it reads, each once, ascending
+        reads_inputs: indices of inputs it reads
+        temporary_bytes: what it allocates beside its results while it runs
+        choices: of "save", "swap", "recompute"; never empty
+    """
+
+    module: str
+    name: str
+    call: int
+    occurrence: int
+    forward_ms: float
+    makes: tuple[Value, ...]
+    reads: tuple[int, ...] = ()
+    reads_inputs: tuple[int, ...] = ()
+    temporary_bytes: int = 0
+    choices: tuple[str, ...] = ("save", "swap", "recompute")
+
+    @property
+    def key(self) -> tuple[str, int, str, int]:
+        return self.module, self.call, self.name, self.occurrence
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(value.num_bytes for value in self.makes)
+
+    @property
+    def residual_bytes(self) -> int:
+        return sum(value.num_bytes for value in self.makes if value.is_residual)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether backward needs one of its results."""
+        return any(value.is_residual for value in self.makes)
+
+
+@dataclass(frozen=True)
+class Region:
+    """One call of a block in forward order.
+
+    Attributes:
+        path: of the module
+        call: which call of that module in the step
+        forward_ms, backward_ms: of a plain run
+        forward_peak_bytes: highest point of its plain forward above what was alive when it began
+        backward_peak_bytes: highest point of its backward (run again or not) above what is alive when it begins, not counting
+            its own residuals in that; so these are in it
+        before_ms: what runs in forward between the region before and this one
+        after_ms: what runs in backward between this one and the region before
+        outside_bytes: kept for backward by what runs outside of all regions until this one begins
+        may_be_plain: a region that must be managed whatever it costs has False
+    """
+
+    path: str
+    call: int
+    ops: tuple[Op, ...]
+    inputs: tuple[Input, ...]
+    forward_ms: float
+    backward_ms: float
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    before_ms: float = 0.0
+    after_ms: float = 0.0
+    outside_bytes: int = 0
+    may_be_plain: bool = True
+
+    @property
+    def residual_bytes(self) -> int:
+        """What it keeps when it is plain."""
+        inputs = sum(each.value.num_bytes for each in self.inputs if each.value.is_residual)
+        return inputs + sum(op.residual_bytes for op in self.ops)
+
+    def shape(self) -> tuple[Any, ...]:
+        """Equal for regions that differ in their times alone: they share one decision."""
+        ops = tuple(dataclasses.replace(op, forward_ms=0.0) for op in self.ops)
+        return ops, self.inputs, self.may_be_plain
+
+
+@dataclass(frozen=True)
+class Turn:
+    """From the end of the last region's forward to the start of its backward."""
+
+    ms: float = 0.0
+    peak_bytes: int = 0  # above what is alive when it begins
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bytes per millisecond, each way; `both`: each way while both are busy."""
+
+    out_bytes_per_ms: float
+    in_bytes_per_ms: float
+    both_bytes_per_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """One plain step of a model."""
+
+    regions: tuple[Region, ...]
+    base_bytes: int  # alive when forward begins, gradients already allocated
+    peak_bytes: int  # of the plain step, base included
+    step_ms: float
+    turn: Turn = Turn()
+    link: Link | None = None  # None: nothing can be swapped
+    facts: dict[str, Any] = field(default_factory=dict, hash=False)  # signature, versions, device: see `plan_file`
+
+    @property
+    def activation_peak_bytes(self) -> int:
+        return self.peak_bytes - self.base_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> StepProfile:
+        regions = tuple(_region(each) for each in data["regions"])
+        link = None if data["link"] is None else Link(**data["link"])
+        rest = {name: data[name] for name in ("base_bytes", "peak_bytes", "step_ms", "facts")}
+        return StepProfile(regions=regions, turn=Turn(**data["turn"]), link=link, **rest)
+
+
+def _region(data: dict[str, Any]) -> Region:
+    rest = {name: value for name, value in data.items() if name not in ("ops", "inputs")}
+    inputs = tuple(Input(Value(**each["value"]), each["may_swap"]) for each in data["inputs"])
+    return Region(ops=tuple(_op(each) for each in data["ops"]), inputs=inputs, **rest)
+
+
+def _op(data: dict[str, Any]) -> Op:
+    lists = {name: tuple(data[name]) for name in ("reads", "reads_inputs", "choices")}
+    rest = {name: value for name, value in data.items() if name not in lists and name != "makes"}
+    return Op(makes=tuple(Value(**each) for each in data["makes"]), **lists, **rest)
