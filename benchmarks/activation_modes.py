@@ -105,11 +105,13 @@ GATE, UP, V = (p.matmuls & p.in_module(f"**.{name}") for name in ("gate", "up", 
 ROTATED = p.ops("aten.cat")
 
 
-def _is_after_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    return bool(ctx.occurrence == 2)  # the rotations add twice, then attention is added to its input
+def occurrence(number: int) -> Any:
+    return lambda ctx, op, *args, **kwargs: bool(ctx.occurrence == number)
 
 
-AFTER_ATTENTION = p.ops("aten.add") & _is_after_attention
+# The rotations add twice and multiply eight times; then attention is added to its input, and gate is multiplied with up.
+AFTER_ATTENTION = p.ops("aten.add") & occurrence(2)
+GATED = p.ops("aten.mul") & occurrence(8)
 
 
 def save_everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
@@ -144,7 +146,12 @@ OURS: dict[str, Mode] = {
     "recompute": each(hp.checkpoint_wrapper),
     "recompute, inputs swapped": each(functools.partial(hp.checkpoint_wrapper, swap_inputs=True)),
     "save matmuls": each(functools.partial(hp.checkpoint_wrapper, policy_fn=p.save(p.matmuls))),
-    "mix for 42 %": Mix(p.choose(p.swap(GATE | p.attention), p.save(UP | V | ROTATED | AFTER_ATTENTION))),
+    "mix for 42 %": Mix(
+        p.choose(p.swap(GATE | p.attention | ROTATED), p.save(UP | V | AFTER_ATTENTION | GATED)),
+        other=p.choose(p.swap(GATE | p.attention | ROTATED), p.save(UP | V | AFTER_ATTENTION)),
+        every=1,
+        of=3,
+    ),
     "mix for 16 %": Mix(p.choose(p.swap(GATE | p.attention | ROTATED), p.save(V))),
     "mix for 11 %": Mix(
         p.swap(p.attention | V | ROTATED | AFTER_ATTENTION),
@@ -158,10 +165,10 @@ OURS: dict[str, Mode] = {
 # Longer sequences: the link hides more of a block.
 OURS_LONG: dict[str, Mode] = {
     "mix for 30 %": Mix(
-        p.choose(p.swap(p.attention | ROTATED | GATE | UP), p.save(V | AFTER_ATTENTION)),
-        other=p.choose(p.swap(p.attention | ROTATED | GATE), p.save(V | AFTER_ATTENTION)),
-        every=2,
-        of=3,
+        p.choose(p.swap(p.attention | V | ROTATED | AFTER_ATTENTION | GATE), p.save(UP)),
+        other=p.swap(p.attention | V | ROTATED | AFTER_ATTENTION | GATE),
+        every=3,
+        of=7,
     ),
 }
 COMPILE_BUDGETS = (0.7, 0.5, 0.3, 0.1, 0.0)

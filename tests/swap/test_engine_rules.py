@@ -352,14 +352,16 @@ def late_loads(setup: Setup, num_kernels: int) -> None:
 def test_rule_9_late_loads_deepen_the_prefetch_up_to_the_limit() -> None:
     setup = Setup(IDLE, prefetch=100)
     late_loads(setup, num_kernels=200)
-    assert 100 // 8 < setup.engine._depth_bytes <= 100
+    assert 100 // 8 < setup.engine.depth_bytes <= 100
+    setup.engine.limits = Limits(1_000, 16)
+    assert setup.engine.depth_bytes <= 16, "what was learned holds within new limits"
     setup.close()
 
 
 def test_rule_9_where_the_link_never_pauses_more_prefetch_would_be_of_no_use() -> None:
     setup = Setup(IDLE, prefetch=100)
     late_loads(setup, num_kernels=0)
-    assert setup.engine._depth_bytes == 100 // 8
+    assert setup.engine.depth_bytes == 100 // 8
     setup.close()
 
 
@@ -371,7 +373,7 @@ def test_rule_9_what_nothing_could_announce_does_not_deepen_the_prefetch() -> No
         setup.backward(handles)
     setup.engine.poll()
     assert setup.engine.stats.num_late_loads == 1, "then it is the tail"
-    assert setup.engine._depth_bytes == 100 // 8
+    assert setup.engine.depth_bytes == 100 // 8
     setup.close()
 
 
@@ -553,7 +555,7 @@ def forwards(setup: Setup, num_kernels: int) -> None:
 def test_bursts_that_compute_waits_for_make_the_window_larger_up_to_its_limit() -> None:
     setup = Setup(IDLE, window=40, first_window_bytes=20)
     forwards(setup, num_kernels=100)
-    assert setup.engine._room_bytes == 40
+    assert setup.engine.room_bytes == 40
     assert setup.engine.stats.peak_in_flight_bytes <= 40
     setup.close()
 
@@ -561,6 +563,6 @@ def test_bursts_that_compute_waits_for_make_the_window_larger_up_to_its_limit() 
 def test_where_the_link_is_behind_all_the_time_a_larger_window_would_be_of_no_use() -> None:
     setup = Setup(IDLE, window=40, first_window_bytes=20)
     forwards(setup, num_kernels=0)
-    assert setup.engine._room_bytes == 20
+    assert setup.engine.room_bytes == 20
     assert setup.engine.stats.num_window_waits > 0
     setup.close()

@@ -48,6 +48,7 @@ class Op:
         reads_inputs: indices of inputs it reads
         temporary_bytes: what it allocates beside its results while it runs
         choices: of "save", "swap", "recompute"; never empty
+        looks: dtype and shape of each result, to recognise it: "float32[2, 8]"
     """
 
     module: str
@@ -60,6 +61,7 @@ class Op:
     reads_inputs: tuple[int, ...] = ()
     temporary_bytes: int = 0
     choices: tuple[str, ...] = ("save", "swap", "recompute")
+    looks: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[str, int, str, int]:
@@ -94,6 +96,7 @@ class Region:
         after_ms: what runs in backward between this one and the region before
         outside_bytes: kept for backward by what runs outside of all regions until this one begins
         may_be_plain: a region that must be managed whatever it costs has False
+        is_dynamic: sizes in it depend on values, so that another batch of the same shape has others
     """
 
     path: str
@@ -108,6 +111,7 @@ class Region:
     after_ms: float = 0.0
     outside_bytes: int = 0
     may_be_plain: bool = True
+    is_dynamic: bool = False
 
     @property
     def residual_bytes(self) -> int:
@@ -172,6 +176,6 @@ def _region(data: dict[str, Any]) -> Region:
 
 
 def _op(data: dict[str, Any]) -> Op:
-    lists = {name: tuple(data[name]) for name in ("reads", "reads_inputs", "choices")}
+    lists = {name: tuple(data[name]) for name in ("reads", "reads_inputs", "choices", "looks")}
     rest = {name: value for name, value in data.items() if name not in lists and name != "makes"}
     return Op(makes=tuple(Value(**each) for each in data["makes"]), **lists, **rest)

@@ -64,6 +64,14 @@ class SwapSetting:
                     _notify(self._before)
                 raise
 
+    def undo(self) -> None:
+        """Bring back what counted before this call, unless another call has changed it since."""
+        with _lock:
+            if self._under.config is self.config:
+                self._under.config = self._before
+                if _layers[-1] is self._under:
+                    _notify(self._before)
+
     def __enter__(self) -> SwapConfig:
         global _layers
         with _lock:

@@ -45,7 +45,7 @@ class SwapEngine:
         _unclaimed: slots that were prefetched and not asked for yet, weakly
         _tail: keys of what forwards of these labels saved at their very end
         _lost: memory that a copy may still touch and whose end nothing tells; see `_settle`
-        _depth_bytes, _room_bytes: how much of the limits of prefetch and of the window is used by now; see `_learn`
+        _depth_bytes, _room_bytes: how much of the limits of prefetch and of the window turned out to be of use; see `_learn`
     """
 
     def __init__(self, device: SwapDevice, tiers: list[Tier], limits: Limits) -> None:
@@ -62,8 +62,8 @@ class SwapEngine:
         self._thread = threading.local()
         self._tail: set[tuple[str, int, int]] = set()
         self._kept_tail: list[weakref.ref[Slot]] = []
-        self._depth_bytes = max(limits.prefetch_bytes // 8, 1)
-        self._room_bytes = limits.first_window_bytes
+        self._depth_bytes = 0
+        self._room_bytes = 0
         self._offloads, self._loads = LinkUse(), LinkUse()
         self._said: set[str] = set()
 
@@ -131,8 +131,17 @@ class SwapEngine:
         return self.limits.window_bytes // 2
 
     def _fits(self, slot: Slot) -> bool:
-        room_bytes = min(max(self._room_bytes, self.limits.first_window_bytes), self.limits.window_bytes)
-        return len(self._window) == 0 or self._window.held_bytes + slot.num_bytes <= room_bytes
+        return len(self._window) == 0 or self._window.held_bytes + slot.num_bytes <= self.room_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """How much of the window is used by now: what was learned, within the limits, which may change."""
+        return min(max(self._room_bytes, self.limits.first_window_bytes), self.limits.window_bytes)
+
+    @property
+    def depth_bytes(self) -> int:
+        """How far ahead is loaded by now: what was learned, within the limits, which may change."""
+        return min(max(self._depth_bytes, self.limits.prefetch_bytes // 8, 1), max(self.limits.prefetch_bytes, 1))
 
     def _make_room(self, slot: Slot) -> None:
         """Until the source fits into the window, let compute wait for the oldest offload (O2)."""
@@ -273,7 +282,7 @@ class SwapEngine:
         Where the link had no pause, compute waits for it sooner or later, and more memory in flight buys nothing.
         """
         for _ in range(self._stalls.collect()):
-            self._depth_bytes = schedule.deepened(self._depth_bytes, self.limits.prefetch_bytes)
+            self._depth_bytes = schedule.deepened(self.depth_bytes, self.limits.prefetch_bytes)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -363,8 +372,7 @@ class SwapEngine:
         """A forward is over: if compute waited for room in the window, and the link had pauses, a larger one is of use."""
         pause_ms = self._offloads.collect()
         if schedule.is_window_too_small(self._stalls.take_offload_ms(), pause_ms):
-            room_bytes = max(self._room_bytes, self.limits.first_window_bytes)
-            self._room_bytes = schedule.deepened(room_bytes, self.limits.window_bytes)
+            self._room_bytes = schedule.deepened(self.room_bytes, self.limits.window_bytes)
 
     def _prefetch(self, asked: Slot, group: Group) -> None:
         """Launch loads of what backward will ask for next, now that it has got to `group`, as long as they fit."""
@@ -376,7 +384,7 @@ class SwapEngine:
         unclaimed = [slot for ref in self._unclaimed if (slot := ref()) is not None and slot.state is SlotState.H2D]
         unclaimed_bytes = sum(slot.num_bytes for slot in unclaimed)
         launched = self._launch_loads(
-            schedule.loads_to_launch(self._candidates(group), unclaimed_bytes, self._depth_bytes)
+            schedule.loads_to_launch(self._candidates(group), unclaimed_bytes, self.depth_bytes)
         )
         launched += self._launch_loads(self._fit_below_the_peak(group))
         self._unclaimed = [weakref.ref(slot) for slot in (*unclaimed, *launched)]
@@ -398,11 +406,13 @@ class SwapEngine:
         That point is passed and the memory was needed anyway. What the next group asks for is there at its own highest point in any case, so
         that it may come early; what lies further ahead may not.
         """
-        used_bytes = self.device.bytes_in_use()
+        candidates = [
+            (slot, num_bytes) for slot, num_bytes in self._candidates(group) if slot.group.is_followed_by(group)
+        ]
+        used_bytes = self.device.bytes_in_use() if candidates else None  # asking is slow: only if it matters
         if used_bytes is None:
             return []
         group.peak_bytes = max(group.peak_bytes, used_bytes)
-        candidates = ((slot, size) for slot, size in self._candidates(group) if slot.group.is_followed_by(group))
         return schedule.loads_that_fit(candidates, group.peak_bytes - used_bytes)
 
     def _candidates(self, group: Group) -> Iterator[tuple[Slot, int]]:

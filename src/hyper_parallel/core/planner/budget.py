@@ -1,0 +1,41 @@
+"""What a user's budget means in bytes."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel.core.planner.profile import StepProfile
+from hyper_parallel.core.swap.sizes import parse_size
+
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+_EXPECTED = 'bytes, a size such as "24GiB", a part of the activations such as "40%", or "auto"'
+
+
+def budget_bytes(budget: int | str, profile: StepProfile, free_bytes: int) -> int:
+    """Bytes for everything that is alive at the highest point of a step.
+
+    A percentage is of the unmanaged activation peak, and comes on top of what is alive when forward begins. `"auto"`: what is free
+    now and what is alive already, less 5 %.
+
+    Raises:
+        ValueError, TypeError: it is none of these.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, (int, str)):
+        raise ArgumentTypeError("`budget` is how much memory may be used.", expected=_EXPECTED, got=describe(budget))
+    if budget == "auto":
+        return int((profile.base_bytes + free_bytes) * 0.95)
+    percent = _PERCENT.fullmatch(budget) if isinstance(budget, str) else None
+    if percent is not None:
+        part = float(percent.group(1)) / 100
+        if not (math.isfinite(part) and part > 0):
+            raise ArgumentError("`budget` leaves nothing for activations.", expected="more than 0%", got=str(budget))
+        return profile.base_bytes + int(part * profile.activation_peak_bytes)
+    try:
+        num_bytes = parse_size(budget, "budget")
+    except ValueError as error:
+        raise ArgumentError("`budget` was not understood.", expected=_EXPECTED, got=describe(budget)) from error
+    if num_bytes <= 0:
+        raise ArgumentError("`budget` leaves no room at all.", expected="more than 0 bytes", got=describe(budget))
+    return num_bytes

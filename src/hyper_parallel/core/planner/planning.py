@@ -1,0 +1,190 @@
+"""`plan_memory` and its kin: profile, solve, prove on the real model."""
+
+from __future__ import annotations
+
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hyper_parallel._base.errors import ArgumentError, describe
+from hyper_parallel._base.log import get_logger
+from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
+from hyper_parallel.core.planner.choices import plain
+from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Predicted, _part
+from hyper_parallel.core.planner.problem import Problem, evaluate
+from hyper_parallel.core.planner.profile import StepProfile
+from hyper_parallel.core.planner.progress import Progress, progress_of
+from hyper_parallel.core.planner.settings import Setting, candidates
+from hyper_parallel.core.planner.solver import BudgetError, smallest_peak, solve_over
+from hyper_parallel.core.planner.table import residual_table
+from hyper_parallel.core.swap.sizes import format_size, parse_size
+
+_logger = get_logger("planner")
+_KIB = 1024
+_MAX_TRIES = 4  # of solving again with what was measured
+
+
+def plan_memory(
+    model: Any,
+    batch: Any,
+    *,
+    budget: int | str = "auto",
+    loss_fn: Callable[[Any], Any] | None = None,
+    regions: Sequence[Any] | None = None,
+    optimizer: Any = None,
+    reserve: int | str = 0,
+    verify: bool = True,
+    progress: bool | Progress = True,
+) -> MemoryPlan:
+    """Choose save, recompute or swap for everything that backward needs, so that a step fits and loses the least time.
+
+    A few real steps are measured; the model, its gradients, buffers and random generators are as before afterwards. Nothing is changed
+    until `plan.apply(model)`.
+
+    Args:
+        model: the model, on its device and in the mode it trains in.
+        batch: what it takes: a tensor, a tuple of arguments, or a dict of keywords.
+        budget: bytes or a size such as "24GiB" for all that is alive at the highest point (parameters, gradients, optimizer state,
+            activations); "40%" of the plain step's activations; or "auto", what the device has left.
+        loss_fn: the loss in what the model gives; without it `.loss`, or the output itself.
+        regions: the blocks that are planned, as paths, patterns ("layers.*") or classes; found by themselves without it.
+        optimizer: its state counts, also before its first step.
+        reserve: bytes to leave free for what nobody has allocated yet.
+        verify: prove the plan with real steps, and solve again if the peak was above the budget.
+        progress: show a bar; or a function that is told what happens.
+
+    Raises:
+        BudgetError (a ValueError): no choice fits; the smallest peak that can be had is named, and what it is made of.
+        ValueError, TypeError: something in the arguments cannot be used.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(2)))
+        >>> plan = plan_memory(model, torch.ones(4, 8), loss_fn=lambda y: y.sum(), budget="100%", progress=False)
+        >>> plan.is_empty
+        True
+    """
+    part = _part(model, "plan_memory")
+    profiled = part.ProfiledModel(
+        model,
+        batch,
+        loss_fn,
+        regions=regions,
+        optimizer=optimizer,
+        reserve_bytes=_reserve_bytes(reserve),
+    )
+    with progress_of(progress, "planning", num_steps=7) as say:
+        profile: StepProfile = profiled.profile(say)
+        allowed = parse_budget(budget, profile, part.free_bytes(profiled.device))
+        say("solving")
+        plan = solved(profile, allowed, margin_bytes=_first_margin(profile))
+        if verify and not plan.is_empty:
+            say("proving")
+            plan = _proved(plan, profiled)
+    return plan
+
+
+def solved(profile: StepProfile, allowed_bytes: int, *, margin_bytes: int) -> MemoryPlan:
+    """The plan with the least predicted time within a budget. Pure: the same profile gives the same plan.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    plain_decision = tuple(plain(region) for region in profile.regions)
+    if profile.peak_bytes <= allowed_bytes:
+        predicted = Predicted(profile.peak_bytes, profile.step_ms)
+        return MemoryPlan(profile, plain_decision, candidates(profile)[0], allowed_bytes, predicted)
+    solution, setting = solve_over(profile, allowed_bytes, candidates(profile), margin_bytes=margin_bytes)
+    # The rules promise the peak; what is predicted is without the margin.
+    problem = Problem(profile, allowed_bytes, *setting)
+    cost = evaluate(problem, solution.decision)
+    predicted = Predicted(cost.peak_bytes, cost.step_ms)
+    return MemoryPlan(profile, solution.decision, Setting(*setting), allowed_bytes, predicted, gap=solution.gap)
+
+
+def verified(
+    plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None
+) -> MemoryPlan:
+    """See `MemoryPlan.verify`."""
+    profiled = part.ProfiledModel(model, batch, loss_fn, regions=plan.profile.facts.get("blocks"))
+    plan.check(model, batch)
+    return _proved(plan, profiled)
+
+
+def _proved(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
+    """The plan, or one with a larger margin, whose real peak is within the budget."""
+    margin = _first_margin(plan.profile)
+    for _ in range(_MAX_TRIES):
+        peak_bytes = _measured_peak(plan, profiled)
+        if peak_bytes <= plan.budget_bytes:
+            plan.measured = Measured(peak_bytes)
+            return plan
+        # What was not foreseen is added to the margin, and a little more: it will not be quite the same next time.
+        margin += int((peak_bytes - plan.budget_bytes) * 1.25) + 4 * _KIB
+        _logger.info("a step took %s more than planned; planning again", format_size(peak_bytes - plan.budget_bytes))
+        plan = solved(plan.profile, plan.budget_bytes, margin_bytes=margin)
+    raise BudgetError(
+        "The plan does not keep its promise on the real model.",
+        expected=f"a peak of at most {format_size(plan.budget_bytes)}",
+        got=format_size(peak_bytes),
+        do="Raise the budget, or plan with a batch like those that training has.",
+    )
+
+
+def _measured_peak(plan: MemoryPlan, profiled: Any) -> int:
+    plan.apply(profiled.model)
+    try:
+        profiled.peak_bytes()  # the first step teaches the engine what is asked for first
+        return max(profiled.peak_bytes() for _ in range(2)) + plan.profile.base_bytes
+    finally:
+        plan.remove(profiled.model)
+
+
+def _first_margin(profile: StepProfile) -> int:
+    """States of random generators that regions note, sizes that allocators round up, and a thousandth for what differs from step to step."""
+    return len(profile.regions) * 12 * _KIB + 16 * _KIB + profile.activation_peak_bytes // 1000
+
+
+def explain(
+    model: Any,
+    batch: Any,
+    *,
+    loss_fn: Callable[[Any], Any] | None = None,
+    regions: Sequence[Any] | None = None,
+    progress: bool | Progress = True,
+) -> Explanation:
+    """Which residuals the model keeps: per module and op, how many bytes, and what recomputing them would cost. Plans nothing.
+
+    Example:
+        >>> import torch
+        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+        >>> model = torch.nn.Sequential(block, torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()))
+        >>> explanation = explain(model, torch.ones(4, 8), loss_fn=lambda y: y.sum(), progress=False)
+        >>> len(explanation.profile.regions)
+        2
+    """
+    part = _part(model, "explain")
+    profiled = part.ProfiledModel(model, batch, loss_fn, regions=regions)
+    with progress_of(progress, "profiling", num_steps=5) as say:
+        return Explanation(profiled.profile(say))
+
+
+class Explanation:
+    """What `explain` found; printed as a table."""
+
+    def __init__(self, profile: StepProfile) -> None:
+        self.profile = profile
+
+    def __str__(self) -> str:
+        return residual_table(self.profile)
+
+
+def _reserve_bytes(reserve: int | str) -> int:
+    num_bytes = parse_size(reserve, "reserve")
+    if num_bytes < 0:
+        raise ArgumentError("`reserve` is negative.", expected="0 bytes or more", got=describe(reserve))
+    return num_bytes
+
+
+__all__ = ["Explanation", "explain", "plan_memory", "smallest_peak", "solved"]
+

@@ -1,0 +1,131 @@
+"""Plans and profiles as text for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from hyper_parallel.core.planner.profile import Region, StepProfile
+from hyper_parallel.core.swap.sizes import format_size
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.planner.plan import MemoryPlan
+
+_MAX_ROWS = 60
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns of equal width; numbers (all but the first column) to the right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def line(cells: list[str]) -> str:
+        first, *rest = cells
+        return "  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))]).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+def plan_table(plan: MemoryPlan) -> str:
+    """What is saved, recomputed and swapped, per block; peak and time before and after."""
+    profile, predicted = plan.profile, plan.predicted
+    base = profile.base_bytes
+    lines = [
+        f"Memory plan for {profile.facts.get('model', 'a model')}: at most {format_size(plan.budget_bytes)}, "
+        f"of which {format_size(base)} are alive when forward begins",
+        "",
+    ]
+    if plan.is_empty:
+        lines.append(f"The plain step fits: its peak is {format_size(profile.peak_bytes)}. Nothing is changed.")
+        return "\n".join(lines)
+    rows = [
+        ["plain", format_size(profile.peak_bytes), "100.0%", f"{profile.step_ms:.1f}", "1.000"],
+        ["predicted", *_numbers(profile, predicted.peak_bytes, predicted.step_ms)],
+    ]
+    if plan.measured is not None:
+        rows.append(["measured", *_numbers(profile, plan.measured.peak_bytes, plan.measured.step_ms)])
+    lines.append(table(["", "peak", "of activations", "step ms", "to plain"], rows))
+    lines += ["", table(["block", "saved", "swapped", "recomputed", "recompute ms"], _regions(plan))]
+    if plan.has_swaps:
+        window, prefetch = plan.setting
+        lines.append(f"\nCopies in flight: at most {format_size(window)} out and {format_size(prefetch)} ahead of backward.")
+    if plan.gap > 1e-6:
+        lines.append(f"The time is at most {plan.gap:.2%} above the best that is possible by this profile.")
+    return "\n".join(lines)
+
+
+def _numbers(profile: StepProfile, peak_bytes: int, step_ms: float | None) -> list[str]:
+    part = (peak_bytes - profile.base_bytes) / max(profile.activation_peak_bytes, 1)
+    times = ["", ""] if step_ms is None else [f"{step_ms:.1f}", f"{step_ms / profile.step_ms:.3f}"]
+    return [format_size(peak_bytes), f"{part:.1%}", *times]
+
+
+def _regions(plan: MemoryPlan) -> list[list[str]]:
+    rows: list[list[str]] = []
+    for region, decision in zip(plan.profile.regions, plan.decision, strict=True):
+        saved = swapped = recomputed = 0
+        ms = 0.0
+        if decision.is_plain:
+            saved = region.residual_bytes
+        else:
+            for op, choice in zip(region.ops, decision.ops, strict=True):
+                saved += op.num_bytes if choice == "save" else 0
+                swapped += op.num_bytes if choice == "swap" else 0
+                recomputed += op.residual_bytes if choice == "recompute" else 0
+                ms += op.forward_ms if choice == "recompute" else 0.0
+            for each, choice in zip(region.inputs, decision.inputs, strict=True):
+                saved += each.value.num_bytes if choice == "save" else 0
+                swapped += each.value.num_bytes if choice == "swap" else 0
+        rows.append([_name(region), *map(format_size, (saved, swapped, recomputed)), f"{ms:.2f}"])
+    return _folded(rows)
+
+
+def _folded(rows: list[list[str]]) -> list[list[str]]:
+    """Neighbours with the same numbers as one row."""
+    folded: list[list[str]] = []
+    first = ""
+    for row in rows:
+        if folded and folded[-1][1:] == row[1:]:
+            folded[-1][0] = f"{first} to {row[0]}"
+        else:
+            folded.append(list(row))
+            first = row[0]
+    return folded
+
+
+def residual_table(profile: StepProfile) -> str:
+    """What backward needs, per module and op, summed over blocks that are alike; the largest first."""
+    bytes_of: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
+    ms_of: dict[tuple[str, str], float] = {}
+    for region in profile.regions:
+        pattern = _pattern(region)
+        for each in region.inputs:
+            if each.value.is_residual:
+                bytes_of[pattern, "(input)"] += each.value.num_bytes
+                counts[pattern, "(input)"] += 1
+        for op in region.ops:
+            if op.is_needed:
+                key = (f"{pattern}.{op.module}" if op.module else pattern), op.name
+                bytes_of[key] += op.residual_bytes
+                counts[key] += 1
+                ms_of[key] = ms_of.get(key, 0.0) + op.forward_ms
+    total = sum(bytes_of.values())
+    rows = [
+        [f"{module}  {op}", str(counts[module, op]), format_size(num_bytes), f"{num_bytes / max(total, 1):.1%}",
+         f"{ms_of.get((module, op), 0.0):.2f}" if (module, op) in ms_of else "-"]
+        for (module, op), num_bytes in bytes_of.most_common(_MAX_ROWS)
+    ]  # fmt: skip
+    head = (
+        f"Residuals of {len(profile.regions)} blocks: {format_size(total)}. Peak of the plain step: {format_size(profile.peak_bytes)}, "
+        f"of which {format_size(profile.base_bytes)} are alive when forward begins; {profile.step_ms:.1f} ms."
+    )
+    return "\n".join([head, "", table(["kept by", "times", "bytes", "part", "recompute ms"], rows)])
+
+
+def _name(region: Region) -> str:
+    return region.path if region.call == 0 else f"{region.path}, call {region.call + 1}"
+
+
+def _pattern(region: Region) -> str:
+    """A block's path with the number left out: blocks of one list are alike."""
+    return ".".join("*" if part.isdecimal() else part for part in region.path.split("."))

@@ -1,0 +1,207 @@
+"""Carrying a plan out on a model: blocks are wrapped, and a policy gives every op the choice that was made for it."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel._base.errors import ArgumentError, StateError
+from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import _TAKEN, CheckpointWrapper
+from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
+from hyper_parallel.platform.torch.activation_checkpoint.replacement import _replace
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
+from hyper_parallel.platform.torch.activation_checkpoint.values import traits_of
+
+Key = tuple[str, int, str, int]
+
+
+class Mismatches:
+    """What was met that the plan does not know, or knows otherwise; counted for `plan.stats()`."""
+
+    def __init__(self, on_mismatch: str) -> None:
+        self.raises = on_mismatch == "error"
+        self.counts: Counter[str] = Counter()
+
+    def note(self, what: str, *, expected: str, got: str, where: str, may_raise: bool) -> None:
+        self.counts[what] += 1
+        if self.raises and may_raise:
+            raise StateError(
+                "The model does not do what it did when it was planned.",
+                expected=expected,
+                got=got,
+                where=where,
+                do='Plan again with a batch like this one, or apply with on_mismatch="recompute".',
+            )
+
+
+class PlannedPolicy:
+    """The policy of one region. What it is asked about an op and does not know is recomputed, and counted."""
+
+    is_pure = True  # it answers by the key alone
+
+    def __init__(self, region: Any, decision: Any, mismatches: Mismatches) -> None:
+        from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
+
+        self._policies = {
+            "save": CheckpointPolicy.MUST_SAVE,
+            "swap": CheckpointPolicy.MUST_SWAP,
+            "recompute": CheckpointPolicy.MUST_RECOMPUTE,
+        }
+        self._default = CheckpointPolicy.PREFER_RECOMPUTE
+        self._path = region.path
+        self._is_dynamic = region.is_dynamic
+        self._mismatches = mismatches
+        self._saves_all = decision.is_plain
+        choices = decision.ops if not decision.is_plain else ("save",) * len(region.ops)
+        self._choices: dict[Key, str | None] = {op.key: choice for op, choice in zip(region.ops, choices, strict=True)}
+        self._looks: dict[Key, tuple[str, ...]] = {op.key: op.looks for op in region.ops if op.looks}
+        self._modules: dict[str, str] = {}
+        self._names: dict[Any, str] = {}
+        self.met: set[Key] | None = set()  # None when the first call is over
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        name = self._names.get(op)
+        if name is None:
+            name = self._names[op] = "" if traits_of(op).is_view else str(op)
+        if not name:
+            return self._default
+        module = self._modules.get(ctx.module)
+        if module is None:
+            module = self._modules[ctx.module] = relative(ctx.module, self._path)
+        key = (module, getattr(ctx, "call", 0), name, getattr(ctx, "occurrence_in_call", ctx.occurrence))
+        choice = self._choices.get(key, "")
+        if choice == "":
+            self._mismatches.note("ops that were not planned", expected="", got="", where="", may_raise=False)
+            return self._policies["save"] if self._saves_all else self._default
+        if self.met is not None:
+            self.met.add(key)
+            if not self._looks_right(key, ctx.op_output):
+                return self._default
+        return self._default if choice is None else self._policies[choice]
+
+    def _looks_right(self, key: Key, output: Any) -> bool:
+        expected = self._looks.get(key)
+        if expected is None:
+            return True
+        found = tuple(_looks(output))
+        if found == expected:
+            return True
+        self._mismatches.note(
+            "ops of another shape",
+            expected=" and ".join(expected),
+            got=" and ".join(found),
+            where=words(self._path, key),
+            may_raise=not self._is_dynamic,
+        )
+        return False
+
+    def check_all_met(self) -> None:
+        """The first call is over: has all that was planned been met?"""
+        met, self.met = self.met, None
+        if met is None:
+            return
+        for key, choice in self._choices.items():
+            if choice in ("save", "swap") and key not in met:
+                self._mismatches.note(
+                    "planned ops that were not met",
+                    expected="this op, which the plan has a choice for",
+                    got="a forward without it",
+                    where=words(self._path, key),
+                    may_raise=not self._is_dynamic,
+                )
+
+
+class PlannedCall:
+    """What a block's wrapper calls: the calls of a step in turn, each with its own decision."""
+
+    def __init__(
+        self, regions: Sequence[Any], decisions: Sequence[Any], mismatches: Mismatches, is_announced: bool
+    ) -> None:
+        self._calls: list[tuple[PlannedPolicy, bool] | None] = []
+        for region, decision in zip(regions, decisions, strict=True):
+            if decision.is_plain and not is_announced:
+                self._calls.append(None)
+            else:
+                policy = PlannedPolicy(region, decision, mismatches)
+                self._calls.append((policy, "swap" in decision.inputs))
+        self._number = 0
+
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or is_replaying():
+            return module(*args, **kwargs)
+        planned = self._calls[self._number % len(self._calls)]
+        self._number += 1
+        if planned is None:
+            return module(*args, **kwargs)
+        policy, swap_inputs = planned
+        taken = _TAKEN & kwargs.keys()
+        if taken:
+            module = functools.partial(module, **{name: kwargs.pop(name) for name in taken})
+        result = checkpoint(module, *args, policy_fn=policy, swap_inputs=swap_inputs, **kwargs)
+        policy.check_all_met()
+        return result
+
+
+class Applied:
+    """A plan on a model; `remove` undoes it."""
+
+    def __init__(self, model: nn.Module, profile: Any, decision: Sequence[Any], on_mismatch: str) -> None:
+        self.mismatches = Mismatches(on_mismatch)
+        blocks = dict(model.named_modules())
+        swaps = any("swap" in each.ops or "swap" in each.inputs for each in decision)
+        by_path: dict[str, list[int]] = {}
+        for index, region in enumerate(profile.regions):
+            by_path.setdefault(region.path, []).append(index)
+        self._wrappers: dict[nn.Module, nn.Module] = {}
+        for path, indices in by_path.items():
+            # Where something is swapped the last block tells the engine that backward has begun: a region that saves all.
+            is_announced = swaps and len(profile.regions) - 1 in indices
+            decisions = [decision[index] for index in indices]
+            if not is_announced and all(each.is_plain for each in decisions):
+                continue
+            if path not in blocks:
+                raise ArgumentError("A planned block is not in the model.", expected=path, where=type(model).__name__)
+            call = PlannedCall([profile.regions[index] for index in indices], decisions, self.mismatches, is_announced)
+            self._wrappers[blocks[path]] = CheckpointWrapper(blocks[path], checkpoint_fn=call)
+        self._model = model
+        _replace(model, self._wrappers)
+
+    def remove(self) -> None:
+        """Put the blocks back where the wrappers are."""
+        blocks = {wrapper: block for block, wrapper in self._wrappers.items()}
+        places = [
+            (parent, name, child)
+            for parent in self._model.modules()
+            for name, child in parent._modules.items()
+            if child in blocks
+        ]
+        for parent, name, child in places:
+            setattr(parent, name, blocks[child])
+        self._wrappers = {}
+
+
+def relative(module: str, path: str) -> str:
+    """A module's path as seen from a region's; what is not below it keeps its own."""
+    if module == path:
+        return ""
+    return module[len(path) + 1 :] if module.startswith(f"{path}.") else module
+
+
+def words(path: str, key: Key) -> str:
+    module, call, name, occurrence = key
+    place = f"{path}.{module}" if module else path
+    number = "" if occurrence == 0 else f" (number {occurrence + 1} there)"
+    return f"{place}{f', call {call + 1}' if call else ''}, {name}{number}"
+
+
+def _looks(output: Any) -> list[str]:
+    if isinstance(output, torch.Tensor):
+        return [f"{str(output.dtype).removeprefix('torch.')}{list(output.shape)}"]
+    if isinstance(output, (list, tuple)):
+        return [look for each in output for look in _looks(each)]
+    return []

@@ -1,0 +1,405 @@
+"""Profiling one step of a model: a few real steps, each for one kind of number, and what they say together.
+
+1. a plain step, to warm up (kernels are chosen, buffers made);
+2. plain steps by the clock: how long each block takes, forward and backward;
+3. a plain step by the allocator: how high memory rises, block by block;
+4. a step with every block as a region: its ops, what they read and make, what backward needs, how long each takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel._base.errors import ArgumentError
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
+from hyper_parallel.platform.torch.activation_checkpoint.values import Argument, Constant, Fresh
+from hyper_parallel.platform.torch.planner import signature
+from hyper_parallel.platform.torch.planner.blocks import find_blocks
+from hyper_parallel.platform.torch.planner.link import measure_link
+from hyper_parallel.platform.torch.planner.meters import Clock, Span, memory_meter
+from hyper_parallel.platform.torch.planner.recording import RecordedCall, is_made, note_shared, recording
+from hyper_parallel.platform.torch.planner.surroundings import (
+    LossFn,
+    device_of,
+    preserved,
+    run_step,
+    tensors_of,
+)
+
+NUM_TIMED = 3
+Progress = Callable[[str], None]
+
+
+class ProfiledModel:
+    """What the planner asks the framework about one model, batch and loss."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss_fn: LossFn | None = None,
+        *,
+        regions: Sequence[Any] | None = None,
+        optimizer: Any = None,
+        reserve_bytes: int = 0,
+    ) -> None:
+        self.model = model
+        self.batch = batch
+        self.loss_fn = loss_fn
+        self.device = device_of(model)
+        self.blocks = find_blocks(model, regions)
+        self.extra_bytes = reserve_bytes + optimizer_bytes(model, optimizer, self.device)
+
+    # -- what is alive when forward begins ------------------------------------------------------------------------------
+
+    def base_bytes(self) -> int:
+        """Parameters, gradients, buffers, optimizer state, the batch; on an accelerator all that the process has allocated."""
+        if self.device.type != "cpu":
+            missing = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
+            allocated = int(getattr(torch, self.device.type).memory_allocated(self.device))
+            return allocated + sum(map(_num_bytes, missing)) + self.extra_bytes
+        storages: dict[int, int] = {}
+        for tensor in (*self.model.parameters(), *self.model.buffers(), *tensors_of(self.batch)):
+            storage = local_tensor(tensor).untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+        gradients = sum(_num_bytes(each) for each in self.model.parameters() if each.requires_grad)
+        return sum(storages.values()) + gradients + self.extra_bytes
+
+    # -- measuring ------------------------------------------------------------------------------------------------------
+
+    def step(self, at_turn: Callable[[], None] | None = None) -> float:
+        return run_step(self.model, self.batch, self.loss_fn, at_turn)
+
+    def peak_bytes(self) -> int:
+        """The highest point of one step above where it began, as the model is now; nothing is changed by it."""
+        with preserved(self.model):
+            meter = memory_meter(self.device)
+            with meter.running():
+                meter.mark("step")
+                self.step()
+            return max(span.peak_bytes for span in meter.spans())
+
+    def step_ms(self, num_steps: int = NUM_TIMED) -> float:
+        """The median time of a step, as the model is now."""
+        with preserved(self.model):
+            times = []
+            for _ in range(num_steps):
+                clock = Clock(self.device)
+                clock.mark("step")
+                self.step()
+                clock.mark("end")
+                times.append(clock.spans()["step"])
+            return statistics.median(times)
+
+    def profile(self, progress: Progress | None = None) -> Any:
+        """A `StepProfile` of the plain step."""
+        from hyper_parallel.core.planner.profile import StepProfile, Turn
+
+        say = progress or (lambda what: None)
+        base_bytes = self.base_bytes()
+        with preserved(self.model):
+            say("warming up")
+            self.step()
+            say("measuring times")
+            timed = [self._timed() for _ in range(NUM_TIMED)]
+            say("measuring memory")
+            spans = self._measured()
+            say("recording ops")
+            with recording(self.blocks, self.device) as calls:
+                self.step()
+        say("measuring the link")
+        link = measure_link(self.device)
+        times = {name: statistics.median(each[name] for each in timed) for name in timed[0]}
+        self._check_calls(calls, times)
+        note_shared(calls)
+        regions = [
+            _region(each, index, times, self.device, link is not None, _min_bytes(self.device))
+            for index, each in enumerate(calls)
+        ]
+        regions, turn_bytes = _with_peaks(_with_common_times(regions), spans)
+        return StepProfile(
+            regions=tuple(regions),
+            base_bytes=base_bytes,
+            peak_bytes=base_bytes + max(span.peak_bytes for span in spans),
+            step_ms=sum(times.values()),
+            turn=Turn(times.get(f"after {len(calls) - 1}", 0.0) + times.get("turn", 0.0), turn_bytes),
+            link=link,
+            facts=signature.facts(self),
+        )
+
+    def _timed(self) -> dict[str, float]:
+        clock = Clock(self.device)
+        self._marked(clock)
+        return clock.spans()
+
+    def _measured(self) -> list[Span]:
+        meter = memory_meter(self.device)
+        with meter.running():
+            self._marked(meter)
+        return meter.spans()
+
+    def _marked(self, meter: Any) -> None:
+        """One plain step with marks where blocks begin and end."""
+        marks = _Marks(meter)
+        handles = [handle for block in self.blocks.values() for handle in marks.watch(block)]
+        try:
+            meter.mark("start")
+            self.step(lambda: meter.mark("turn"))
+            meter.mark("end")
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _check_calls(self, calls: list[RecordedCall], times: dict[str, float]) -> None:
+        if not calls:
+            raise ArgumentError(
+                "No block ran in the forward with gradients on.",
+                expected="calls of " + ", ".join(list(self.blocks)[:3]),
+                do='Name the blocks that run: regions=["encoder.layer.*"].',
+            )
+        marked = sum(name.startswith("forward ") for name in times)
+        if marked != len(calls):
+            raise ArgumentError(
+                "The model does not run the same blocks in each step.",
+                expected=f"{marked} calls of blocks, as in the step before",
+                got=str(len(calls)),
+                do="Switch off what skips blocks at random (layer drop) while planning.",
+            )
+
+
+class _Marks:
+    """Hooks that tell a meter where calls of blocks begin and end. In backward a block begins where its output's gradient is known."""
+
+    def __init__(self, meter: Any) -> None:
+        self._meter = meter
+        self._num_calls = 0
+
+    def watch(self, block: nn.Module) -> list[Any]:
+        return [block.register_forward_pre_hook(self._begin), block.register_forward_hook(self._end)]
+
+    def _begin(self, block: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            self._meter.mark(f"forward {self._num_calls}")
+
+    def _end(self, block: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        number = self._num_calls
+        self._num_calls += 1
+        self._meter.mark(f"after {number}")
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._meter.mark(f"backward {number}"))
+                return
+
+
+def _min_bytes(device: torch.device) -> int:
+    from hyper_parallel.core.swap.config import current_config, default_min_bytes
+
+    configured = current_config().min_bytes
+    return default_min_bytes("disk" if device.type == "cpu" else "host") if configured is None else configured
+
+
+def _region(
+    noted: RecordedCall, index: int, times: dict[str, float], device: torch.device, has_link: bool, min_bytes: int
+) -> Any:
+    """One call of a block as the planner sees it; its peaks come later."""
+    from hyper_parallel.core.planner.profile import Input, Region, Value
+
+    record = noted.record
+    if record is None or noted.times is None:
+        raise ArgumentError("A block was not recorded.", where=noted.path)
+    forward_ms = times.get(f"forward {index}", 0.0)
+    op_ms = _op_times(noted)
+    scale = min(1.0, forward_ms / total) if (total := sum(op_ms)) > 0 else 1.0
+    may_swap = has_link
+    ops = []
+    for op, ms in zip(record.ops, op_ms, strict=True):
+        ops.append(_op(op, noted, ms * scale, device, min_bytes if may_swap else None))
+    own = [value for value in noted.inputs if _is_activation(value, noted, device)]
+    num_bytes = sum(value.num_bytes for value in own)
+    merged = Value(num_bytes, is_residual=any(value in noted.needed_inputs for value in own))
+    return Region(
+        path=noted.path,
+        call=noted.call,
+        ops=tuple(ops),
+        inputs=(Input(merged, may_swap=may_swap and num_bytes >= min_bytes),),
+        forward_ms=forward_ms,
+        backward_ms=times.get(f"backward {index}", 0.0),
+        forward_peak_bytes=0,
+        backward_peak_bytes=0,
+        before_ms=times.get("start", 0.0) if index == 0 else times.get(f"after {index - 1}", 0.0),
+        is_dynamic=noted.is_dynamic,
+    )
+
+
+def _is_activation(value: Any, noted: RecordedCall, device: torch.device) -> bool:
+    return bool(value.device == device and value.num_bytes > 0 and value not in noted.shared)
+
+
+def _op(op: Any, noted: RecordedCall, ms: float, device: torch.device, min_bytes: int | None) -> Any:
+    from hyper_parallel.core.planner.profile import Op, Value
+
+    made = [value for value in op.makes if value.device == device]
+    num_bytes = sum(value.num_bytes for value in made)
+    is_current = all(value in noted.current for value in made)
+    choices = ["recompute"]
+    if num_bytes > 0 and is_current:
+        choices.insert(0, "save")
+        if (
+            min_bytes is not None
+            and max(value.num_bytes for value in made) >= min_bytes
+            and not any(value.is_weight_cast for value in made)
+        ):
+            choices.insert(1, "swap")
+    module = op.module.removeprefix(noted.path).removeprefix(".") if op.module.startswith(noted.path) else op.module
+    return Op(
+        module=module,
+        name=str(op.func),
+        call=getattr(op, "call", 0),
+        occurrence=getattr(op, "occurrence_in_call", op.occurrence),
+        forward_ms=ms,
+        makes=tuple(Value(v.num_bytes, v in noted.needed, noted.freed_after.get(v)) for v in made),
+        reads=tuple(sorted({value.op for value in op.reads if is_made(value)} - {op.index})),
+        reads_inputs=(0,)
+        if any(value is not None and value.op < 0 and value in noted.inputs for value in op.reads)
+        else (),
+        choices=tuple(choices),
+        looks=() if op.targets else tuple(_looks(op.outputs)),
+    )
+
+
+def _looks(outputs: Any) -> list[str]:
+    """How results of an op look: "float32[2, 8]"."""
+    if isinstance(outputs, Fresh):
+        return [f"{str(outputs.view.dtype).removeprefix('torch.')}{list(outputs.view.size)}"]
+    if isinstance(outputs, (list, tuple)) and not isinstance(outputs, (Argument, Constant)):
+        return [look for each in outputs for look in _looks(each)]
+    return []
+
+
+def _op_times(noted: RecordedCall) -> list[float]:
+    """Milliseconds of each recorded op; views and the like, which the record leaves out, are passed over."""
+    record, times = noted.record, noted.times
+    if record is None or times is None:
+        return []
+    found: list[float] = []
+    position = 0
+    for op in record.ops:
+        while position < len(times.ops) and times.ops[position][0] is not op.func:
+            position += 1
+        if position == len(times.ops):
+            found.append(0.0)
+            continue
+        _, begin, end = times.ops[position]
+        found.append(times.clock.between(begin, end))
+        position += 1
+    return found
+
+
+def _with_common_times(regions: list[Any]) -> list[Any]:
+    """Regions of one shape do the same work: what one op takes is the median over all of them."""
+    alike: dict[Any, list[int]] = {}
+    for index, region in enumerate(regions):
+        alike.setdefault(region.shape(), []).append(index)
+    common = list(regions)
+    for indices in alike.values():
+        columns = zip(*(regions[index].ops for index in indices), strict=True)
+        op_ms = [statistics.median(op.forward_ms for op in column) for column in columns]
+        for index in indices:
+            ops = zip(regions[index].ops, op_ms, strict=True)
+            common[index] = dataclasses.replace(
+                regions[index],
+                ops=tuple(dataclasses.replace(op, forward_ms=ms) for op, ms in ops),
+                forward_ms=statistics.median(regions[each].forward_ms for each in indices),
+                backward_ms=statistics.median(regions[each].backward_ms for each in indices),
+            )
+    return common
+
+
+def _with_peaks(regions: list[Any], spans: list[Span]) -> tuple[list[Any], int]:
+    """The regions with their peaks, and that of the turn, such that the plain step adds up to what was measured."""
+    peak = {}
+    level = {}
+    for span in spans:
+        peak[span.name] = max(span.peak_bytes, peak.get(span.name, 0))
+        level.setdefault(span.name, span.level_bytes)
+    found = []
+    kept = 0
+    for index, region in enumerate(regions):
+        between = "start" if index == 0 else f"after {index - 1}"
+        forward = max(peak.get(f"forward {index}", 0), peak.get(between, 0)) - kept
+        residual = region.residual_bytes
+        backward = peak.get(f"backward {index}", 0) - kept
+        # Run again, all of the region's forward is there beside the gradient of its output.
+        gradient = max(level.get(f"backward {index}", 0) - kept - residual, 0)
+        backward = max(backward, forward + gradient, residual)
+        found.append(
+            dataclasses.replace(region, forward_peak_bytes=max(forward, residual), backward_peak_bytes=backward)
+        )
+        kept += residual
+    turn = max(peak.get("turn", 0), peak.get(f"after {len(regions) - 1}", 0)) - kept
+    if found:
+        # What the last region swaps comes back at once: its way out and back could hide behind nothing.
+        found[-1] = _without_swap(found[-1])
+    return found, max(turn, 0)
+
+
+def _without_swap(region: Any) -> Any:
+    ops = tuple(
+        dataclasses.replace(op, choices=tuple(choice for choice in op.choices if choice != "swap")) for op in region.ops
+    )
+    inputs = tuple(dataclasses.replace(each, may_swap=False) for each in region.inputs)
+    return dataclasses.replace(region, ops=ops, inputs=inputs)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    local = local_tensor(tensor)
+    return local.numel() * local.element_size()
+
+
+def optimizer_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> int:
+    """What an optimizer will hold beside what is allocated already.
+
+    Raises:
+        ValueError: its state is not there yet and cannot be told from its kind.
+    """
+    if optimizer is None:
+        return 0
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    found = sum(
+        _num_bytes(value)
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.device == device
+    )
+    if found:
+        return found if device.type == "cpu" else 0  # an accelerator's allocator has counted it
+    copies = _copies_of_parameters(optimizer)
+    if copies is None:
+        raise ArgumentError(
+            "How much this optimizer will hold is not known.",
+            expected="an optimizer that has taken a step, or one of " + ", ".join(sorted(_COPIES)),
+            got=type(optimizer).__name__,
+            do="Take one step with it before planning, or give its bytes as reserve= instead.",
+        )
+    return copies * sum(map(_num_bytes, trained))
+
+
+_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "SGD": 0, "RMSprop": 1}
+
+
+def _copies_of_parameters(optimizer: Any) -> int | None:
+    copies = _COPIES.get(type(optimizer).__name__)
+    groups = optimizer.param_groups
+    if copies is None:
+        return None
+    if any(group.get("momentum") for group in groups):
+        copies += 1
+    return copies + int(any(group.get("amsgrad") or group.get("centered") for group in groups))

@@ -1,0 +1,190 @@
+"""One step with every block run as a region that keeps nothing: which ops it has, what they read and make, what backward needs.
+
+The region's own record is read, so that the plan speaks of exactly the ops that a policy will be asked about.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hyper_parallel.platform.torch.activation_checkpoint.arguments import SavedArguments
+from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame, Options
+from hyper_parallel.platform.torch.activation_checkpoint.recording import Record
+from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value
+from hyper_parallel.platform.torch.planner.meters import Clock
+
+# Sizes of what these give depend on values: another batch of the same shape has others.
+_DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+class OpTimes(TorchDispatchMode):
+    """Lies outside of the regions' own modes: it sees what they really run."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.ops: list[tuple[Any, Any, Any]] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        begin = self.clock.now()
+        result = func(*args, **(kwargs or {}))
+        self.ops.append((func, begin, self.clock.now()))
+        return result
+
+
+class RecordedCall:
+    """What one call of a block did.
+
+    Attributes:
+        needed, needed_inputs: values that backward needs, of those an op made and of the arguments
+        current: values that nothing in the region has written over
+        shared: arguments that other calls are given, too: somebody holds them anyway
+        freed_after: value -> the op after which nothing held it any more
+    """
+
+    def __init__(self, path: str, call: int) -> None:
+        self.path = path
+        self.call = call
+        self.is_over = False
+        self.record: Record | None = None
+        self.needed: set[Value] = set()
+        self.current: set[Value] = set()
+        self.needed_inputs: set[Value] = set()
+        self.shared: set[Value] = set()
+        self.freed_after: dict[Value, int] = {}
+        self.times: OpTimes | None = None
+
+    @property
+    def inputs(self) -> list[Value]:
+        """The arguments that have memory, each once."""
+        known = [] if self.record is None else self.record.inputs
+        return [value for value in dict.fromkeys(known) if value is not None]
+
+    @property
+    def is_dynamic(self) -> bool:
+        return any(
+            tag in getattr(op.func, "tags", ())
+            for op in (() if self.record is None else self.record.ops)
+            for tag in _DYNAMIC
+        )
+
+
+class _RecordedFrame(Frame):
+    """A region that tells what it knows when its forward is over, before it forgets."""
+
+    noted: RecordedCall
+
+    def _finish(self, record: Record) -> None:
+        noted = self.noted
+        noted.is_over = True
+        noted.needed = {each.value for ref in self._recomputed if (each := ref()) is not None}
+        noted.needed_inputs = {each.value for ref in self._from_inputs if (each := ref()) is not None}
+        noted.current = {value for value in record.made() if record.is_current(value)}
+        super()._finish(record)
+
+
+class _RecordedOps(TorchDispatchMode):
+    """Notes after which op a value was gone. Lies inside of the region's mode, so that it sees each op before the region does."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, noted: RecordedCall, record: Record) -> None:
+        super().__init__()
+        self._noted = noted
+        self._record = record
+        self._alive: dict[Value, None] = {}
+        self._num_seen = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.look()
+        return func(*args, **(kwargs or {}))
+
+    def look(self) -> None:
+        ops = self._record.ops
+        for op in ops[self._num_seen :]:
+            self._alive.update(dict.fromkeys(op.makes))
+        self._num_seen = len(ops)
+        for value in [value for value in self._alive if value.ref.expired()]:
+            del self._alive[value]
+            self._noted.freed_after[value] = self._num_seen - 1
+
+
+@contextlib.contextmanager
+def recording(blocks: dict[str, nn.Module], device: torch.device) -> Iterator[list[RecordedCall]]:
+    """Within: every call of a block is a region that is noted in the list, in the order of the calls."""
+    calls: list[RecordedCall] = []
+    counts: dict[str, int] = {}
+    originals = {path: block.forward for path, block in blocks.items()}
+    patched = {path: block.__dict__["forward"] for path, block in blocks.items() if "forward" in block.__dict__}
+
+    def run(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return originals[path](*args, **kwargs)
+        noted = RecordedCall(path, counts.get(path, 0))
+        counts[path] = noted.call + 1
+        calls.append(noted)
+        frame = _RecordedFrame(_watched(originals[path], noted), SavedArguments(args, kwargs), None, Options())
+        noted.record = frame._recorded()
+        frame.noted = noted
+        times = noted.times = OpTimes(Clock(device))
+        with times:
+            return frame.forward(args, kwargs)
+
+    try:
+        for path, block in blocks.items():
+            block.forward = _bound(run, path)  # an attribute of the instance, gone afterwards
+        yield calls
+    finally:
+        for path, block in blocks.items():
+            block.__dict__.pop("forward", None)
+            if path in patched:
+                block.forward = patched[path]
+
+
+def _bound(run: Any, path: str) -> Any:
+    return lambda *args, **kwargs: run(path, args, kwargs)
+
+
+def _watched(forward: Any, noted: RecordedCall) -> Any:
+    """The block's forward, with a look at what is still alive before each op."""
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if noted.is_over or noted.record is None:  # it runs again in backward: all is known by then
+            return forward(*args, **kwargs)
+        with _RecordedOps(noted, noted.record):
+            return forward(*args, **kwargs)
+
+    watched.__self__ = getattr(forward, "__self__", None)  # type: ignore[attr-defined]  # whose method it is
+    return watched
+
+
+def note_shared(calls: list[RecordedCall]) -> None:
+    """Tell each call which of its arguments others are given, too."""
+    counts = Counter(value.ref.cdata for call in calls for value in call.inputs)
+    for call in calls:
+        call.shared = {value for value in call.inputs if counts[value.ref.cdata] > 1}
+
+
+def is_made(value: Value | None) -> bool:
+    return value is not None and value.origin is Origin.MADE

@@ -1,0 +1,65 @@
+"""What a plan was made for: the model, the batch, the framework and the device, in words that can be compared."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.platform.torch.planner.surroundings import device_of
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
+
+
+def facts(profiled: ProfiledModel) -> dict[str, Any]:
+    """All that a plan depends on, in the order in which differences are told."""
+    return {
+        **all_facts(profiled.model, profiled.batch),
+        "blocks": list(profiled.blocks),
+        "training": profiled.model.training,
+        "autocast": _autocast(profiled.device),
+        "version": torch.__version__,
+    }
+
+
+def all_facts(model: nn.Module, batch: Any) -> dict[str, Any]:
+    return {**model_facts(model), "batch": look(batch)}
+
+
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """What makes a plan fit a model or not."""
+    return {
+        "framework": "torch",
+        "model": type(model).__qualname__,
+        "parameters": {name: _look(tensor) for name, tensor in model.named_parameters()},
+        "device": device_name(device_of(model)),
+    }
+
+
+def look(batch: Any) -> Any:
+    """A batch with the look of each tensor in its place; what is no tensor is named by its type."""
+    if isinstance(batch, torch.Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    if isinstance(batch, dict) or hasattr(batch, "keys"):
+        return {str(key): look(batch[key]) for key in batch.keys()}  # noqa: SIM118 - not all that have keys are dicts
+    if isinstance(batch, (list, tuple)):
+        return [look(each) for each in batch]
+    return batch if isinstance(batch, (str, int, float, bool, type(None))) else type(batch).__name__
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    return f"{device.type}: {getattr(torch, device.type).get_device_name(device)}"
+
+
+def _look(parameter: torch.Tensor) -> str:
+    trained = "" if parameter.requires_grad else ", frozen"
+    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}{trained}"
+
+
+def _autocast(device: torch.device) -> str:
+    is_on = torch.is_autocast_enabled(device.type)
+    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.") if is_on else "off"

@@ -1,0 +1,141 @@
+"""A step that leaves no trace: the model, its gradients, buffers and random generators are afterwards as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel.platform.trees import leaves
+
+LossFn = Callable[[Any], Any]
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module, *, with_gradients: bool = True) -> Iterator[None]:
+    """Within: gradients are zeros that are allocated already. Afterwards all is as before, also after Ctrl-C.
+
+    `with_gradients=False`: gradients stay the user's own, for a step that is meant to happen.
+    """
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    random_states = _RandomStates(_devices(model))
+    try:
+        if with_gradients:
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        yield
+    finally:
+        if with_gradients:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for module, training in modes:
+            module.training = training
+        random_states.restore()
+
+
+class _RandomStates:
+    """All global generators that a step may draw from."""
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._devices = {
+            device: getattr(torch, device.type).get_rng_state(device) for device in devices if device.type != "cpu"
+        }
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else (numpy, numpy.random.get_state())
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        for device, state in self._devices.items():
+            getattr(torch, device.type).set_rng_state(state, device)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            numpy, state = self._numpy
+            numpy.random.set_state(state)
+
+
+def _devices(model: nn.Module) -> set[torch.device]:
+    return {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device of a model.
+
+    Raises:
+        ValueError: its parameters are on several, or on the meta device.
+    """
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type == "meta":
+        raise ArgumentError(
+            "A plan is made for the device that a model is on.",
+            expected="all parameters on one device with memory",
+            got=", ".join(sorted(map(str, devices))) or "no parameters",
+            where=type(model).__name__,
+        )
+    return next(iter(devices))
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """The model's output for a batch: a tensor, a tuple of arguments, or a dict of keywords."""
+    if isinstance(batch, dict) or hasattr(batch, "keys"):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def loss_of(output: Any, loss_fn: LossFn | None) -> torch.Tensor:
+    """The scalar that backward starts from.
+
+    Raises:
+        ValueError, TypeError: there is none; the message says what `loss_fn` should give.
+    """
+    if loss_fn is not None:
+        loss = loss_fn(output)
+    else:
+        loss = getattr(output, "loss", None)
+        if loss is None and isinstance(output, dict):
+            loss = output.get("loss")
+        if loss is None:
+            loss = output
+    if not isinstance(loss, torch.Tensor):
+        raise ArgumentTypeError(
+            "No loss was found in what the model gives.",
+            expected="a scalar tensor",
+            got=describe(loss),
+            do="Give loss_fn, for example loss_fn=lambda out: out.logits.float().mean().",
+        )
+    if loss.numel() != 1 or not loss.requires_grad:
+        raise ArgumentError(
+            "The loss cannot be differentiated.",
+            expected="one number that depends on a parameter",
+            got=f"{describe(loss)}, requires_grad={loss.requires_grad}",
+            do="Give a loss_fn that returns a scalar, and call it on a model in training.",
+        )
+    return loss
+
+
+def run_step(model: nn.Module, batch: Any, loss_fn: LossFn | None, at_turn: Callable[[], None] | None = None) -> float:
+    """One forward and backward; the loss. `at_turn` is called between the two."""
+    loss = loss_of(call(model, batch), loss_fn)
+    if at_turn is not None:
+        at_turn()
+    loss.backward()
+    return float(loss.detach())  # not before: on an accelerator it waits for all that was launched
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    return [each for each in leaves(batch) if isinstance(each, torch.Tensor)]
