@@ -32,6 +32,10 @@ _PUBLIC = {
     "SwapTensor": "hyper_parallel.core.activation_checkpoint.swap",
     "Storage": "hyper_parallel.core.activation_checkpoint.swap",
     "configure_swap": "hyper_parallel.core.swap.config",
+    "plan_memory": "hyper_parallel.core.planner.planning",
+    "explain": "hyper_parallel.core.planner.planning",
+    "MemoryPlan": "hyper_parallel.core.planner.plan",
+    "BudgetError": "hyper_parallel.core.planner.solver",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -82,6 +83,47 @@ def doctor(
         show_doctor(console, facts, choice, findings)
     if worst(findings) is State.PROBLEM:
         raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    budget: Annotated[str, typer.Option(help='Memory that may be used: "40%" of the activations, or a size.')] = "40%",
+    steps: Annotated[int, typer.Option(min=1, help="Training steps with and without the plan.")] = 10,
+    report: Annotated[Path, typer.Option(help="Where the page with the picture goes.")] = Path("report.html"),
+) -> None:
+    """Plan a small transformer under a memory budget and train it with and without the plan, on whatever device is there.
+
+    Exit code 0: the losses of both runs are equal, bit for bit. 1: they are not.
+    """
+    from hyper_parallel.cli.demo import run_demo
+
+    if not run_demo(Console(highlight=False), budget, steps, report).is_equal:
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    build: Annotated[str, typer.Argument(help="package.module:function that returns model and batch.")],
+    budget: Annotated[str, typer.Option(help='"24GiB", "40%" of the activations, or "auto".')] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a page with a picture here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON and nothing else.")] = False,
+) -> None:
+    """Plan a model of your own: what is saved, recomputed and swapped so that it fits and loses the least speed.
+
+    The function returns (model, batch), (model, batch, loss_fn) or a dict of `plan_memory`'s arguments.
+    """
+    from hyper_parallel.cli.plan import plan_build
+
+    made = plan_build(build, budget)
+    if out is not None:
+        made.save(out)
+    if report is not None:
+        made.report(report)
+    if as_json:
+        _print_json(made.as_dict())
+    else:
+        typer.echo(str(made))
 
 
 def _collect_behind_a_spinner(is_quiet: bool) -> Facts:

@@ -195,6 +195,12 @@ class MemoryPlan:
             plan.apply(model)
         return plan
 
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write one self-contained HTML page: memory over one step before and after, copies with stalls, the table per block."""
+        from hyper_parallel.report.page import write_report
+
+        write_report(self, path)
+
     # -- as a file ------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:

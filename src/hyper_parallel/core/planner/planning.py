@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,7 +58,9 @@ def plan_memory(
 
     Example:
         >>> import torch
-        >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(2)))
+        >>> model = torch.nn.Sequential(
+        ...     *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(2))
+        ... )
         >>> plan = plan_memory(model, torch.ones(4, 8), loss_fn=lambda y: y.sum(), budget="100%", progress=False)
         >>> plan.is_empty
         True
@@ -102,9 +103,7 @@ def solved(profile: StepProfile, allowed_bytes: int, *, margin_bytes: int) -> Me
     return MemoryPlan(profile, solution.decision, Setting(*setting), allowed_bytes, predicted, gap=solution.gap)
 
 
-def verified(
-    plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None
-) -> MemoryPlan:
+def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> MemoryPlan:
     """See `MemoryPlan.verify`."""
     profiled = part.ProfiledModel(model, batch, loss_fn, regions=plan.profile.facts.get("blocks"))
     plan.check(model, batch)
@@ -135,7 +134,8 @@ def _measured_peak(plan: MemoryPlan, profiled: Any) -> int:
     plan.apply(profiled.model)
     try:
         profiled.peak_bytes()  # the first step teaches the engine what is asked for first
-        return max(profiled.peak_bytes() for _ in range(2)) + plan.profile.base_bytes
+        peak_bytes: int = max(profiled.peak_bytes() for _ in range(2))
+        return peak_bytes + plan.profile.base_bytes
     finally:
         plan.remove(profiled.model)
 
@@ -187,4 +187,3 @@ def _reserve_bytes(reserve: int | str) -> int:
 
 
 __all__ = ["Explanation", "explain", "plan_memory", "smallest_peak", "solved"]
-

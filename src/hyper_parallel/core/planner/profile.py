@@ -176,6 +176,6 @@ def _region(data: dict[str, Any]) -> Region:
 
 
 def _op(data: dict[str, Any]) -> Op:
-    lists = {name: tuple(data[name]) for name in ("reads", "reads_inputs", "choices", "looks")}
+    lists: dict[str, Any] = {name: tuple(data[name]) for name in ("reads", "reads_inputs", "choices", "looks")}
     rest = {name: value for name, value in data.items() if name not in lists and name != "makes"}
     return Op(makes=tuple(Value(**each) for each in data["makes"]), **lists, **rest)

@@ -9,6 +9,10 @@ from collections.abc import Callable, Iterator
 Progress = Callable[[str], None]
 
 
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+
+
 @contextlib.contextmanager
 def progress_of(wanted: bool | Progress, title: str, num_steps: int) -> Iterator[Progress]:
     """A function to call with what happens next. A bar, if one is wanted, rich is there and somebody sees it."""
@@ -22,7 +26,7 @@ def progress_of(wanted: bool | Progress, title: str, num_steps: int) -> Iterator
         from rich.console import Console
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
     except ImportError:
-        yield lambda what: print(f"{title}: {what}", file=sys.stderr)
+        yield lambda what: _write(f"{title}: {what}\n")
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

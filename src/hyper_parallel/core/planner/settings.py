@@ -19,11 +19,7 @@ class Setting(NamedTuple):
 def candidates(profile: StepProfile) -> list[Setting]:
     """From small to large. No window is smaller than the largest storage that may be swapped: that one passes in any case."""
     sizes = [
-        value.num_bytes
-        for region in profile.regions
-        for op in region.ops
-        if "swap" in op.choices
-        for value in op.makes
+        value.num_bytes for region in profile.regions for op in region.ops if "swap" in op.choices for value in op.makes
     ]
     sizes += [each.value.num_bytes for region in profile.regions for each in region.inputs if each.may_swap]
     if not sizes or profile.link is None:

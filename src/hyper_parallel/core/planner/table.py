@@ -20,7 +20,9 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
     def line(cells: list[str]) -> str:
         first, *rest = cells
-        return "  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))]).rstrip()
+        return "  ".join(
+            [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))]
+        ).rstrip()
 
     return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
 
@@ -47,7 +49,9 @@ def plan_table(plan: MemoryPlan) -> str:
     lines += ["", table(["block", "saved", "swapped", "recomputed", "recompute ms"], _regions(plan))]
     if plan.has_swaps:
         window, prefetch = plan.setting
-        lines.append(f"\nCopies in flight: at most {format_size(window)} out and {format_size(prefetch)} ahead of backward.")
+        lines.append(
+            f"\nCopies in flight: at most {format_size(window)} out and {format_size(prefetch)} ahead of backward."
+        )
     if plan.gap > 1e-6:
         lines.append(f"The time is at most {plan.gap:.2%} above the best that is possible by this profile.")
     return "\n".join(lines)

@@ -36,8 +36,9 @@ def engine_of(device: torch.device) -> tuple[Any, int] | None:
 def engine_in_use(device: torch.device) -> Any:
     """The device's engine, if something was swapped there before."""
     from hyper_parallel.core.swap import engines
+    from hyper_parallel.core.swap.config import current_config
 
-    directory = engines.settings.current_config().disk_dir
+    directory = current_config().disk_dir
     managed = engines.all_engines().get(f"cpu, {directory}" if device.type == "cpu" else str(device))
     return None if managed is None else managed.engine
 

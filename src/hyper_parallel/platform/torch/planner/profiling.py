@@ -325,8 +325,8 @@ def _with_common_times(regions: list[Any]) -> list[Any]:
 
 def _with_peaks(regions: list[Any], spans: list[Span]) -> tuple[list[Any], int]:
     """The regions with their peaks, and that of the turn, such that the plain step adds up to what was measured."""
-    peak = {}
-    level = {}
+    peak: dict[str, int] = {}
+    level: dict[str, int] = {}
     for span in spans:
         peak[span.name] = max(span.peak_bytes, peak.get(span.name, 0))
         level.setdefault(span.name, span.level_bytes)

@@ -93,7 +93,7 @@ class _RecordedFrame(Frame):
         noted = self.noted
         noted.is_over = True
         noted.needed = {each.value for ref in self._recomputed if (each := ref()) is not None}
-        noted.needed_inputs = {each.value for ref in self._from_inputs if (each := ref()) is not None}
+        noted.needed_inputs = {given.value for ref in self._from_inputs if (given := ref()) is not None}
         noted.current = {value for value in record.made() if record.is_current(value)}
         super()._finish(record)
 

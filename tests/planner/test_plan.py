@@ -1,0 +1,335 @@
+"""Plans on real models on the CPU: the budget is kept, the gradients are those of the plain run, and nothing else is changed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hyper_parallel as hp  # noqa: E402
+from hyper_parallel._base.errors import DamagedFileError, StateError  # noqa: E402
+from hyper_parallel.core.planner.planning import _first_margin, _proved, solved  # noqa: E402
+from hyper_parallel.core.planner.solver import BudgetError  # noqa: E402
+from hyper_parallel.platform.torch.planner import ProfiledModel  # noqa: E402
+from support import planned_models as models  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("on_disk")
+BUDGETS = 20  # for each of the five models
+
+
+def choices_of(plan: hp.MemoryPlan) -> set[str]:
+    return {choice for each in plan.decision for choice in (*each.ops, *each.inputs) if choice is not None}
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+class Planned:
+    """One model with its profile, so that many budgets cost one profile."""
+
+    def __init__(self, name: str) -> None:
+        self.model, self.inputs = models.make(name), models.batch(name)
+        self.plain = models.gradients(self.model, self.inputs)
+        self.profiled = ProfiledModel(self.model, self.inputs)
+        self.profile = self.profiled.profile()
+
+    def plan(self, budget_bytes: int) -> hp.MemoryPlan:
+        plan = solved(self.profile, budget_bytes, margin_bytes=_first_margin(self.profile))
+        return plan if plan.is_empty else _proved(plan, self.profiled)
+
+    def smallest(self) -> int:
+        with pytest.raises(BudgetError) as caught:
+            solved(self.profile, self.profile.base_bytes + 1, margin_bytes=_first_margin(self.profile))
+        return caught.value.smallest_bytes
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_random_budgets_are_kept_and_gradients_are_those_of_the_plain_run(name: str, record_property: Any) -> None:
+    planned = Planned(name)
+    smallest, plain_peak = planned.smallest(), planned.profile.peak_bytes
+    assert planned.profile.base_bytes < smallest < plain_peak
+    chooser = random.Random(name)
+    num_mixed = 0
+    for budget in [smallest, *(chooser.randint(smallest, plain_peak) for _ in range(BUDGETS - 1))]:
+        plan = planned.plan(budget)
+        plan.apply(planned.model)
+        try:
+            peak = planned.profile.base_bytes + planned.profiled.peak_bytes()
+            assert peak <= budget, (name, budget, peak, str(plan))
+            assert same(models.gradients(planned.model, planned.inputs), planned.plain), (name, budget)
+            assert not plan.stats(planned.model)
+        finally:
+            plan.remove(planned.model)
+        num_mixed += choices_of(plan) >= {"save", "swap", "recompute"}
+    record_property("plans with all three choices", num_mixed)
+    assert num_mixed >= 6, "of the five models together at least 30 plans have all three choices"
+
+
+def test_a_budget_that_cannot_be_met_names_the_smallest_that_can_and_what_it_is_made_of() -> None:
+    planned = Planned("mlp")
+    with pytest.raises(BudgetError, match="smallest") as caught:
+        hp.plan_memory(planned.model, planned.inputs, budget=planned.profile.base_bytes + 1000, progress=False)
+    plan = planned.plan(caught.value.smallest_bytes + 64 * 1024)
+    assert plan.measured is not None
+    assert plan.measured.peak_bytes <= plan.budget_bytes
+
+
+def test_a_budget_above_the_plain_peak_gives_the_empty_plan_and_says_so() -> None:
+    model, inputs = models.make("mlp"), models.batch("mlp")
+    plan = hp.plan_memory(model, inputs, budget="1TiB", progress=False)
+    assert plan.is_empty
+    assert "Nothing is changed" in str(plan)
+    before = list(model.named_modules())
+    plan.apply(model)
+    assert list(model.named_modules()) == before
+    assert not hp.wrappers(model)
+    plan.remove(model)
+
+
+def test_a_percentage_is_of_the_activations_and_bytes_are_of_everything() -> None:
+    model, inputs = models.make("llama"), models.batch("llama")
+    plan = hp.plan_memory(model, inputs, budget="60%", progress=False)
+    profile = plan.profile
+    assert plan.budget_bytes == profile.base_bytes + int(0.6 * profile.activation_peak_bytes)
+    assert hp.plan_memory(model, inputs, budget=plan.budget_bytes, progress=False).budget_bytes == plan.budget_bytes
+
+
+@pytest.mark.parametrize("budget", ["many", "0%", "-1", 0, -5, "12 apples", "nan%"])
+def test_a_budget_that_is_none_is_refused_with_what_is_accepted(budget: Any) -> None:
+    with pytest.raises(ValueError, match="budget"):
+        hp.plan_memory(models.make("mlp"), models.batch("mlp"), budget=budget, progress=False)
+
+
+# -- the model is left alone --------------------------------------------------------------------------------------------------------
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    return {
+        "tensors": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "gradients": {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
+        "modes": [module.training for module in model.modules()],
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(vars(m))) for m in model.modules()],
+        "random": torch.get_rng_state(),
+        "python": random.getstate(),
+    }
+
+
+def check_unchanged(model: Any, before: dict[str, Any]) -> None:
+    after = state_of(model)
+    assert same(before["tensors"], after["tensors"])
+    for name, gradient in before["gradients"].items():
+        other = after["gradients"][name]
+        assert gradient is None if other is None else torch.equal(gradient, other)
+    for name in ("modes", "hooks", "python"):
+        assert before[name] == after[name], name
+    assert torch.equal(before["random"], after["random"])
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_planning_leaves_model_gradients_buffers_and_random_numbers_as_they_were(has_gradients: bool) -> None:
+    model, inputs = models.make("convolution"), models.batch("convolution")
+    if has_gradients:
+        models.loss_of(model, inputs).backward()
+    before = state_of(model)
+    hp.plan_memory(model, inputs, budget="70%", progress=False)
+    check_unchanged(model, before)
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_an_interrupted_profile_leaves_no_trace(moment: int) -> None:
+    model, inputs = models.make("convolution"), models.batch("convolution")
+    models.loss_of(model, inputs).backward()
+    before = state_of(model)
+    said: list[str] = []
+
+    def interrupt(what: str) -> None:
+        said.append(what)
+        if len(said) == moment + 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hp.plan_memory(model, inputs, budget="70%", progress=interrupt)
+    check_unchanged(model, before)
+
+
+@pytest.mark.parametrize("num_calls", [1, 5, 9, 14, 22])
+def test_an_interrupt_inside_a_forward_of_the_profile_leaves_no_trace(num_calls: int) -> None:
+    model, inputs = models.make("convolution"), models.batch("convolution")
+    calls = 0
+    original = type(model.stages[1][2]).forward
+
+    def forward(module: Any, x: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == num_calls:
+            raise KeyboardInterrupt
+        return original(module, x)
+
+    before = state_of(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model.stages[1][2]), "forward", forward)
+        with pytest.raises(KeyboardInterrupt):
+            hp.plan_memory(model, inputs, budget="70%", progress=False)
+    check_unchanged(model, before)
+
+
+# -- applying -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("plan")
+    with hp.configure_swap(disk_dir=directory, min_bytes=4096):
+        plan = hp.plan_memory(models.make("llama"), models.batch("llama"), budget="40%", progress=False)
+    plan.save(directory / "plan.json")
+    return directory / "plan.json"
+
+
+def test_a_saved_plan_is_the_plan(saved_plan: Path, tmp_path: Path) -> None:
+    plan = hp.MemoryPlan.load(saved_plan)
+    plan.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == saved_plan.read_text()
+    model, inputs = models.make("llama"), models.batch("llama")
+    plain = models.gradients(model, inputs)
+    plan.apply(model)
+    assert same(models.gradients(model, inputs), plain)
+    plan.remove(model)
+
+
+def test_a_plan_for_another_model_names_the_first_difference(saved_plan: Path) -> None:
+    with pytest.raises(ValueError, match="another model") as caught:
+        hp.MemoryPlan.load(saved_plan).apply(models.make("gpt2"))
+    assert "LlamaForCausalLM" in str(caught.value)
+    assert "GPT2LMHeadModel" in str(caught.value)
+
+
+def test_a_plan_for_other_dtypes_names_the_first_parameter(saved_plan: Path) -> None:
+    model = models.make("llama").to(torch.float64)
+    with pytest.raises(ValueError, match="embed_tokens") as caught:
+        hp.MemoryPlan.load(saved_plan).apply(model)
+    assert "float32" in str(caught.value)
+    assert "float64" in str(caught.value)
+
+
+def test_a_plan_for_another_device_names_both(saved_plan: Path) -> None:
+    text = saved_plan.read_text().replace('"device": "cpu"', '"device": "cuda: NVIDIA H200"')
+    other = saved_plan.with_name("other.json")
+    other.write_text(text)
+    with pytest.raises(ValueError, match="H200"):
+        hp.MemoryPlan.load(other).apply(models.make("llama"))
+
+
+def test_a_plan_for_another_batch_is_told_by_check_and_in_the_first_step(saved_plan: Path) -> None:
+    model, plan = models.make("llama"), hp.MemoryPlan.load(saved_plan)
+    longer = models.batch("llama", size=3)
+    with pytest.raises(ValueError, match="batch") as caught:
+        plan.check(model, longer)
+    assert "[2, 64]" in str(caught.value)
+    assert "[3, 64]" in str(caught.value)
+    plan.apply(model)
+    with pytest.raises(StateError, match="does not do what it did"):
+        models.loss_of(model, longer)
+    plan.remove(model)
+    plan.apply(model, on_mismatch="recompute")
+    got = models.gradients(model, longer)
+    assert plan.stats(model)["ops of another shape"] > 0
+    plan.remove(model)
+    assert same(got, models.gradients(model, longer))
+
+
+def test_applying_twice_and_removing_twice_are_errors(saved_plan: Path) -> None:
+    model, plan = models.make("llama"), hp.MemoryPlan.load(saved_plan)
+    plan.apply(model)
+    with pytest.raises(StateError, match="applied to this model already"):
+        plan.apply(model)
+    plan.remove(model)
+    with pytest.raises(StateError, match="not applied"):
+        plan.remove(model)
+    assert not hp.wrappers(model)
+
+
+def test_names_and_state_dict_of_a_planned_model_are_as_before(saved_plan: Path) -> None:
+    model, plan = models.make("llama"), hp.MemoryPlan.load(saved_plan)
+    before = [name for name, _ in model.named_modules()], list(model.state_dict())
+    plan.apply(model)
+    assert ([name for name, _ in model.named_modules()], list(model.state_dict())) == before
+    plan.remove(model)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": "other"}', '{"format": "hyper_parallel memory plan", "version": 1}']
+)
+def test_a_file_that_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(DamagedFileError):
+        hp.MemoryPlan.load(tmp_path / "plan.json")
+
+
+# -- training -------------------------------------------------------------------------------------------------------------------------
+
+
+class Loop:
+    """A real training loop: AdamW, two batches for each step, evaluation every third step."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.model = models.make(name)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.losses: list[float] = []
+
+    def run(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            torch.manual_seed(step)
+            self.optimizer.zero_grad()
+            for part in range(2):
+                loss = models.loss_of(self.model, models.batch(self.name, 2 * step + part))
+                loss.backward()
+                self.losses.append(float(loss.detach()))
+            self.optimizer.step()
+            if step % 3 == 2:
+                self.model.eval()
+                with torch.no_grad():
+                    self.losses.append(float(models.loss_of(self.model, models.batch(self.name, 1000))))
+                self.model.train()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
+def test_a_training_loop_with_a_plan_has_the_losses_of_the_plain_one(name: str, tmp_path: Path) -> None:
+    plain = Loop(name)
+    plain.run(0, 8)
+    planned = Loop(name)
+    budget = "45%"
+    plan = hp.plan_memory(planned.model, models.batch(name), budget=budget, optimizer=planned.optimizer, progress=False)
+    plan.apply(planned.model)
+    planned.run(0, 4)
+    torch.save(planned.state(), tmp_path / "checkpoint.pt")
+    plan.save(tmp_path / "plan.json")
+    plan.remove(planned.model)
+
+    resumed = Loop(name)
+    again = hp.MemoryPlan.load(tmp_path / "plan.json").apply(resumed.model)
+    resumed.load(torch.load(tmp_path / "checkpoint.pt"))
+    resumed.run(4, 8)
+    assert planned.losses + resumed.losses == plain.losses
+    again.remove(resumed.model)
+
+
+def test_explain_lists_what_is_kept_and_what_it_would_cost() -> None:
+    explanation = hp.explain(models.make("gpt2"), models.batch("gpt2"), progress=False)
+    text = str(explanation)
+    assert "transformer.h.*.mlp.c_fc" in text
+    assert "aten.addmm.default" in text
+    total = sum(region.residual_bytes for region in explanation.profile.regions)
+    assert 0 < total < explanation.profile.peak_bytes
