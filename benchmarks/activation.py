@@ -42,11 +42,14 @@ LONG = 16384  # from this length on, modes for long sequences are measured, too
 def applied(model: Llama, mode: Mode | None) -> Iterator[None]:
     """The model with its blocks wrapped, until the end of the `with` block."""
     plain = list(model.blocks)
+    window = getattr(mode, "window", None)
+    setting = contextlib.nullcontext() if window is None else hp.configure_swap(window_bytes=window)
     if mode is not None:
         for index, block in enumerate(mode(plain)):
             model.blocks[index] = block
     try:
-        yield
+        with setting:
+            yield
     finally:
         for index, block in enumerate(plain):
             model.blocks[index] = block

@@ -125,7 +125,7 @@ class MemoryPlan:
             raise StateError("The plan is applied to this model already.", do="Call `plan.remove(model)` first.")
         part = _part(model, "MemoryPlan.apply")
         self._check_facts(part.model_facts(model))
-        applied = part.Applied(model, self.profile, self.decision, on_mismatch)
+        applied = part.Applied(model, self.profile.regions, self.decision, on_mismatch)
         try:
             setting = self._configure() if self.has_swaps else None
         except BaseException:

@@ -74,7 +74,7 @@ def plan_memory(
         optimizer=optimizer,
         reserve_bytes=_reserve_bytes(reserve),
     )
-    with progress_of(progress, "planning", num_steps=7) as say:
+    with progress_of(progress, "planning", num_steps=8) as say:
         profile: StepProfile = profiled.profile(say)
         allowed = parse_budget(budget, profile, part.free_bytes(profiled.device))
         say("solving")
@@ -99,7 +99,9 @@ def solved(profile: StepProfile, allowed_bytes: int, *, margin_bytes: int) -> Me
     # The rules promise the peak; what is predicted is without the margin.
     problem = Problem(profile, allowed_bytes, *setting)
     cost = evaluate(problem, solution.decision)
-    predicted = Predicted(cost.peak_bytes, cost.step_ms)
+    chosen = zip(profile.regions, solution.decision, strict=True)
+    notes = sum(region.note_bytes for region, decision in chosen if not decision.is_plain)
+    predicted = Predicted(cost.peak_bytes + notes, cost.step_ms)
     return MemoryPlan(profile, solution.decision, Setting(*setting), allowed_bytes, predicted, gap=solution.gap)
 
 
@@ -141,8 +143,9 @@ def _measured_peak(plan: MemoryPlan, profiled: Any) -> int:
 
 
 def _first_margin(profile: StepProfile) -> int:
-    """States of random generators that regions note, sizes that allocators round up, and a thousandth for what differs from step to step."""
-    return len(profile.regions) * 12 * _KIB + 16 * _KIB + profile.activation_peak_bytes // 1000
+    """What regions hold beside their values, sizes that allocators round up, and a thousandth for what differs from step to step."""
+    notes = sum(region.note_bytes for region in profile.regions)
+    return notes + 16 * _KIB + profile.activation_peak_bytes // 1000
 
 
 def explain(
@@ -165,7 +168,7 @@ def explain(
     """
     part = _part(model, "explain")
     profiled = part.ProfiledModel(model, batch, loss_fn, regions=regions)
-    with progress_of(progress, "profiling", num_steps=5) as say:
+    with progress_of(progress, "profiling", num_steps=6) as say:
         return Explanation(profiled.profile(say))
 
 

@@ -96,6 +96,7 @@ class Region:
         after_ms: what runs in backward between this one and the region before
         outside_bytes: kept for backward by what runs outside of all regions until this one begins
         may_be_plain: a region that must be managed whatever it costs has False
+        note_bytes: what a region holds beside its values when it is not plain: states of random generators
         is_dynamic: sizes in it depend on values, so that another batch of the same shape has others
     """
 
@@ -111,6 +112,7 @@ class Region:
     after_ms: float = 0.0
     outside_bytes: int = 0
     may_be_plain: bool = True
+    note_bytes: int = 0
     is_dynamic: bool = False
 
     @property

@@ -1,18 +1,19 @@
 """One step under a plan, moment by moment: the real swap engine on a device that exists in numbers only.
 
-What is not in a profile is taken to be like this, and the numbers are as good as that:
+What a profile does not say is taken to be like this, and the numbers are as good as that:
 
-- An op takes its results and its temporaries when it starts, and gives the temporaries back when it ends. Who reads an op reads all of its results.
-- What a region leaves behind (`freed_after=None`) is held until the next region begins, or until the turn is over. Then the inputs of the next
-  one are there: they are counted as its own, not as results of the region before.
-- A residual that is swapped leaves when its op is done; what only the replay needs, and inputs, leave when the region's forward ends.
-- A managed region holds its inputs, what a policy saved, and the residuals that it will recompute until its forward ends (README of
-  core/activation_checkpoint, "What holds what").
-- The replay comes first in a region's backward, without pause: inputs, then op by op what is taken and what runs again.
-- Then backward goes through the ops from last to first; each takes as large a part of `backward_ms` as it took of the forward. A swapped
-  residual is asked for where backward gets to the last op that reads it. `backward_peak_bytes` and all that the region keeps are in use
-  until its backward is over.
-- Outside of regions memory is taken when what lies before a region begins to run, and given back when the same is over in backward.
+- An op takes memory for its results and temporaries when it starts, and gives back the temporaries when it ends. Who reads an op reads all
+  of its results.
+- What a region leaves behind (`freed_after=None`) is held until the next region begins, or until the turn is over. The inputs of a region are there when
+  it begins, and are its own: nothing is counted both there and in the region before.
+- What runs between regions has its memory (`outside_bytes`) from its own start in forward to its own end in backward.
+- A managed region holds its arguments, what the policy saved, and the residuals that it will recompute until its forward ends (README of
+  core/activation_checkpoint, "What holds what"). A residual that is swapped leaves when its op is done; what only the replay needs, and
+  inputs, leave when the forward ends.
+- The replay comes first in a region's backward: inputs, then op by op what is taken and what runs again.
+- Then backward goes through the ops from the last to the first; each takes as large a part of `backward_ms` as it took of the forward. A residual is
+  asked for at the last op that reads it, and given back when backward has passed the op that made it. What else the region has, and what
+  `backward_peak_bytes` has beside residuals, is in use until its backward is over.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.activation_checkpoint.replay_plan import plan_replay
@@ -30,8 +31,9 @@ from hyper_parallel.core.planner.profile import Op, Region, StepProfile, Value
 from hyper_parallel.core.planner.virtual_device import (
     NO_REGION,
     Change,
-    Direction,
+    Copy,
     Place,
+    Stall,
     Use,
     VirtualBuffer,
     VirtualDevice,
@@ -45,7 +47,7 @@ from hyper_parallel.core.swap.states import SlotState
 
 
 class Moment(NamedTuple):
-    """Bytes in use from `ms` on, by what they are for (see `Use`)."""
+    """Bytes in use from `ms` on, by what they are for: see `Use`, in whose order these are."""
 
     ms: float
     base_bytes: int
@@ -60,121 +62,78 @@ class Moment(NamedTuple):
         return sum(self[1:])
 
 
-class Copy(NamedTuple):
-    """One copy over the link."""
-
-    direction: Direction
-    region: int
-    path: str
-    start_ms: float
-    end_ms: float
-    num_bytes: int
-
-
-class Stall(NamedTuple):
-    """Compute stood still for a copy in that direction while a region ran."""
-
-    kind: Direction
-    region: int
-    path: str
-    start_ms: float
-    ms: float
-
-
-class PeakMoment(NamedTuple):
-    """The first moment at which most bytes were in use. `region` and `path` are None in the turn, `op` is None between ops."""
-
-    num_bytes: int
-    ms: float
-    phase: Literal["forward", "turn", "replay", "backward"]
-    region: int | None
-    path: str | None
-    op: int | None
-
-
 @dataclass(frozen=True)
 class Timeline:
-    """One step, when the engine has learned what it learns. Times are from the start of the step.
+    """One step, when the engine has learned what it learns. Times are from the start of the step; regions are numbers, see `paths`.
 
     Attributes:
-        peak: where it is, base included
+        peak_bytes: most bytes in use at one time, base included
+        peak_ms, peak_place: when and where that was first
         forward_ms: until the last region's forward is over
-        turn_ms: from there to the first backward of a region
+        turn_ms: from there until the last region's backward begins
         backward_ms: from there on
-        copies, stalls: in the order of their starts; a copy may have been launched in the step before, or end in the next
+        copies: in the order of launching; one may end after the step
         host_bytes: most host memory in use
     """
 
-    peak: PeakMoment
+    paths: tuple[str, ...]
+    peak_bytes: int
+    peak_ms: float
+    peak_place: Place
     forward_ms: float
     turn_ms: float
     backward_ms: float
     copies: tuple[Copy, ...]
     stalls: tuple[Stall, ...]
     host_bytes: int
-    _levels: dict[tuple[Use, int], int] = field(repr=False)  # in use when the step began
+    _levels: dict[tuple[Use, int], int] = field(repr=False)  # when the step began
     _changes: tuple[Change, ...] = field(repr=False)
-    _num_regions: int = field(repr=False)
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.peak.num_bytes
 
     @property
     def step_ms(self) -> float:
         return self.forward_ms + self.turn_ms + self.backward_ms
 
-    @property
-    def stall_ms(self) -> float:
-        return sum(stall.ms for stall in self.stalls)
-
     @cached_property
     def moments(self) -> list[Moment]:
-        """The bytes in use, whenever they change. Of changes at one time the highest and the last are kept, so that the peak is among them."""
-        levels = [0] * len(Use)
-        for (use, _), num_bytes in self._levels.items():
-            levels[use] += num_bytes
+        """The bytes in use, whenever they change. Of changes at one time the highest sum and the last are there: so the peak is, too."""
+        levels = [sum(level for (use, _), level in self._levels.items() if use is each) for each in Use]
         rows = _merged(_running(levels, ((change.ms, change.use, change.num_bytes) for change in self._changes)))
         return [Moment(ms, *row) for ms, row in rows]
 
     @cached_property
     def region_bytes(self) -> list[list[tuple[float, int]]]:
-        """For each region the bytes that are its own, whatever for, whenever they change."""
-        levels = [0] * self._num_regions
-        changes: list[list[tuple[float, int, int]]] = [[] for _ in levels]
-        for (_, region), num_bytes in self._levels.items():
-            if region != NO_REGION:
-                levels[region] += num_bytes
+        """For each region what it has on the device, whatever for, whenever that changes."""
+        changes: list[list[tuple[float, int, int]]] = [[] for _ in self.paths]
         for ms, _, region, num_bytes in self._changes:
             if region != NO_REGION:
                 changes[region].append((ms, 0, num_bytes))
-        curves = [_merged(_running([level], mine)) for level, mine in zip(levels, changes, strict=True)]
-        return [[(ms, row[0]) for ms, row in curve] for curve in curves]
+        curves = []
+        for index, mine in enumerate(changes):
+            level = sum(level for (_, region), level in self._levels.items() if region == index)
+            curves.append([(ms, num_bytes) for ms, (num_bytes,) in _merged(_running([level], mine))])
+        return curves
 
 
-_Row = tuple[int, ...]
-
-
-def _running(levels: list[int], changes: Iterable[tuple[float, int, int]]) -> Iterator[tuple[float, _Row]]:
+def _running(levels: list[int], changes: Iterable[tuple[float, int, int]]) -> Iterator[tuple[float, tuple[int, ...]]]:
     yield 0.0, tuple(levels)
     for ms, index, num_bytes in changes:
         levels[index] += num_bytes
         yield ms, tuple(levels)
 
 
-def _merged(rows: Iterator[tuple[float, _Row]]) -> list[tuple[float, _Row]]:
-    """At most two rows for each time: the highest, and the last if it is lower."""
-    merged: list[tuple[float, _Row]] = []
-    at, highest = next(rows)
-    last = highest
+def _merged(rows: Iterator[tuple[float, tuple[int, ...]]]) -> list[tuple[float, tuple[int, ...]]]:
+    """At most two rows for each time: the one with the highest sum, and the last."""
+    merged = [next(rows)]
+    highest = 0  # where in `merged` the highest of this time is: last, or last but one
     for ms, row in rows:
-        if ms != at:
-            merged += [(at, highest)] if last == highest else [(at, highest), (at, last)]
-            at, highest = ms, row
-        elif sum(row) >= sum(highest):
-            highest = row
-        last = row
-    return merged + ([(at, highest)] if last == highest else [(at, highest), (at, last)])
+        if ms != merged[-1][0]:
+            highest = len(merged)
+        elif sum(row) >= sum(merged[highest][1]):
+            del merged[highest:]
+        else:
+            del merged[highest + 1 :]
+        merged.append((ms, row))
+    return merged
 
 
 # -- what a decision means for the memory of a region -------------------------------------------------------------------------
@@ -212,8 +171,8 @@ class _Swapped(NamedTuple):
 class _Holding:
     """Which bytes of a region are held until when, under a decision.
 
-    A *moment* is the number of an op (when it is done), or `end` (the forward is over), `handed_on` (the next region begins), `kept` (the
-    backward is over). What the engine does not get is summed up by the moment until which it is held.
+    A *moment* is the number of an op (when it is done), or `end` (the forward is over), `handed_on` (the next region begins), `kept` (until
+    backward). What the engine does not get is summed up by the moment until which it is held.
     """
 
     def __init__(self, region: Region, decision: RegionDecision, min_bytes: int) -> None:
@@ -228,37 +187,47 @@ class _Holding:
         self.input_bytes = 0
         self.made_bytes = [0] * self.num_ops
         self.freed_bytes = [0] * (self.kept + 1)
+        self.saved_residual_bytes = [0] * self.num_ops  # of what is kept: residuals, by the op that made them
         self.swapped: list[_Swapped] = []
-        # Of residuals that ops made: where the first is that is kept, and whether one of them is saved. The engine is told of these.
-        self.first_kept: int | None = None
-        self.has_saved = False
         self.opens_group: set[int] = set()  # the moments at which something is to be swapped, be it too small or not
+        self.first_kept: int | None = None  # the op that made the first residual that is saved or swapped
+        self.arrives_at: set[int] = set()  # the ops whose backward asks for a saved residual that an op made
         self._is_plain = decision.is_plain
         self._min_bytes = max(min_bytes, 1)
-        self._plan_replay(region, decision)
         uses = _last_uses(region)
+        self._plan_replay(region, decision, uses)
         for index, op in enumerate(ops):
             for value in op.makes:
                 self._hold_made(value, index, decision.ops[index], uses.get(index, index))
         for index, each in enumerate(region.inputs):
             self._hold_input(each.value, index, decision.inputs[index], uses.get(~index, self.end))
-        self._sum_up_replay(region)
+        self.made_by = self._by_moment(value.made_by if value.made_by >= 0 else self.end for value in self.swapped)
         self.saved_after = self._by_moment(value.saved_after for value in self.swapped)
         self.dropped_after = self._by_moment(value.dropped_after for value in self.swapped)
-        self.made_by = self._by_moment(value.made_by if value.made_by >= 0 else self.end for value in self.swapped)
         self.taken_until = self._by_moment(value.taken_until for value in self.swapped)
         self.asked_at = self._by_moment(value.asked_at for value in self.swapped)
 
-    def _plan_replay(self, region: Region, decision: RegionDecision) -> None:
+    def _plan_replay(self, region: Region, decision: RegionDecision, uses: dict[int, int]) -> None:
         is_kept = [choice in (SAVE, SWAP) for choice in decision.ops]
         wanted = [index for index, op in enumerate(region.ops) if op.is_needed and not is_kept[index]]
         ops = [_ReplayOp((*op.reads, *(~each for each in op.reads_inputs)), (i,)) for i, op in enumerate(region.ops)]
         self.wanted = [] if self._is_plain else wanted
         self.runs, self.takes = plan_replay(ops, self.wanted, lambda value: value < 0 or is_kept[value])
+        self.replays_at = max((uses.get(index, index) for index in self.wanted), default=-1)
+        self.replay_ms = [op.forward_ms for op in region.ops]
+        self.replay_bytes = [op.num_bytes for op in region.ops]
+        self.replay_freed_bytes = [0] * (self.num_ops + 1)
+        self.recomputed_bytes = [0] * self.num_ops
+        for index in self.runs:
+            for value in region.ops[index].makes:
+                if value.is_residual:
+                    self.recomputed_bytes[index] += value.num_bytes
+                else:
+                    until = self.end if value.freed_after is None else value.freed_after
+                    self.replay_freed_bytes[until] += value.num_bytes
 
     def _hold_made(self, value: Value, op: int, choice: str | None, asked_at: int) -> None:
-        local = self.handed_on if value.freed_after is None else value.freed_after
-        until = local
+        local = until = self.handed_on if value.freed_after is None else value.freed_after
         if self._is_plain:
             until = self.kept if value.is_residual else local
         elif choice not in (SAVE, SWAP):
@@ -276,9 +245,12 @@ class _Holding:
                 self._swap(value, op, leaves, max(local, leaves), taken_until, asked_at if value.is_residual else None)
                 return
             until = self.kept
-            self.has_saved |= value.is_residual
+            if value.is_residual:
+                self.arrives_at.add(asked_at)
         self.made_bytes[op] += value.num_bytes
         self.freed_bytes[until] += value.num_bytes
+        if until == self.kept and value.is_residual and op not in self.takes:  # the record has what the replay takes
+            self.saved_residual_bytes[op] += value.num_bytes
 
     def _hold_input(self, value: Value, index: int, choice: str | None, asked_at: int) -> None:
         if self._is_plain:
@@ -286,15 +258,15 @@ class _Holding:
         elif not value.is_residual and not self.wanted:
             until = self.end  # until then a region has its arguments
         else:
+            until = self.kept
             if choice == SWAP and value.num_bytes:
                 self.opens_group.add(self.end)
             if choice == SWAP and value.num_bytes >= self._min_bytes:
                 is_taken = ~index in self.takes
                 taken_until = None if not is_taken else self.kept if value.is_residual else self.end
-                asked = asked_at if value.is_residual and not is_taken else None
-                self._swap(value, -1, self.end, self.end, taken_until, asked)
+                is_asked = value.is_residual and not is_taken
+                self._swap(value, -1, self.end, self.end, taken_until, asked_at if is_asked else None)
                 return
-            until = self.kept
         self.input_bytes += value.num_bytes
         self.freed_bytes[until] += value.num_bytes
 
@@ -307,17 +279,6 @@ class _Holding:
             if moment is not None:
                 table[moment].append(value)
         return table
-
-    def _sum_up_replay(self, region: Region) -> None:
-        self.replay_ms = [op.forward_ms for op in region.ops]
-        self.replay_bytes = [op.num_bytes for op in region.ops]
-        self.replay_freed_bytes = [0] * (self.num_ops + 1)
-        self.recomputed_bytes = 0
-        for value in (value for index in self.runs for value in region.ops[index].makes):
-            if value.is_residual:
-                self.recomputed_bytes += value.num_bytes
-            else:
-                self.replay_freed_bytes[self.end if value.freed_after is None else value.freed_after] += value.num_bytes
 
 
 def _shares(ms: float, ops: Sequence[Op]) -> list[float]:
@@ -377,10 +338,12 @@ class _Call:
             self._device.compute.run(ms)
         self._keep(holding.end)
         if holding.wanted and self._group is not None:
-            self._engine.expect(self._group, self._taken_slots())
+            taken = [value for value in holding.swapped if value.taken_until is not None]
+            taken.sort(key=lambda value: value.made_by)  # inputs first
+            self._engine.expect(self._group, [self._slots[value.number] for value in taken])
         self._let_go(holding.end)
-        kept = holding.freed_bytes[holding.kept]
-        self._memory.rename((Use.WORKING, self._index), (Use.SAVED, self._index), kept)
+        kept_bytes = holding.freed_bytes[holding.kept]
+        self._memory.rename((Use.WORKING, self._index), (Use.SAVED, self._index), kept_bytes)
 
     def hand_on(self) -> None:
         """The next region begins, or the turn is over."""
@@ -393,13 +356,14 @@ class _Call:
     def _keep(self, moment: int) -> None:
         """Give to the engine what is swapped now."""
         holding = self._holding
-        if moment in holding.opens_group or (moment == holding.first_kept and self._engine.has_groups()):
+        is_first_kept = moment == holding.first_kept
+        if moment in holding.opens_group or (is_first_kept and self._engine.has_groups()):
             self._open_group()
-        if moment == holding.first_kept:
-            self._tells_arrival = holding.has_saved and self._group is not None
+        if is_first_kept:
+            self._tells_arrival = self._group is not None
         for value in holding.saved_after[moment]:
-            group = self._open_group()
-            slot = self._engine.save(self._buffers[value.number], value.num_bytes, group, holding.path, _never_changed)
+            group, buffer = self._open_group(), self._buffers[value.number]
+            slot = self._engine.save(buffer, value.num_bytes, group, holding.path, _never_changed)
             self._slots[value.number] = slot
             if value.taken_until is not None:
                 self._replay_handles[value.number] = Handle(slot, group)
@@ -410,10 +374,6 @@ class _Call:
         if self._group is None:
             self._group = self._engine.new_group(self._holding.path)
         return self._group
-
-    def _taken_slots(self) -> list[Slot]:
-        taken = [value for value in self._holding.swapped if value.taken_until is not None]
-        return [self._slots[value.number] for value in sorted(taken, key=lambda value: value.made_by)]  # inputs first
 
     def _let_go(self, moment: int) -> None:
         self._change(Use.WORKING, -self._holding.freed_bytes[moment])
@@ -428,43 +388,52 @@ class _Call:
     def backward(self, ms: float) -> None:
         """`ms`: what the backward takes where there is no op to take it."""
         holding = self._holding
-        self._memory.place = Place("backward", self._index)
-        if self._tells_arrival and self._group is not None:
-            self._engine.arrive(self._group)
+        self._slots.clear()  # from now on only handles hold them
         if holding.wanted:
+            self._memory.place = Place("replay", self._index)
+            if max(holding.arrives_at, default=-1) >= holding.replays_at:
+                self._arrive()
             self._replay()
         self._memory.place = Place("backward", self._index)
         self._change(Use.WORKING, holding.backward_bytes)
-        self._ask(holding.asked_at[holding.end], self._handles)
+        self._ask(reversed(holding.asked_at[holding.end]), self._handles)
         for op in reversed(range(holding.num_ops)):
             self._memory.place = Place("backward", self._index, op)
-            self._ask(reversed(holding.asked_at[op]), self._handles)
-            self._device.compute.run(holding.backward_ms[op])
+            self._backward_of(op)
         self._memory.place = Place("backward", self._index)
         if not holding.num_ops:
             self._device.compute.run(ms)
-        self._change(Use.WORKING, -holding.backward_bytes - holding.recomputed_bytes)
-        self._change(Use.SAVED, -holding.freed_bytes[holding.kept])
-        for mine in (self._handles, self._replay_handles, self._slots, self._buffers):
+        self._change(Use.WORKING, -holding.backward_bytes)
+        self._change(Use.SAVED, sum(holding.saved_residual_bytes) - holding.freed_bytes[holding.kept])
+        for mine in (self._handles, self._replay_handles, self._buffers):
             mine.clear()
         self._group = None
 
+    def _backward_of(self, op: int) -> None:
+        holding = self._holding
+        if op in holding.arrives_at:
+            self._arrive()
+        self._ask(reversed(holding.asked_at[op]), self._handles)
+        self._device.compute.run(holding.backward_ms[op])
+        self._change(Use.WORKING, -holding.recomputed_bytes[op])
+        self._change(Use.SAVED, -holding.saved_residual_bytes[op])
+        for value in holding.made_by[op]:
+            if self._handles.pop(value.number, None) is not None:
+                del self._buffers[value.number]
+
     def _replay(self) -> None:
         holding = self._holding
-        self._memory.place = Place("replay", self._index)
         self._take(holding.made_by[holding.end])
-        last = max(holding.wanted)
-        for op in range(last + 1):
+        for op in range(holding.num_ops):  # past the last one that runs there is nothing but to let go: it stops there
+            self._memory.place = Place("replay", self._index, op)
             if op in holding.runs:
-                self._memory.place = Place("replay", self._index, op)
                 self._change(Use.WORKING, holding.replay_bytes[op] + holding.temporary_bytes[op])
                 self._device.compute.run(holding.replay_ms[op])
                 self._change(Use.WORKING, -holding.temporary_bytes[op])
             else:
                 self._take(holding.made_by[op])
             self._forget(op)
-        for moment in range(last + 1, holding.end + 1):  # it stops when it has met all that is wanted
-            self._forget(moment)
+        self._forget(holding.end)
 
     def _take(self, values: list[_Swapped]) -> None:
         self._ask((value for value in values if value.taken_until is not None), self._replay_handles)
@@ -473,6 +442,10 @@ class _Call:
         self._change(Use.WORKING, -self._holding.replay_freed_bytes[moment])
         for value in self._holding.taken_until[moment]:
             del self._buffers[value.number]
+
+    def _arrive(self) -> None:
+        if self._tells_arrival and self._group is not None:
+            self._engine.arrive(self._group)
 
     def _ask(self, values: Iterable[_Swapped], handles: dict[int, Handle]) -> None:
         for value in values:
@@ -494,35 +467,42 @@ class _Steps:
     """Runs steps of a model, one after the other, on one device with one engine."""
 
     def __init__(
-        self, profile: StepProfile, decision: Decision, engine: SwapEngine, device: VirtualDevice, min_bytes: int
+        self,
+        profile: StepProfile,
+        decision: Decision,
+        limits: Limits,
+        *,
+        min_bytes: int = 0,
+        host_bytes: int | None = None,
+        host_lead_ms: float = 0.0,
     ) -> None:
         self._profile = profile
-        self._device = device
-        self._engine = engine
+        self._device = VirtualDevice(profile.link, host_lead_ms)
+        self._tier = VirtualTier(host_bytes)
+        self._engine = SwapEngine(self._device, [self._tier], copy.copy(limits))
         pairs = zip(profile.regions, decision, strict=True)
         self._holdings = [_Holding(region, chosen, min_bytes) for region, chosen in pairs]
         self._outside_bytes = 0
-        device.memory.change(Use.BASE, NO_REGION, profile.base_bytes)
+        self._device.memory.change(Use.BASE, NO_REGION, profile.base_bytes)
 
-    def run(self) -> tuple[float, float, float]:
-        """One step; how long forward, turn and backward took."""
-        self._device.sync()
-        self._device.begin()
-        compute, memory = self._device.compute, self._device.memory
-        calls = [_Call(i, holding, self._device, self._engine) for i, holding in enumerate(self._holdings)]
-        start_ms = compute.now_ms
+    def run(self) -> Timeline:
+        """One step."""
+        device, turn = self._device, self._profile.turn
+        device.sync()
+        device.begin()
+        calls = [_Call(index, holding, device, self._engine) for index, holding in enumerate(self._holdings)]
+        start_ms = device.compute.now_ms
         self._forward(calls)
-        turn_ms = compute.now_ms
-        turn = self._profile.turn
-        memory.place = Place("turn", NO_REGION)
-        memory.change(Use.WORKING, NO_REGION, turn.peak_bytes)
-        compute.run(turn.ms)
-        memory.change(Use.WORKING, NO_REGION, -turn.peak_bytes)
+        turn_ms = device.compute.now_ms
+        device.memory.place = Place("turn", NO_REGION)
+        device.memory.change(Use.WORKING, NO_REGION, turn.peak_bytes)
+        device.compute.run(turn.ms)
+        device.memory.change(Use.WORKING, NO_REGION, -turn.peak_bytes)
         if calls:
             calls[-1].hand_on()
-        backward_ms = compute.now_ms
+        backward_ms = device.compute.now_ms
         self._backward(calls)
-        return turn_ms - start_ms, backward_ms - turn_ms, compute.now_ms - backward_ms
+        return self._timeline(start_ms, turn_ms, backward_ms, device.compute.now_ms)
 
     def _forward(self, calls: list[_Call]) -> None:
         before: _Call | None = None
@@ -545,6 +525,26 @@ class _Steps:
     def _set_outside(self, num_bytes: int) -> None:
         self._device.memory.change(Use.OUTSIDE, NO_REGION, num_bytes - self._outside_bytes)
         self._outside_bytes = num_bytes
+
+    def _timeline(self, start_ms: float, turn_ms: float, backward_ms: float, end_ms: float) -> Timeline:
+        device, memory = self._device, self._device.memory
+        return Timeline(
+            paths=tuple(region.path for region in self._profile.regions),
+            peak_bytes=memory.peak_bytes,
+            peak_ms=memory.peak_ms - start_ms,
+            peak_place=memory.peak_place,
+            forward_ms=turn_ms - start_ms,
+            turn_ms=backward_ms - turn_ms,
+            backward_ms=end_ms - backward_ms,
+            copies=tuple(
+                each._replace(start_ms=each.start_ms - start_ms, end_ms=each.end_ms - start_ms)
+                for each in device.copies
+            ),
+            stalls=tuple(each._replace(start_ms=each.start_ms - start_ms) for each in device.stalls),
+            host_bytes=self._tier.peak_bytes,
+            _levels=memory.levels,
+            _changes=tuple(Change(ms - start_ms, use, region, size) for ms, use, region, size in memory.changes),
+        )
 
 
 def run_step(
@@ -576,32 +576,24 @@ def run_step(
         ... )
         >>> profile = StepProfile((region,), base_bytes=100, peak_bytes=112, step_ms=3.0)
         >>> timeline = run_step(profile, (RegionDecision(False, ("save",), ()),), Limits(0, 0))
-        >>> timeline.peak_bytes, timeline.step_ms, timeline.peak.phase
+        >>> timeline.peak_bytes, timeline.step_ms, timeline.peak_place.phase
         (112, 3.0, 'backward')
     """
-    _check(profile, decision, num_steps)
-    device = VirtualDevice(profile.link, host_lead_ms)
-    tier = VirtualTier(host_bytes)
-    engine = SwapEngine(device, [tier], copy.copy(limits))
-    steps = _Steps(profile, decision, engine, device, min_bytes)
-    for _ in range(num_steps):
-        start_ms = device.compute.now_ms
-        times = steps.run()
-    return _timeline(profile, device, tier, start_ms, times)
+    if num_steps < 1:
+        raise ArgumentError("There is no step to show.", expected="num_steps of 1 or more", got=str(num_steps))
+    _check(profile, decision)
+    steps = _Steps(profile, decision, limits, min_bytes=min_bytes, host_bytes=host_bytes, host_lead_ms=host_lead_ms)
+    for _ in range(num_steps - 1):
+        steps.run()
+    return steps.run()
 
 
 def plain_step(profile: StepProfile) -> Timeline:
     """The step without any plan."""
-    decision = tuple(plain(region) for region in profile.regions)
-    device, tier = VirtualDevice(None), VirtualTier()
-    engine = SwapEngine(device, [tier], Limits(0, 0))
-    times = _Steps(profile, decision, engine, device, 0).run()
-    return _timeline(profile, device, tier, 0.0, times)
+    return _Steps(profile, tuple(plain(region) for region in profile.regions), Limits(0, 0)).run()
 
 
-def _check(profile: StepProfile, decision: Decision, num_steps: int) -> None:
-    if num_steps < 1:
-        raise ArgumentError("There is no step to show.", expected="num_steps of 1 or more", got=str(num_steps))
+def _check(profile: StepProfile, decision: Decision) -> None:
     if len(decision) != len(profile.regions):
         raise ArgumentError(
             "A decision has one entry for each region.", expected=str(len(profile.regions)), got=str(len(decision))
@@ -610,44 +602,3 @@ def _check(profile: StepProfile, decision: Decision, num_steps: int) -> None:
         check(region, chosen)
         if profile.link is None and SWAP in (*chosen.ops, *chosen.inputs):
             raise ArgumentError("Something is swapped, and the profile has no link to the host.", where=region.path)
-
-
-def _timeline(
-    profile: StepProfile, device: VirtualDevice, tier: VirtualTier, start_ms: float, times: tuple[float, float, float]
-) -> Timeline:
-    memory = device.memory
-    paths = [region.path for region in profile.regions]
-    place = memory.peak_place
-    region = None if place.region == NO_REGION else place.region
-    peak = PeakMoment(
-        memory.peak_bytes,
-        memory.peak_ms - start_ms,
-        place.phase,
-        region,
-        None if region is None else paths[region],
-        place.op,
-    )
-    copies = [
-        Copy(
-            each.direction,
-            each.region,
-            paths[each.region],
-            each.start_ms - start_ms,
-            each.end_ms - start_ms,
-            each.num_bytes,
-        )
-        for each in device.copies
-    ]
-    stalls = [
-        Stall(each.copy, each.region, paths[each.region], each.start_ms - start_ms, each.ms) for each in device.stalls
-    ]
-    return Timeline(
-        peak,
-        *times,
-        tuple(sorted(copies, key=lambda each: each.start_ms)),
-        tuple(stalls),
-        tier.peak_bytes,
-        memory.levels,
-        tuple(change._replace(ms=change.ms - start_ms) for change in memory.changes),
-        len(paths),
-    )

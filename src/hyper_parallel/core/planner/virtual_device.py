@@ -16,6 +16,8 @@ C5. A copy takes its bytes over the speed of its direction. The part of it durin
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, TypeAlias, final
@@ -54,8 +56,8 @@ class Change(NamedTuple):
     num_bytes: int
 
 
-class CopyTimes(NamedTuple):
-    """One copy over the link."""
+class Copy(NamedTuple):
+    """One copy over the link, of something of a region."""
 
     direction: Direction
     region: int
@@ -64,11 +66,11 @@ class CopyTimes(NamedTuple):
     num_bytes: int
 
 
-class StallTimes(NamedTuple):
-    """Compute stood still for a copy."""
+class Stall(NamedTuple):
+    """Compute stood still for a copy in that direction while a region ran."""
 
-    copy: Direction
-    region: int  # the one that was running
+    kind: Direction
+    region: int
     start_ms: float
     ms: float
 
@@ -79,7 +81,7 @@ class VirtualEvent:
 
     __slots__ = ("_device", "direction", "ms")
 
-    error = None
+    error: BaseException | None = None  # a copy of numbers cannot fail
 
     def __init__(self, device: VirtualDevice, ms: float, direction: Direction | None) -> None:
         self._device = device
@@ -116,7 +118,7 @@ class VirtualStream:
         if event.ms > self.now_ms:
             if self.direction is None and event.direction is not None:
                 region = self._device.memory.place.region
-                stall = StallTimes(event.direction, region, self.now_ms, event.ms - self.now_ms)
+                stall = Stall(event.direction, region, self.now_ms, event.ms - self.now_ms)
                 self._device.stalls.append(stall)
             self.now_ms = event.ms
 
@@ -144,9 +146,10 @@ class VirtualMemory:
 
     def begin(self) -> None:
         """Start over with peak and changes; what is in use stays, in `levels`."""
+        levels = dict(self.levels)
         for _, use, region, num_bytes in self.changes:
-            self.levels[use, region] = self.levels.get((use, region), 0) + num_bytes
-        self.levels = {key: level for key, level in self.levels.items() if level}
+            levels[use, region] = levels.get((use, region), 0) + num_bytes
+        self.levels = {key: level for key, level in levels.items() if level}
         self.changes = []
         self.peak_bytes, self.peak_ms, self.peak_place = self.num_bytes, self._clock.now_ms, self.place
 
@@ -191,15 +194,19 @@ class VirtualBuffer:
 class VirtualBlock:
     __slots__ = ("last_uses", "num_bytes", "region")
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, last_uses: tuple[Any, ...]) -> None:
         self.num_bytes = num_bytes
-        self.last_uses: tuple[Any, ...] = ()
+        self.last_uses = last_uses
         self.region = NO_REGION  # of the source that was copied here
 
 
 @final
 class VirtualTier:
-    """Host memory of exact sizes. `budget_bytes=None`: it has no end."""
+    """Host memory of exact sizes. `budget_bytes=None`: it has no end.
+
+    Of free blocks the one is taken whose last copy is done first. (A real arena may take another. That makes a difference after loads only
+    that were under way when backward turned out not to need them: whoever writes their blocks waits for them.)
+    """
 
     name = "host"
 
@@ -207,6 +214,10 @@ class VirtualTier:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
+        self._numbers = itertools.count()
+        self._free: dict[
+            int, list[tuple[float, int, tuple[Any, ...]]]
+        ] = {}  # size -> heap of (end of last use, number, last uses)
 
     @property
     def reserved_bytes(self) -> int:
@@ -217,10 +228,13 @@ class VirtualTier:
             return None
         self.used_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return VirtualBlock(num_bytes)
+        free = self._free.get(num_bytes)
+        return VirtualBlock(num_bytes, heapq.heappop(free)[-1] if free else ())
 
     def give(self, block: Any) -> None:
         self.used_bytes -= block.num_bytes
+        last_ms = max((event.ms for event in block.last_uses), default=0.0)
+        heapq.heappush(self._free.setdefault(block.num_bytes, []), (last_ms, next(self._numbers), block.last_uses))
 
 
 @final
@@ -236,8 +250,8 @@ class VirtualDevice:
     def __init__(self, link: Link | None, host_lead_ms: float = 0.0) -> None:
         self.compute = VirtualStream(self, None)
         self.memory = VirtualMemory(self.compute)
-        self.copies: list[CopyTimes] = []
-        self.stalls: list[StallTimes] = []
+        self.copies: list[Copy] = []
+        self.stalls: list[Stall] = []
         self._offload = VirtualStream(self, "offload")
         self._load = VirtualStream(self, "load")
         self._host_lead_ms = host_lead_ms
@@ -264,6 +278,9 @@ class VirtualDevice:
     def stream_of(self, stream: Any) -> None:
         return None
 
+    def bytes_in_use(self) -> int:
+        return self.memory.num_bytes
+
     def allocate(self, num_bytes: int, stream: Any) -> VirtualBuffer:
         return VirtualBuffer(self.memory, num_bytes, Use.PREFETCHED, NO_REGION)
 
@@ -283,7 +300,7 @@ class VirtualDevice:
         shared_bytes = min(shared_ms * slow, block.num_bytes) if shared_ms > 0 else 0.0
         alone_ms = (block.num_bytes - shared_bytes) / fast
         stream.run(shared_bytes / slow + alone_ms)
-        self.copies.append(CopyTimes(direction, block.region, start_ms, stream.now_ms, block.num_bytes))
+        self.copies.append(Copy(direction, block.region, start_ms, stream.now_ms, block.num_bytes))
 
     # What the owner calls.
 

@@ -6,6 +6,7 @@ enqueueing, never while the host waits.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -406,9 +407,8 @@ class SwapEngine:
         That point is passed and the memory was needed anyway. What the next group asks for is there at its own highest point in any case, so
         that it may come early; what lies further ahead may not.
         """
-        candidates = [
-            (slot, num_bytes) for slot, num_bytes in self._candidates(group) if slot.group.is_followed_by(group)
-        ]
+        near = group.with_next()
+        candidates = list(itertools.takewhile(lambda each: each[0].group in near, self._candidates(group)))
         used_bytes = self.device.bytes_in_use() if candidates else None  # asking is slow: only if it matters
         if used_bytes is None:
             return []

@@ -155,13 +155,10 @@ class Group:
             if seen and group is not None:
                 yield group
 
-    def is_followed_by(self, group: Group) -> bool:
-        """Whether it is `group` itself, or the one whose backward comes right after that of `group`."""
-        if self is group:
-            return True
-        earlier = group.earlier()
-        next(earlier, None)
-        return next((other for other in earlier if other.slots), None) is self
+    def with_next(self) -> tuple[Group | None, ...]:
+        """This group, and the one whose backward comes right after."""
+        earlier = self.earlier()
+        return next(earlier, None), next((other for other in earlier if other.slots), None)
 
     def is_newest(self) -> bool:
         """Whether nothing that is still alive was saved after this group."""

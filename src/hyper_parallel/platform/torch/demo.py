@@ -18,7 +18,7 @@ class Shape(NamedTuple):
     vocabulary: int = 256
 
 
-CPU = Shape(blocks=8, dim=192, heads=6, length=256, batch=8)
+CPU = Shape(blocks=8, dim=128, heads=4, length=256, batch=4)
 ACCELERATOR = Shape(blocks=16, dim=1024, heads=16, length=2048, batch=8)
 
 

@@ -113,8 +113,16 @@ def offload_wrapper(module: nn.Module | Callable[..., Any]) -> OffloadWrapper:
 def _call_swapped(
     wrapper: ActivationWrapper, policy_fn: Callable[[Any], Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    from hyper_parallel.platform.torch.activation_checkpoint import quiet_swap
     from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import AsyncSaveOnCpu
 
     inner = wrapper._checkpoint_wrapped_module
-    with AsyncSaveOnCpu(policy_fn, module=inner):
+    # A policy of the user's is asked about each residual: it may count them.
+    situation = quiet_swap.situation_of(inner, args, kwargs) if policy_fn is None else None
+    if not quiet_swap.needs_hooks(wrapper, situation):
         return inner(*args, **kwargs)
+    hooks = AsyncSaveOnCpu(policy_fn, module=inner)
+    with hooks:
+        result = inner(*args, **kwargs)
+    quiet_swap.note(wrapper, situation, hooks.count_idx)
+    return result

@@ -20,14 +20,18 @@ from hyper_parallel._base.errors import StateError
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import SavedArguments
 from hyper_parallel.platform.torch.activation_checkpoint.checksums import checksum, find_difference
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import is_plain, local_tensor
-from hyper_parallel.platform.torch.activation_checkpoint.module_paths import ModulePaths, paths_here
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES, is_plain, local_tensor
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import (
+    ModulePaths,
+    modules_in,
+    paths_here,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
+    Attributes,
     NeedsEverything,
     View,
     another_placeholder,
     is_placeholder,
-    none_left_in,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, HostRandomness, states_of
 from hyper_parallel.platform.torch.activation_checkpoint.recording import (
@@ -43,6 +47,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Ke
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import Surroundings, replaying
 from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value, is_available
 
+_INPUT, _OUTSIDE = Origin.INPUT, Origin.OUTSIDE
 _logger = get_logger("region")
 _NO_PASS = -1  # what PyTorch gives as the number of the backward outside of one
 # What PyTorch's own kernels say when they want to read the memory of a placeholder.
@@ -114,7 +119,7 @@ class Frame:
         for tensor in self._arguments.tensors:
             record.add_input(tensor)
         if self._options.preserve_rng_state:
-            self._random = states_of({tensor.device for tensor in self._arguments.tensors})
+            self._random = states_of([tensor for tensor in self._arguments.tensors if not tensor.is_cpu])
             self._host_randomness = HostRandomness()
         packer = _Packer(self)
         try:
@@ -131,28 +136,31 @@ class Frame:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps in place of a residual."""
-        record = self._recorded()
-        value = record.current(tensor)
-        if value is None or value.origin is Origin.OUTSIDE:
+        record = self._record
+        value = None if record is None else record.current(tensor)
+        if value is None or record is None or value.origin is _OUTSIDE:
             return Kept(tensor, self.name)
-        if value.origin is Origin.INPUT:
+        if value.origin is _INPUT:
             from_input = FromInput(self, value, tensor)
             self._from_inputs.append(weakref.ref(from_input))
             return from_input
         if value.is_empty:
             record.runs_everything = True  # filled by a kernel that no mode sees
-        self._swap_out(record, value)
         if value.kept is not None:
+            self._swap_out(record, value)
             return FromKept(value.kept, tensor, record.ops[value.op].place(), self._swap.arrival(tensor.device))
-        value.num_writes = max(value.num_writes, tensor._version - value.made_version)
         recomputed = Recomputed(self, value, tensor)
+        num_writes = recomputed.version - value.made_version
+        if num_writes > value.num_writes:
+            value.num_writes = num_writes
         self._recomputed.append(weakref.ref(recomputed))
         return recomputed
 
     def _swap_out(self, record: Record, value: Value) -> None:
         """Something needs a value that a policy wants swapped: let it leave now."""
         if type(value.kept) is Swappable:
-            swapped = self._swap.swap(value.kept, value.num_bytes, record.ops[value.op].place())
+            with torch._C._DisableTorchDispatch(), torch.no_grad():
+                swapped = self._swap.swap(value.kept, value.num_bytes, record.ops[value.op].place())
             if swapped is not None:
                 value.kept = swapped
 
@@ -160,9 +168,10 @@ class Frame:
         """The forward is over: keep what backward can ask for, and nothing else."""
         self._note_host_randomness()
         with torch._C._DisableTorchDispatch():  # nothing of this is an op of a region around this one
-            for value in record.made():
-                if value.kept is not None and type(value.kept) is not Swapped and not record.is_current(value):
-                    value.kept = None  # written over since
+            for op in record.ops:
+                for value in op.makes:
+                    if value.kept is not None and type(value.kept) is not Swapped and not record.is_current(value):
+                        value.kept = None  # written over since
             recomputed = self._to_recompute(record)
             if recomputed and self._has_hooks():
                 record.runs_everything = True  # who hooks into the modules gets real tensors in the second run, too
@@ -181,14 +190,20 @@ class Frame:
 
     def _to_recompute(self, record: Record) -> list[Recomputed]:
         """The living residuals that no policy has kept after all."""
-        living: list[Recomputed] = _living(self._recomputed)
-        kept = [each for each in living if each.value.kept is not None]
-        for each in kept:
+        recomputed: list[Recomputed] = []
+        refs: list[weakref.ref[Recomputed]] = []
+        for ref in self._recomputed:
+            each = ref()
+            if each is None:
+                continue
+            if each.value.kept is None:
+                recomputed.append(each)
+                refs.append(ref)
+                continue
             self._swap_out(record, each.value)
             each.keep(record.ops[each.value.op].place())
             each.let_go()
-        recomputed = [each for each in living if each.value.kept is None]
-        self._recomputed = [weakref.ref(each) for each in recomputed]
+        self._recomputed = refs
         return recomputed
 
     def _has_hooks(self) -> bool:
@@ -196,13 +211,16 @@ class Frame:
         if module is None:
             return False
         # The region's module itself may be called with hooks around it: those inside its forward matter.
-        hooks = (
-            hook
-            for each in module.modules()
-            for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
-        )
-        # Those of tensor parallel and of FSDP2 redistribute and gather: they do not look.
-        return any(not (getattr(hook, "__module__", None) or "").startswith("torch.distributed.") for hook in hooks)
+        for each in modules_in(module):
+            attributes = each.__dict__
+            before, after = attributes.get("_forward_pre_hooks"), attributes.get("_forward_hooks")
+            # Those of tensor parallel and of FSDP2 redistribute and gather: they do not look.
+            if (before or after) and any(
+                not (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
+                for hook in (*(before or {}).values(), *(after or {}).values())
+            ):
+                return True
+        return False
 
     def _note_host_randomness(self) -> None:
         if self._host_randomness is not None:
@@ -239,8 +257,7 @@ class Frame:
 
         It is if everything may have to run after all, or if replay takes what was written: that may be written again by others.
         """
-        key = value.ref.cdata
-        return not self._is_proven() or any(each.ref.cdata == key for each in self._plan.takes if each.op >= 0)
+        return not self._is_proven() or any(each.key == value.key for each in self._plan.takes if each.op >= 0)
 
     def _is_proven(self) -> bool:
         """Whether nothing in the region reads what no op needs. Functions may do something else each time; modules rarely do."""
@@ -283,8 +300,8 @@ class Frame:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def recomputed(self, residual: Recomputed) -> torch.UntypedStorage:
-        """The memory of a recomputed value, for one residual in one backward."""
+    def recomputed(self, residual: Recomputed) -> torch.Tensor:
+        """A recomputed value, for one residual in one backward."""
         number = torch._C._current_graph_task_id()
         with self._lock:
             current = self._pass(number)
@@ -297,13 +314,13 @@ class Frame:
                 self.end_pass(number)
         if tensor is None:
             raise changed_in_place(self.where(residual.value))
-        return local_tensor(tensor).untyped_storage()
+        return tensor
 
-    def input_storage(self, value: Value) -> torch.UntypedStorage:
-        """The memory of an input, laid out as it was."""
+    def input_tensor(self, value: Value) -> torch.Tensor:
+        """An input, laid out as it was."""
         if not self._inputs:  # the forward still runs, and somebody runs backward inside it
             return next(
-                local_tensor(tensor).untyped_storage()
+                aliased(tensor)
                 for known, tensor in zip(self._recorded().inputs, self._arguments.tensors, strict=True)
                 if known is value
             )
@@ -317,7 +334,7 @@ class Frame:
             current.gave_input(index)
             if number == _NO_PASS:
                 self.end_pass(number)
-        return local_tensor(tensor).untyped_storage()
+        return aliased(tensor)
 
     def where(self, value: Value) -> str:
         record = self._record
@@ -428,7 +445,7 @@ class Frame:
             _set_back(generators),
             contextlib.nullcontext() if self._host_randomness is None else self._host_randomness.again(),
             self._surroundings.again(),
-            none_left_in(None if self._module is None else self._module()),
+            self._no_placeholders_left(replay),
             torch.enable_grad(),
         ):
             for state in self._random:
@@ -439,6 +456,17 @@ class Frame:
             with contextlib.suppress(AllFound), hooks, ReplayMode(replay):
                 self._function(*args, **kwargs)
         return replay
+
+    @contextlib.contextmanager
+    def _no_placeholders_left(self, replay: Replay) -> Iterator[None]:
+        """A block after which no attribute of the module is a placeholder."""
+        replay.attributes = attributes = Attributes(None if self._module is None else self._module())
+        if replay.has_placeholders:
+            attributes.remember()
+        try:
+            yield
+        finally:
+            attributes.take_back()
 
     def _replayed_input(self, index: int, replay: Replay, current: Pass) -> torch.Tensor:
         each = self._inputs[index]
@@ -451,8 +479,7 @@ class Frame:
             return tensor
         # A leaf would be treated differently: autocast remembers leaves it has cast, and they cannot be written.
         with torch._C._DisableTorchDispatch():
-            result: torch.Tensor = _NoLeaf.apply(tensor)
-        return result
+            return _no_leaf(tensor)
 
     def _recorded(self) -> Record:
         if self._record is None:
@@ -504,8 +531,7 @@ class _Packer:
         frame = self.frame
         if frame is None or not is_plain(tensor):  # what a subclass is made of is its own business
             return Kept(tensor, "region" if frame is None else frame.name)
-        with torch._C._DisableTorchDispatch(), torch.no_grad():
-            return frame.pack(tensor)
+        return frame.pack(tensor)
 
 
 def _unpack(packed: Any) -> torch.Tensor:
@@ -521,6 +547,17 @@ def _unpack_kept(packed: torch.Tensor | None) -> torch.Tensor:
     if packed is None:
         raise NeedsEverything("a backward inside the region")
     return packed
+
+
+def _no_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor as the result of something, and no view."""
+    if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided:
+        # To autograd this is an op like any other, and it is many times faster than a function of our own.
+        result: torch.Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.size())
+        if View.of(result) == View.of(tensor):
+            return result
+    made: torch.Tensor = _NoLeaf.apply(tensor)
+    return made
 
 
 class _NoLeaf(torch.autograd.Function):

@@ -62,13 +62,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often the memory was written through PyTorch, as far as the tensor knows; -1 where nobody counts."""
-    local = local_tensor(tensor)
-    return -1 if local.is_inference() else int(local._version)
+    if type(tensor) not in PLAIN_TYPES:
+        tensor = local_tensor(tensor)
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor
+        return -1
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
     """What tells storages apart while a `Value` of them lives; None for tensors without a storage of their own."""
+    if type(tensor) not in PLAIN_TYPES:
+        tensor = local_tensor(tensor)
     try:
-        return int(local_tensor(tensor).untyped_storage()._cdata)
+        key: int = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
+    return key

@@ -6,6 +6,7 @@ path. The frames of `nn.Module.__call__` are there anyway.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from types import FrameType
@@ -40,6 +41,9 @@ class ModulePaths:
         """The path of a module; the class's name if it is not below the root; "" without a module."""
         if module is None:
             return ""
+        found = self._find(module)
+        if found is not None:  # a wrapper is not among them
+            return found
         inner = unwrapped(module)
         found = self._find(inner)
         if found is None:
@@ -76,15 +80,91 @@ def paths_here(module: nn.Module | None) -> ModulePaths | None:
     return paths
 
 
-def innermost_module(depth: int) -> nn.Module | None:
-    """The module whose forward called the caller, `depth` frames up or more."""
-    frame: FrameType | None = sys._getframe(depth)
-    while frame is not None:
-        if frame.f_code is _CALL:
-            module: nn.Module = frame.f_locals["self"]
-            return module
-        frame = frame.f_back
-    return None
+class ModuleCall:
+    """One call of a module, with the ops that were met in it.
+
+    Fields:
+        number: how many calls of the same module came before it in the region, as far as ops ran in them
+        _in_call, _in_module: how often each op was met, by its id; `_in_module` is shared by the calls of a module
+    """
+
+    __slots__ = ("_in_call", "_in_module", "name", "number")
+
+    def __init__(self, name: str, number: int, in_module: dict[int, int]) -> None:
+        self.name = name
+        self.number = number
+        self._in_call: dict[int, int] = {}
+        self._in_module = in_module
+
+    def count(self, func: Any) -> tuple[int, int]:
+        """How often an op ran before in this module, and in this call of it. Whoever asks keeps the op, and so its id."""
+        key = id(func)
+        in_module = self._in_module.get(key, 0)
+        in_call = self._in_call.get(key, 0)
+        self._in_module[key] = in_module + 1
+        self._in_call[key] = in_call + 1
+        return in_module, in_call
+
+
+class ModuleCalls:
+    """The calls of modules in a region, told apart by their frames on Python's stack.
+
+    What is known about a call lies in its frame, under a name that no variable has: there it ends with the call. To hold the frame would hold the
+    tensors that its function was called with, and its address is given to another one when it has ended.
+    """
+
+    _num_made = itertools.count()
+
+    def __init__(self, paths: ModulePaths | None) -> None:
+        self._paths = paths
+        self._mark = f"<call in region {next(ModuleCalls._num_made)}>"
+        self._without_module: ModuleCall | None = None
+        self._num_calls: dict[str, int] = {}
+        self._in_module: dict[str, dict[int, int]] = {}
+
+    def innermost(self, depth: int) -> ModuleCall:
+        """The call in which the caller, `depth` frames up or more, runs."""
+        if self._paths is not None:
+            frame: FrameType | None = sys._getframe(depth)
+            while frame is not None:
+                if frame.f_code is _CALL:
+                    variables = frame.f_locals
+                    call: ModuleCall | None = variables.get(self._mark)
+                    if call is None:
+                        call = variables[self._mark] = self._new(self._paths.name(variables["self"]))
+                    return call
+                frame = frame.f_back
+        if self._without_module is None:
+            self._without_module = self._new("")
+        return self._without_module
+
+    def _new(self, name: str) -> ModuleCall:
+        number = self._num_calls.get(name, 0)
+        self._num_calls[name] = number + 1
+        in_module = self._in_module.get(name)
+        if in_module is None:
+            in_module = self._in_module[name] = {}
+        return ModuleCall(name, number, in_module)
+
+
+def modules_in(root: nn.Module) -> list[nn.Module]:
+    """A module and all modules in it, each once, wrappers and what they wrap included. Faster than `modules()`."""
+    found = [root]
+    seen = {id(root)}
+    for module in found:  # grows
+        attributes = module.__dict__
+        children = attributes.get("_modules")
+        if children is None:  # a wrapper has what its module has
+            inner = attributes.get("_checkpoint_wrapped_module")
+            if inner is not None and id(inner) not in seen:
+                seen.add(id(inner))
+                found.append(inner)
+        elif children:
+            for child in children.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    found.append(child)
+    return found
 
 
 def has_sharded_modules() -> bool:

@@ -8,14 +8,21 @@ plain tensor whose storage claims its size and has no memory: it takes part in v
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hyper_parallel._base.errors import StateError, describe
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import Outer, is_distributed, local_tensor
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
+    PLAIN_TYPES,
+    Outer,
+    is_distributed,
+    local_tensor,
+)
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import modules_in
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 
 
@@ -32,15 +39,19 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
-        local = local_tensor(tensor)
-        return cls(
-            local.dtype,
-            local.size(),
-            local.stride(),
-            local.storage_offset(),
-            local.is_conj(),
-            local.is_neg(),
-            None if local is tensor else Outer.of(tensor),
+        local = tensor if type(tensor) in PLAIN_TYPES else local_tensor(tensor)
+        # Not through the class: it would sort the arguments by name, for each tensor that an op makes.
+        return tuple.__new__(
+            cls,
+            (
+                local.dtype,
+                local.size(),
+                local.stride(),
+                local.storage_offset(),
+                local.is_conj(),
+                local.is_neg(),
+                None if local is tensor else Outer.of(tensor),
+            ),
         )
 
     def on(self, storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
@@ -118,6 +129,17 @@ def is_placeholder(tensor: Any) -> bool:
     return isinstance(tensor, Placeholder) or isinstance(getattr(tensor, "_local_tensor", None), Placeholder)
 
 
+# What most arguments of an op are.
+_NO_PLACEHOLDERS = frozenset({*PLAIN_TYPES, int, float, bool, list, type(None), torch.dtype, torch.device})
+
+
+def has_placeholder(arguments: Iterable[Any]) -> bool:
+    for each in arguments:  # noqa: SIM110 - a generator costs more than all of this, and this is done for every view
+        if type(each) not in _NO_PLACEHOLDERS and is_placeholder(each):
+            return True
+    return False
+
+
 def placeholder(
     view: View, num_bytes: int, device: torch.device, storage: torch.UntypedStorage | None = None
 ) -> torch.Tensor:
@@ -134,31 +156,42 @@ def another_placeholder(tensor: torch.Tensor) -> torch.Tensor:
     return _without_memory(_looks(tensor))
 
 
-@contextlib.contextmanager
-def none_left_in(module: nn.Module | None) -> Iterator[None]:
-    """A block after which no attribute of a module, or of those in it, is a placeholder.
+class Attributes:
+    """The attributes of a module, and of those in it, as they were before a second run.
 
     A forward that puts a tensor aside (`self.last = x`) has done so before; where its second run puts a placeholder, what was there
     comes back. Everything else is as the second run left it.
     """
-    before = [] if module is None else [(each, dict(vars(each)), dict(each._buffers)) for each in module.modules()]
-    try:
-        yield
-    finally:
-        for each, attributes, buffers in before:
-            for now, then in ((vars(each), attributes), (each._buffers, buffers)):
-                for name in [name for name, value in now.items() if _has_placeholder(value)]:
-                    if name in then:
-                        now[name] = then[name]
-                    else:
-                        del now[name]
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._module = module
+        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def remember(self) -> None:
+        """Call before there is a placeholder."""
+        for each in () if self._module is None else modules_in(self._module):
+            attributes = vars(each)
+            buffers = each._buffers
+            self._before.append((attributes, attributes.copy()))
+            self._before.append((buffers, buffers.copy()))
+
+    def take_back(self) -> None:
+        for now, then in self._before:
+            # Nothing was set: so no placeholder was.
+            if len(now) == len(then) and all(map(operator.is_, now.values(), then.values())):
+                continue
+            for name in [name for name, value in now.items() if _has_placeholder(value)]:
+                if name in then:
+                    now[name] = then[name]
+                else:
+                    del now[name]
 
 
 def _has_placeholder(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return any(is_placeholder(each) for each in value)
+        return has_placeholder(value)
     if type(value) is dict:
-        return any(is_placeholder(each) for each in value.values())
+        return has_placeholder(value.values())
     return is_placeholder(value)
 
 

@@ -48,14 +48,14 @@ def default_generator(device: torch.device) -> torch.Generator | None:
     return found
 
 
-def states_of(devices: set[torch.device]) -> list[GeneratorState]:
-    """The default generators of the CPU and of these devices, now."""
-    generators = [torch.default_generator]
-    for device in devices:
+def states_of(tensors: list[torch.Tensor]) -> list[GeneratorState]:
+    """The default generators of the CPU and of the devices of these tensors, now."""
+    states = [GeneratorState(torch.default_generator)]
+    for device in {tensor.device for tensor in tensors} if tensors else ():
         generator = default_generator(device)
         if generator is not None and device.type != "cpu":
-            generators.append(generator)
-    return [GeneratorState(generator) for generator in generators]
+            states.append(GeneratorState(generator))
+    return states
 
 
 class HostRandomness:
@@ -65,15 +65,13 @@ class HostRandomness:
     """
 
     def __init__(self) -> None:
-        self._python: Any = random.getstate()
+        self._python: Any = _PythonState.now()
         self._numpy: Any = _NumpyState.now()
         self.was_used = True
 
     def note_use(self) -> None:
         """Call when the function is done."""
-        python = random.getstate()[1]
-        # The position changes with every draw, the numbers with every 624th.
-        if python[-1] == self._python[1][-1] and python[:2] == self._python[1][:2]:
+        if self._python is _PythonState.now():
             self._python = None
         if self._numpy is _NumpyState.now():
             self._numpy = None
@@ -82,19 +80,61 @@ class HostRandomness:
     @contextmanager
     def again(self) -> Iterator[None]:
         """A block in which they are as they were before the function, if it used them."""
-        python = None if self._python is None else random.getstate()
+        python = None if self._python is None else _PythonState.now()
         numpy = None if self._numpy is None else _NumpyState.now()
         try:
             if python is not None:
-                random.setstate(self._python)
+                self._python.restore()
             if numpy is not None:
                 self._numpy.restore()
             yield
         finally:
             if python is not None:
-                random.setstate(python)
+                python.restore()
             if numpy is not None:
                 numpy.restore()
+
+
+class _PythonState:
+    """A state of Python's global generator. Reading one takes 9 microseconds: the last is kept as long as it is the present one."""
+
+    _last: _PythonState | None = None
+
+    def __init__(self, mark: tuple[int, ...]) -> None:
+        self._mark = mark
+        self._state = random.getstate()
+
+    @classmethod
+    def now(cls) -> _PythonState:
+        # The position changes with every draw, the numbers with every 624th.
+        if _python_words is None:
+            numbers = random.getstate()[1]
+            mark = (numbers[-1], numbers[0], numbers[1])
+        else:
+            mark = (_python_words[0], _python_words[1], _python_words[2])
+        last = cls._last
+        if last is None or last._mark != mark:
+            last = cls._last = cls(mark)
+        return last
+
+    def restore(self) -> None:
+        random.setstate(self._state)
+
+
+def _words_of_python() -> Any:
+    """The memory of Python's global generator: its position and its 624 numbers; None where they are not where CPython has them."""
+    generator = getattr(random.getstate, "__self__", None)
+    head = object.__basicsize__
+    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
+        return None
+    if random.Random.__basicsize__ < head + 4 * 625:
+        return None
+    words = (ctypes.c_uint32 * 625).from_address(id(generator) + head)
+    numbers = random.getstate()[1]
+    return words if (words[0], *words[1:]) == (numbers[-1], *numbers[:-1]) else None
+
+
+_python_words = _words_of_python()
 
 
 class _NumpyState:
@@ -127,11 +167,19 @@ def _mark_of(numpy: Any) -> tuple[int, ...] | None:
     generator = numpy.random.mtrand._rand._bit_generator
     if type(generator).__name__ != "MT19937":
         return None
-    words = (ctypes.c_uint32 * 625).from_address(generator.ctypes.state_address)
-    return words[624], words[0], words[1]
+    words = _numpy_words.get(id(generator))
+    if words is None or words[0] is not generator:
+        address = generator.ctypes.state_address
+        words = _numpy_words[id(generator)] = generator, (ctypes.c_uint32 * 625).from_address(address)
+    return words[1][624], words[1][0], words[1][1]
+
+
+_numpy_words: dict[int, tuple[Any, Any]] = {}  # NumPy's global generators, as they were set, with their memory
 
 
 def _quietly(call: Any, *args: Any) -> Any:
     # Reading a state makes tensors: no dispatch mode, ours or another region's, takes them for ops of the model.
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return call(*args)
     with torch._C._DisableTorchDispatch():
         return call(*args)

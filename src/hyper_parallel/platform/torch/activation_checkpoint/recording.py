@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel._base.errors import ArgumentError, describe
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
+    PLAIN_TYPES,
     Outer,
     is_distributed,
     is_plain,
@@ -19,31 +19,32 @@ from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
     version_of,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import (
+    ModuleCall,
+    ModuleCalls,
     ModulePaths,
     has_sharded_modules,
-    innermost_module,
     is_sharding,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, generator_of
 from hyper_parallel.platform.torch.activation_checkpoint.values import (
+    CAST,
+    TRAITS,
     Argument,
     Arguments,
     Constant,
-    Fresh,
     Origin,
     RecordedOp,
     Traits,
     Value,
+    WeakStorages,
     is_available,
-    sort_arguments,
+    sort,
     traits_of,
 )
 
-# What autograd and checkpointing itself do around ops; no policy is asked and nothing is made.
-INVISIBLE = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
-
-_CAST = torch.ops.aten._to_copy.default
+_MADE, _INPUT, _OUTSIDE, _WRITTEN = Origin.MADE, Origin.INPUT, Origin.OUTSIDE, Origin.WRITTEN
+_Tensor, _strided = torch.Tensor, torch.strided
 PolicyFunction = Callable[..., Any]
 
 
@@ -54,20 +55,33 @@ class PolicyContext:
         is_recompute: False in forward, True when the function runs again.
         module: path of the innermost module that runs, from the outermost one; "" outside of modules.
         occurrence: how often this op ran before in this module in this call of the region.
+        call: how many calls of this module came before the one that runs, in this call of the region. Calls in which no op ran but those of
+            modules inside it do not count.
+        occurrence_in_call: how often this op ran before in this call of the module.
         op_output: its result. When the function runs again there may be no memory behind it, only shape and dtype.
     """
 
-    __slots__ = ("is_recompute", "module", "occurrence", "op_output")
+    __slots__ = ("call", "is_recompute", "module", "occurrence", "occurrence_in_call", "op_output")
 
-    def __init__(self, is_recompute: bool, module: str, occurrence: int, op_output: Any) -> None:
+    def __init__(
+        self,
+        is_recompute: bool,
+        module: str,
+        occurrence: int,
+        op_output: Any,
+        call: int = 0,
+        occurrence_in_call: int = 0,
+    ) -> None:
         self.is_recompute = is_recompute
         self.module = module
         self.occurrence = occurrence
         self.op_output = op_output
+        self.call = call
+        self.occurrence_in_call = occurrence_in_call
 
     def __repr__(self) -> str:
         when = "recompute" if self.is_recompute else "forward"
-        return f"<{when}, module {self.module!r}, occurrence {self.occurrence}>"
+        return f"<{when}, module {self.module!r}, call {self.call}, occurrence {self.occurrence}>"
 
 
 class Saved:
@@ -97,8 +111,8 @@ class Saved:
 class Record:
     """The ops of one call, and the value that each storage has at the moment.
 
-    Invariant: `_current` has the value of every storage that an op of the region has read or written; the values hold weak
-    references to their storages, so that a key is never used for two.
+    Invariant: `_current` has the value of every storage that an op of the region has read or written; `_storages` has weak references to
+    them, so that a key is never used for two.
     """
 
     def __init__(
@@ -117,11 +131,14 @@ class Record:
         # what no record can follow: tensors without a storage, kernels that PyTorch does not dispatch
         self.runs_everything = False
         self._policy = policy
-        self._paths = paths
+        # What a policy answers about every call of an op, by the op's id: it need not be asked about each.
+        self._answers: dict[int, Any] = getattr(policy, "answers", {})
+        self._calls = ModuleCalls(paths)
         self._keeps_random_state = keeps_random_state
         self._keeps_writes = keeps_writes  # whether a policy may keep what an in-place op wrote
+        self._has_empty = False  # whether an op gave memory without contents
         self._current: dict[int, Value] = {}
-        self._counts: Counter[tuple[str, Any]] = Counter()
+        self._storages = WeakStorages()
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -129,7 +146,7 @@ class Record:
         key = storage_key(tensor)
         value = None if key is None else self._current.get(key)
         if value is None and key is not None:
-            value = self._new_value(Origin.INPUT, -1, tensor, key)
+            value = self._new_value(_INPUT, -1, tensor)
             value.seen_version = version_of(tensor)
         self.inputs.append(value)
         return value
@@ -138,6 +155,10 @@ class Record:
         """The value a tensor's storage has now; None if no op of the region has met it."""
         key = storage_key(tensor)
         return None if key is None else self._current.get(key)
+
+    def current_at(self, key: int) -> Value | None:
+        """The same, by the storage's key."""
+        return self._current.get(key)
 
     def made(self) -> list[Value]:
         """Every value that an op of the region has made."""
@@ -150,94 +171,146 @@ class Record:
         return frozenset(runs), frozenset(value for value in takes if value is not None and is_available(value))
 
     def is_current(self, value: Value) -> bool:
-        return self._current.get(value.ref.cdata) is value
+        return self._current.get(value.key) is value
 
-    def _value_of(self, tensor: torch.Tensor) -> Value | None:
-        key = storage_key(tensor)
-        if key is None:
-            return None
-        value = self._current.get(key)
-        if value is None:
-            value = self._new_value(Origin.OUTSIDE, -1, tensor, key)
-        value.seen_version = version_of(tensor)
-        return value
-
-    def _new_value(self, origin: Origin, op: int, tensor: torch.Tensor, key: int) -> Value:
-        local = local_tensor(tensor)
-        value = self._current[key] = Value(origin, op, local.untyped_storage(), local.device)
-        value.made_version = version_of(tensor)
+    def _new_value(self, origin: Origin, op: int, tensor: torch.Tensor) -> Value:
+        local = tensor if type(tensor) in PLAIN_TYPES else local_tensor(tensor)
+        storage = local.untyped_storage()
+        key = self._storages.add(storage)
+        value = self._current[key] = Value(origin, op, key, storage.nbytes(), local.device, version_of(local))
         return value
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and note it."""
-        traits = traits_of(func)
         if traits.is_view:
-            return self._run_view(func, args, kwargs, traits)
-        arguments = sort_arguments(args, kwargs, traits)
-        op = self._new_op(func, arguments, self._state_before(traits, args, kwargs, arguments))
+            return self._run_view(traits, args, kwargs)
+        if not traits.is_common:
+            return self._run_special(traits, args, kwargs)
+        func = traits.func
+        tensors: list[torch.Tensor] = []
+        rest: list[Any] = []
+        sort(args, kwargs, tensors, rest)
+        ops = self.ops
+        op = RecordedOp(len(ops), func, self._read(tensors), rest, self._calls.innermost(3))
+        if self._has_empty:
+            self._look_for_unseen(op.reads, [])
+        result = traits.call(*args, **kwargs)
+        op.outputs = (
+            self._note_tensor(op, result, tensors)
+            if type(result) is _Tensor
+            else self._note_outputs(op, result, tensors)
+        )
+        ops.append(op)
+        if self._policy is not None:
+            policy = self._answers.get(id(func))
+            if policy is None or policy.keeps:
+                self._ask(op, result, tensors, args, kwargs)
+        return result
+
+    def _run_special(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op that draws random numbers, writes, or does something else that most do not."""
+        func = traits.func
+        arguments = Arguments(args, kwargs, traits.writes)
+        state = self._state_before(args, kwargs, arguments) if traits.is_random else None
+        op = self._new_op(func, arguments, state)
         if arguments.written:
             self._copy_before_write(arguments)
-        versions = None if traits.has_schema else [version_of(tensor) for tensor in arguments.tensors]
+        versions = None
         if not traits.has_schema:
+            versions = [version_of(tensor) for tensor in arguments.tensors]
             self.runs_everything = True  # compiled code looks at the types of what it is given: no placeholders
-        result = func(*args, **kwargs)
+        result = traits.call(*args, **kwargs)
         if versions is not None:  # nobody said what it writes
             changed = [i for i, t in enumerate(arguments.tensors) if version_of(t) != versions[i]]
             arguments.written.extend(changed)
-        op.must_run = traits.must_run
-        self._note_writes(op, arguments)
-        op.outputs = self._note_outputs(op, result, arguments)
-        for value in op.makes:
-            value.is_empty = traits.is_empty and value.num_bytes > 0
-            value.is_weight_cast = func is _CAST and isinstance(args[0], torch.nn.Parameter)
+        if traits.must_run:
+            op.must_run = True
+        if arguments.written:
+            self._note_writes(op, arguments)
+        op.outputs = self._note_outputs(op, result, arguments.tensors)
+        if traits.is_empty:
+            self._note_empty(op)
+        if func is CAST and isinstance(args[0], torch.nn.Parameter):
+            for value in op.makes:
+                value.is_weight_cast = True
         self.ops.append(op)
-        self._ask(op, result, args, kwargs)
+        if self._policy is not None:
+            self._ask(op, result, arguments.tensors, args, kwargs)
         return result
 
     def _new_op(self, func: Any, arguments: Arguments, state: GeneratorState | None) -> RecordedOp:
-        reads = tuple([self._value_of(tensor) for tensor in arguments.tensors])
-        self._look_for_unseen(reads, arguments.written)
-        module = "" if self._paths is None else self._paths.name(innermost_module(3))
-        self._counts[module, func] += 1
-        occurrence = self._counts[module, func] - 1
-        return RecordedOp(len(self.ops), func, reads, arguments.rest, module, occurrence, state)
+        reads = self._read(arguments.tensors)
+        if self._has_empty:
+            self._look_for_unseen(reads, arguments.written)
+        return RecordedOp(len(self.ops), func, reads, arguments.rest, self._calls.innermost(4), state)
 
-    def _look_for_unseen(self, reads: tuple[Value | None, ...], written: list[int]) -> None:
+    def _read(self, tensors: list[torch.Tensor]) -> list[Value | None]:
+        """The values that an op reads."""
+        current = self._current
+        reads: list[Value | None] = []
+        for tensor in tensors:
+            key = storage_key(tensor)
+            if key is None:
+                reads.append(None)
+                continue
+            value = current.get(key)
+            if value is None:
+                value = self._new_value(_OUTSIDE, -1, tensor)
+                value.seen_version = value.made_version
+            else:
+                value.seen_version = version_of(tensor)
+            reads.append(value)
+        return reads
+
+    def _note_empty(self, op: RecordedOp) -> None:
+        for value in op.makes:
+            if value.num_bytes > 0:
+                value.is_empty = self._has_empty = True
+
+    def _look_for_unseen(self, reads: list[Value | None], written: list[int]) -> None:
         """Memory that no op has written is read: a kernel has written it that no mode sees, and that must run again."""
         for position, value in enumerate(reads):
             if value is not None and value.is_empty and position not in written:
                 self.runs_everything = True
 
-    def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], traits: Traits) -> Any:
+    def _run_view(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A view is no value. A policy that saves it saves what it looks at."""
-        result = func(*args, **kwargs)
-        if _has_communicated(result, args):
-            arguments = sort_arguments(args, kwargs, traits)
-            op = self._new_op(func, arguments, None)
+        result = traits.call(*args, **kwargs)
+        if type(result) is not _Tensor and _has_communicated(result, args):
+            arguments = Arguments(args, kwargs, traits.writes)
+            op = self._new_op(traits.func, arguments, None)
             op.must_run = True
-            self.views_that_communicate.add(func)
-            op.outputs = self._note_outputs(op, result, arguments)
+            self.views_that_communicate.add(traits.func)
+            op.outputs = self._note_outputs(op, result, arguments.tensors)
             self.ops.append(op)
-            self._ask(op, result, args, kwargs)
+            if self._policy is not None:
+                self._ask(op, result, arguments.tensors, args, kwargs)
             return result
         if self._policy is not None:
-            module = "" if self._paths is None else self._paths.name(innermost_module(4))
-            self._counts[module, func] += 1
-            context = PolicyContext(False, module, self._counts[module, func] - 1, result)
-            policy = ask(self._policy, context, func, args, kwargs)
-            # Of what it looks at, not of the view: that gets its version counter only when this mode is done.
-            source = next((each for each in args if isinstance(each, torch.Tensor)), None)
-            value = None if source is None else self.current(source)
-            if source is not None and value is not None and value.origin is Origin.MADE:
-                self._keep(value, source, policy)
+            policy = self._answers.get(id(traits.func))
+            if policy is None:
+                policy = self._ask_about_view(traits.func, self._calls.innermost(4), result, args, kwargs)
+            if policy.keeps:
+                # Of what it looks at, not of the view: that gets its version counter only when this mode is done.
+                source = next((each for each in args if isinstance(each, torch.Tensor)), None)
+                value = None if source is None else self.current(source)
+                if source is not None and value is not None and value.origin is _MADE:
+                    self._keep(value, source, policy)
         return result
 
+    def _ask_about_view(
+        self, func: Any, call: ModuleCall, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        occurrence, in_call = call.count(func)
+        context = PolicyContext(False, call.name, occurrence, result, call.number, in_call)
+        return ask(self._policy, context, func, args, kwargs)
+
     def _state_before(
-        self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
     ) -> GeneratorState | None:
-        if not traits.is_random or not self._keeps_random_state:
+        if not self._keeps_random_state:
             return None
         generator = generator_of(args, kwargs, arguments.tensors)
         return None if generator is None else GeneratorState(generator)
@@ -247,12 +320,12 @@ class Record:
         for position in arguments.written:
             tensor = arguments.tensors[position]
             value = self.current(tensor)
-            if value is None or value.origin not in (Origin.INPUT, Origin.OUTSIDE) or not is_plain(tensor):
+            if value is None or value.origin not in (_INPUT, _OUTSIDE) or not is_plain(tensor):
                 continue
             value.kept = Saved(copied(tensor))
             value.kept.seal()
             value.is_written = True
-            self.before_write[value.ref.cdata] = value
+            self.before_write[value.key] = value
 
     def _note_writes(self, op: RecordedOp, arguments: Arguments) -> None:
         targets = []
@@ -263,23 +336,44 @@ class Record:
                 op.must_run = self.runs_everything = True
                 continue
             before = self._current.get(key)
-            is_ours = before is None or before.origin is Origin.MADE
-            value = self._new_value(Origin.MADE if is_ours else Origin.WRITTEN, op.index, tensor, key)
+            is_ours = before is None or before.origin is _MADE
+            value = self._new_value(_MADE if is_ours else _WRITTEN, op.index, tensor)
             if not is_ours and is_plain(tensor):
                 value.kept = Saved(aliased(tensor))  # the owner holds this memory anyway
             targets.append((position, value))
         op.targets = tuple(targets)
         op.makes = tuple(value for _, value in targets)
 
-    def _note_outputs(self, op: RecordedOp, result: Any, arguments: Arguments) -> Any:
+    def _note_outputs(self, op: RecordedOp, result: Any, tensors: list[torch.Tensor]) -> Any:
         if isinstance(result, torch.Tensor):
-            return self._note_tensor(op, result, arguments)
+            return self._note_tensor(op, result, tensors)
         if isinstance(result, (list, tuple)):
-            return type(result)([self._note_outputs(op, each, arguments) for each in result])
+            return type(result)([self._note_outputs(op, each, tensors) for each in result])
         return Constant(result)
 
-    def _note_tensor(self, op: RecordedOp, tensor: torch.Tensor, arguments: Arguments) -> Any:
-        for position, argument in enumerate(arguments.tensors):
+    def _note_tensor(self, op: RecordedOp, tensor: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
+        if type(tensor) is not _Tensor or tensor.layout is not _strided:
+            return self._note_special(op, tensor, tensors)
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        for read in op.reads:
+            if read is not None and read.key == key:
+                return self._note_special(op, tensor, tensors)
+        self._storages.add(storage)
+        value = self._current[key] = Value(_MADE, op.index, key, storage.nbytes(), tensor.device, version_of(tensor))
+        value.view = View.of(tensor)
+        op.makes += (value,)
+        if tensor.is_cpu:
+            for argument in tensors:
+                if not argument.is_cpu:
+                    # Brought to the host to be looked at: kept there, so that the device need not be waited for again.
+                    value.kept = Saved(aliased(tensor))
+                    break
+        return value
+
+    def _note_special(self, op: RecordedOp, tensor: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
+        """A result that is one of the arguments, an alias of one, or no ordinary tensor."""
+        for position, argument in enumerate(tensors):
             if argument is tensor:
                 return Argument(position)
         key = storage_key(tensor)
@@ -288,44 +382,48 @@ class Record:
             if key is None:
                 self.runs_everything = True
                 return Constant(None)
-        if any(value is not None and value.ref.cdata == key for value in op.reads):
+        if any(value is not None and value.key == key for value in op.reads):
             op.must_run = True  # an alias that the operator's schema does not tell about
             return Constant(None)
-        value = self._new_value(Origin.MADE, op.index, tensor, key)
-        op.makes = (*op.makes, value)
-        if value.device.type == "cpu" and any(argument.device.type != "cpu" for argument in arguments.tensors):
-            # Brought to the host to be looked at: kept there, so that the device need not be waited for again.
-            value.kept = Saved(aliased(tensor))
-        return Fresh(value, View.of(tensor) if is_plain(tensor) else View.of(local_tensor(tensor)))
+        value = self._new_value(_MADE, op.index, tensor)
+        value.view = View.of(tensor if is_plain(tensor) else local_tensor(tensor))
+        op.makes += (value,)
+        if tensor.is_cpu and not all(argument.is_cpu for argument in tensors):
+            value.kept = Saved(aliased(tensor))  # see `_note_tensor`
+        return value
 
     # -- policy -------------------------------------------------------------------------------------------------------
 
-    def _ask(self, op: RecordedOp, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._policy is None:
+    def _ask(
+        self,
+        op: RecordedOp,
+        result: Any,
+        tensors: list[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        policy = self._answers.get(id(op.func))
+        if policy is None:
+            context = PolicyContext(False, op.module, op.occurrence, result, op.call, op.occurrence_in_call)
+            policy = ask(self._policy, context, op.func, args, kwargs)
+        op.policy = policy
+        if not policy.keeps:
             return
-        context = PolicyContext(False, op.module, op.occurrence, result)
-        op.policy = policy = ask(self._policy, context, op.func, args, kwargs)
-        for value, tensor in self._made_tensors(op, result, args, kwargs):
-            self._keep(value, tensor, policy)
-
-    def _made_tensors(
-        self, op: RecordedOp, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[Value, torch.Tensor]]:
         found: list[tuple[Value, torch.Tensor]] = []
         _pair(op.outputs, result, found)
         if op.targets and self._keeps_writes:
-            tensors = sort_arguments(args, kwargs, traits_of(op.func)).tensors
             found += [(value, tensors[position]) for position, value in op.targets]
-        return found
+        for value, tensor in found:
+            self._keep(value, tensor, policy)
 
     def _keep(self, value: Value, tensor: torch.Tensor, policy: Any) -> None:
         if value.kept is not None or not is_plain(tensor):
             return
         if value.num_bytes == 0 and not is_distributed(tensor):  # other ranks may have more: all keep it, or none
             return
-        if policy.name in ("MUST_SAVE", "PREFER_SAVE"):
+        if policy.name != "MUST_SWAP":
             value.kept = Saved(aliased(tensor))
-        elif policy.name == "MUST_SWAP" and not value.is_weight_cast:
+        elif not value.is_weight_cast:
             value.kept = Swappable(aliased(tensor))
 
 
@@ -391,27 +489,38 @@ class RecordingMode(RegionMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in INVISIBLE or (self._may_shard and is_sharding(2)):
+        traits = TRAITS.get(id(func)) or traits_of(func)
+        if traits.is_invisible or (self._may_shard and is_sharding(2)):
             return func(*args, **(kwargs or {}))
-        return self._record.run(func, args, kwargs or {})
+        return self._record.run(traits, args, kwargs or {})
 
 
-_COUNTS_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+_ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_num_modes = torch._C._len_torch_dispatch_stack
 
 
 def aliased(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory and version counter, without autograd and unseen by dispatch modes."""
-    outer = Outer.of(tensor)
-    if outer is not None:
-        return outer.around(aliased(local_tensor(tensor)))
-    if is_plain(tensor):
-        tensor = local_tensor(tensor)  # all of it, if a collective still writes it
+    if type(tensor) not in PLAIN_TYPES:
+        outer = Outer.of(tensor)
+        if outer is not None:
+            return outer.around(aliased(local_tensor(tensor)))
+        if is_plain(tensor):
+            tensor = local_tensor(tensor)  # all of it, if a collective still writes it
+    if _num_modes() == 0 and type(tensor) in PLAIN_TYPES:
+        return _detached(tensor)
     with torch._C._DisableTorchDispatch():
-        # Inside a dispatch mode the layer that counts versions is already behind us, and `detach` alone would give the alias
-        # a counter of its own.
-        exclude = torch._C._dispatch_tls_local_exclude_set() - _COUNTS_VERSIONS
-        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude):
-            return tensor.detach()
+        return _detached(tensor)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    if not _is_excluded(_ADInplaceOrView):
+        return tensor.detach()
+    # Inside a dispatch mode the layer that counts versions is already behind us, and `detach` alone would give the alias a
+    # counter of its own.
+    with torch._C._SetExcludeDispatchKeyGuard(_ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def _has_communicated(result: Any, args: tuple[Any, ...]) -> bool:
@@ -432,8 +541,8 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pair(outputs: Any, result: Any, found: list[tuple[Value, torch.Tensor]]) -> None:
-    if isinstance(outputs, Fresh):
-        found.append((outputs.value, result))
+    if isinstance(outputs, Value):
+        found.append((outputs, result))
     elif isinstance(outputs, (list, tuple)) and not isinstance(outputs, (Argument, Constant)):
         for each, tensor in zip(outputs, result, strict=True):
             _pair(each, tensor, found)

@@ -9,20 +9,24 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel._base.errors import StateError, describe
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor, storage_key, version_of
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
+    PLAIN_TYPES,
+    local_tensor,
+    storage_key,
+    version_of,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import is_sharding
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
+    Attributes,
     NeedsEverything,
     View,
-    is_placeholder,
+    has_placeholder,
     placeholder,
     view_of_placeholder,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.recording import (
-    INVISIBLE,
     PolicyContext,
     Record,
     RegionMode,
@@ -31,18 +35,22 @@ from hyper_parallel.platform.torch.activation_checkpoint.recording import (
     copied,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.values import (
+    TRAITS,
     Argument,
     Arguments,
     Constant,
-    Fresh,
     Origin,
     RecordedOp,
+    Traits,
     Value,
+    WeakStorages,
     replaced,
     same_rest,
-    sort_arguments,
+    sort,
     traits_of,
 )
+
+_MADE, _OUTSIDE, _WRITTEN = Origin.MADE, Origin.OUTSIDE, Origin.WRITTEN
 
 
 class AllFound(BaseException):  # not an Exception: the function under replay may catch those
@@ -75,18 +83,20 @@ class Replay:
     ) -> None:
         self.record = record
         self.found: dict[Value, torch.Tensor] = {}
+        self.has_placeholders = False
+        self.attributes: Attributes | None = None  # of the module, for when the first placeholder is made
         self.first_missing: RecordedOp | None = None
         self.first_unknown: str | None = None
         self._runs = runs
         self._takes = takes
         self._wanted = wanted
-        self._policy = policy
+        self._policy = None if getattr(policy, "is_pure", False) else policy
         self._check_outputs = check_outputs
         self._early_stop = early_stop
         self._restores_random_state = restores_random_state
         self._storages: dict[int, int] = {}
         self._states: dict[int, Value] = dict(record.before_write)
-        self._refs: list[StorageWeakRef] = []
+        self._refs = WeakStorages()
         self._own: set[int] = set()
         self._empty: set[int] = set()
         self._elsewhere: dict[Value, torch.UntypedStorage] = {}
@@ -115,6 +125,7 @@ class Replay:
         # Arguments that share a storage share it here, too: one may be written and the other read.
         known = self._input_storages.get(value)
         if value not in self._takes:
+            self.has_placeholders = True
             made = placeholder(view, value.num_bytes, value.device, known)
             self._input_storages[value] = local_tensor(made).untyped_storage()
             self._empty.add(self._bind(made, value))
@@ -127,113 +138,151 @@ class Replay:
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        traits = traits_of(func)
+    def run(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        func = traits.func
         if traits.is_view and func not in self.record.views_that_communicate:
-            return self._run_view(func, args, kwargs)
-        arguments = sort_arguments(args, kwargs, traits)
-        values = [self._value_of(tensor) for tensor in arguments.tensors]
-        op = self._match(func, values, arguments)
+            return self._run_view(traits, args, kwargs)
+        tensors: list[torch.Tensor] = []
+        rest: list[Any] = []
+        sort(args, kwargs, tensors, rest)
+        keys: list[int | None] = []
+        values: list[Value | None] = []
+        for tensor in tensors:
+            key = storage_key(tensor)
+            keys.append(key)
+            values.append(self._value_at(key, tensor))
+        op = self._match(func, values, tensors, rest)
         if op is None:
             if traits.is_view:
-                return self._run_view(func, args, kwargs)
-            return self._run_unknown(func, args, kwargs, arguments)
+                return self._run_view(traits, args, kwargs)
+            return self._run_unknown(traits, args, kwargs)
         if op.index in self._runs or op.must_run:
-            result = self._run_again(op, args, kwargs, arguments)
+            result = self._run_again(op, traits, args, kwargs, tensors, keys)
         else:
-            result = self._leave_out(op.outputs, arguments)
+            result = self._leave_out(op.outputs, tensors)
             for position, value in op.targets:
-                self._rebind(arguments.tensors[position], value)
+                self._rebind(tensors[position], value)
                 if value in self._takes:
                     self._elsewhere[value] = value.kept.memory()
-        self._ask_again(op, result, args, kwargs)
-        self._stop_if_done()
+        if self._policy is not None:
+            self._ask_again(op, result, args, kwargs)
+        if self._early_stop and len(self.found) == len(self._wanted):
+            raise AllFound
         return result
 
-    def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(is_placeholder(each) for each in args):
-            return view_of_placeholder(func, args, kwargs)
-        result = func(*args, **kwargs)
-        for tensor in result if isinstance(result, (list, tuple)) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self._note_met(self._value_of(tensor), tensor)
-        self._stop_if_done()
+    def _run_view(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if has_placeholder(args):
+            return view_of_placeholder(traits.func, args, kwargs)
+        result = traits.call(*args, **kwargs)
+        for tensor in (result,) if isinstance(result, torch.Tensor) else result:
+            key = storage_key(tensor)
+            value = self._value_at(key, tensor)
+            if value is not None and value in self._wanted and value not in self.found:
+                self._note_met(value, key, tensor)
+        if self._early_stop and len(self.found) == len(self._wanted):
+            raise AllFound
         return result
 
-    def _run_again(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments) -> Any:
+    def _run_again(
+        self,
+        op: RecordedOp,
+        traits: Traits,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        keys: list[int | None],
+    ) -> Any:
         by_id: dict[int, torch.Tensor] = {}
-        for tensor, value in zip(arguments.tensors, op.reads, strict=True):
-            self._check_unchanged(tensor, value, op)
-            if value is not None and value in self._elsewhere:
-                by_id[id(tensor)] = View.of(tensor).on(self._elsewhere[value], tensor.device)
-            elif storage_key(tensor) in self._empty:
+        elsewhere, empty = self._elsewhere, self._empty
+        for tensor, key, value in zip(tensors, keys, op.reads, strict=True):
+            if elsewhere and value is not None and value in elsewhere:
+                by_id[id(tensor)] = View.of(tensor).on(elsewhere[value], tensor.device)
+                continue
+            if empty and key in empty:
                 raise NeedsEverything(str(op))
-            elif value is not None and value.is_written:
+            if value is None:
+                continue
+            if value.origin is _OUTSIDE and key == value.key and version_of(tensor) != value.seen_version:
+                raise _changed(tensor, value, op)
+            if value.is_written:
                 raise _gone(op, tensor)
+        if op.targets:
+            self._copy_before_write(op, tensors, by_id)
+        if op.state is not None and self._restores_random_state:
+            op.state.restore()
+        if by_id:
+            args, kwargs = replaced(args, by_id), replaced(kwargs, by_id)
+        result = traits.call(*args, **kwargs)
         for position, value in op.targets:
-            tensor = arguments.tensors[position]
+            tensor = tensors[position]
+            self._rebind(tensor, value)
+            self._collect(value, by_id.get(id(tensor), tensor))
+        return self._note_outputs(op, op.outputs, result, tensors)
+
+    def _copy_before_write(self, op: RecordedOp, tensors: list[torch.Tensor], by_id: dict[int, torch.Tensor]) -> None:
+        for position, value in op.targets:
+            tensor = tensors[position]
             if storage_key(by_id.get(id(tensor), tensor)) not in self._own:
                 # Written once already, in forward: what runs again writes into a copy.
                 by_id[id(tensor)] = self._copied(by_id.get(id(tensor), tensor))
                 self._elsewhere[value] = local_tensor(by_id[id(tensor)]).untyped_storage()
-            elif id(tensor) in by_id or value.origin is Origin.WRITTEN:
+            elif id(tensor) in by_id or value.origin is _WRITTEN:
                 # The function may know the tensor from elsewhere, too, and read it there.
                 self._elsewhere[value] = local_tensor(by_id.get(id(tensor), tensor)).untyped_storage()
-        if op.state is not None and self._restores_random_state:
-            op.state.restore()
-        result = op.func(*replaced(args, by_id), **replaced(kwargs, by_id))
-        for position, value in op.targets:
-            tensor = arguments.tensors[position]
-            self._rebind(tensor, value)
-            self._collect(value, by_id.get(id(tensor), tensor))
-        return self._note_outputs(op, op.outputs, result, arguments)
 
-    def _note_outputs(self, op: RecordedOp, outputs: Any, result: Any, arguments: Arguments) -> Any:
-        if isinstance(outputs, Fresh):
+    def _note_outputs(self, op: RecordedOp, outputs: Any, result: Any, tensors: list[torch.Tensor]) -> Any:
+        if type(outputs) is Value:
             if not isinstance(result, torch.Tensor):
                 raise self._other_result(op, outputs, result)
             if self._check_outputs and not _looks_like(result, outputs.view):
                 raise self._other_result(op, outputs, result)
-            self._own.add(self._bind(result, outputs.value))
-            self._collect(outputs.value, result)
+            self._own.add(self._bind(result, outputs))
+            if outputs in self._wanted:
+                self._collect(outputs, result)
             return result
         if isinstance(outputs, Argument):
-            return arguments.tensors[outputs.position]
+            return tensors[outputs.position]
         if isinstance(outputs, Constant):
             return result if outputs.value is None else outputs.value
         if isinstance(outputs, (list, tuple)):
             if not isinstance(result, (list, tuple)) or len(result) != len(outputs):
                 raise self._other_result(op, outputs, result)
             return type(result)(
-                [self._note_outputs(op, each, got, arguments) for each, got in zip(outputs, result, strict=True)]
+                [self._note_outputs(op, each, got, tensors) for each, got in zip(outputs, result, strict=True)]
             )
         return result
 
-    def _leave_out(self, outputs: Any, arguments: Arguments) -> Any:
+    def _leave_out(self, outputs: Any, tensors: list[torch.Tensor]) -> Any:
         """The result of an op that does not run: taken (rule 2), or a placeholder (rule 3)."""
-        if isinstance(outputs, Fresh):
-            value, view = outputs
-            if value in self._takes:
-                taken = view.on(value.kept.memory(), value.device)
-                self._bind(taken, value)
+        if type(outputs) is Value:
+            if outputs in self._takes:
+                # Not an alias: with its version counter a write into `taken`, which goes to a copy, would count as one here.
+                taken = outputs.view.on(outputs.kept.memory(), outputs.device)
+                self._bind(taken, outputs)
                 return taken
-            empty = placeholder(view, value.num_bytes, value.device)
-            self._empty.add(self._bind(empty, value))
+            if not self.has_placeholders:
+                self.has_placeholders = True
+                if self.attributes is not None:
+                    self.attributes.remember()
+            empty = placeholder(outputs.view, outputs.num_bytes, outputs.device)
+            self._empty.add(self._bind(empty, outputs))
             return empty
         if isinstance(outputs, Argument):
-            return arguments.tensors[outputs.position]
+            return tensors[outputs.position]
         if isinstance(outputs, Constant):
             return outputs.value  # rule 7
-        return type(outputs)([self._leave_out(each, arguments) for each in outputs])
+        return type(outputs)([self._leave_out(each, tensors) for each in outputs])
 
-    def _run_unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments) -> Any:
+    def _run_unknown(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op that forward did not run with these values (rule 4)."""
+        func = traits.func
+        arguments = Arguments(args, kwargs, traits.writes)
         if self.first_unknown is None:
             self.first_unknown = str(func)
             self.first_missing = self._first_not_met()
         by_id: dict[int, torch.Tensor] = {}
         for position, tensor in enumerate(arguments.tensors):
-            value = self._value_of(tensor)
+            value = self._value_at(storage_key(tensor), tensor)
             if value is not None and value in self._elsewhere:
                 by_id[id(tensor)] = View.of(tensor).on(self._elsewhere[value], tensor.device)
             elif storage_key(tensor) in self._empty:
@@ -245,8 +294,7 @@ class Replay:
             key = storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
             is_alias = key in self._storages or any(key == storage_key(each) for each in arguments.tensors)
             if key is not None and not is_alias:
-                self._refs.append(StorageWeakRef(local_tensor(tensor).untyped_storage()))
-                self._own.add(key)
+                self._own.add(self._refs.add(local_tensor(tensor).untyped_storage()))
         return result
 
     def _write_unknown(self, tensor: torch.Tensor, by_id: dict[int, torch.Tensor]) -> None:
@@ -255,7 +303,8 @@ class Replay:
         if key is None:
             return
         source = by_id.get(id(tensor), tensor)
-        value = Value(Origin.MADE, -1, local_tensor(tensor).untyped_storage(), tensor.device)  # one that no op knows
+        storage = local_tensor(tensor).untyped_storage()
+        value = Value(_MADE, -1, self._refs.add(storage), storage.nbytes(), tensor.device)  # one that no op knows
         if storage_key(source) not in self._own:
             by_id[id(tensor)] = self._copied(source)
         if id(tensor) in by_id:
@@ -265,24 +314,29 @@ class Replay:
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same look at a copy of the whole storage, which this run may write."""
         copy = copied(tensor)
-        storage = local_tensor(copy).untyped_storage()
-        self._refs.append(StorageWeakRef(storage))
-        self._own.add(int(storage._cdata))
+        self._own.add(self._refs.add(local_tensor(copy).untyped_storage()))
         return copy
 
     # -- which op it is -------------------------------------------------------------------------------------------------
 
-    def _match(self, func: Any, values: list[Value | None], arguments: Arguments) -> RecordedOp | None:
+    def _match(
+        self, func: Any, values: list[Value | None], tensors: list[torch.Tensor], rest: list[Any]
+    ) -> RecordedOp | None:
         """The recorded op that this one is (rule 1)."""
         ops = self.record.ops
-        if self._next < len(ops):
-            op = ops[self._next]
-            if self._is_same(op, func, values, arguments, in_order=True):
+        index = self._next
+        if index < len(ops):
+            op = ops[index]
+            if op.func is func and op.reads == values and same_rest(op.rest, rest):  # nearly always
+                self._next = index + 1
+                self._met[index] = 1
+                return op
+            if self._is_same(op, func, values, tensors, rest, in_order=True):
                 self._next += 1
                 self._met[op.index] = 1
                 return op
         for op in ops:
-            if not self._met[op.index] and self._is_same(op, func, values, arguments, in_order=False):
+            if not self._met[op.index] and self._is_same(op, func, values, tensors, rest, in_order=False):
                 if self.first_missing is None and op.index > self._next:
                     self.first_missing = ops[self._next]
                 self._met[op.index] = 1
@@ -291,49 +345,62 @@ class Replay:
         # Once more what was met already: where forward had a result at hand (autocast's casts) and this run makes it again.
         for op in ops:
             is_repeatable = self._met[op.index] and op.state is None and not op.targets
-            if is_repeatable and self._is_same(op, func, values, arguments, in_order=False):
+            if is_repeatable and self._is_same(op, func, values, tensors, rest, in_order=False):
                 return op
         return None
 
     def _is_same(
-        self, op: RecordedOp, func: Any, values: list[Value | None], arguments: Arguments, *, in_order: bool
+        self,
+        op: RecordedOp,
+        func: Any,
+        values: list[Value | None],
+        tensors: list[torch.Tensor],
+        rest: list[Any],
+        *,
+        in_order: bool,
     ) -> bool:
-        if op.func is not func or len(op.reads) != len(values) or not same_rest(op.rest, arguments.rest):
+        if op.func is not func or len(op.reads) != len(values):
             return False
-        for recorded, value, tensor in zip(op.reads, values, arguments.tensors, strict=True):
+        if op.reads == values:  # values have no equality of their own: the same ones
+            return same_rest(op.rest, rest)
+        if not in_order or not same_rest(op.rest, rest):
+            return False
+        for recorded, value, tensor in zip(op.reads, values, tensors, strict=True):
             if recorded is value:
                 continue
             # A tensor that the forward did not have: an index made from a list, a weight that autocast had cast before the region and casts
             # again. A parameter that the forward did not read stands for none of those it did.
-            is_outside = recorded is not None and recorded.origin is Origin.OUTSIDE and value is None
-            if not (in_order and is_outside and recorded is not None):
+            if recorded is None or recorded.origin is not _OUTSIDE or value is not None:
                 return False
-            if tensor.requires_grad and not (recorded.ref.expired() or storage_key(tensor) in self._own):
+            if tensor.requires_grad and not (recorded.is_gone() or storage_key(tensor) in self._own):
                 return False
             if local_tensor(tensor).untyped_storage().nbytes() != recorded.num_bytes:
                 return False
             self._bind(tensor, recorded)
         return True
 
-    def _value_of(self, tensor: torch.Tensor) -> Value | None:
-        key = storage_key(tensor)
+    def _value_at(self, key: int | None, tensor: torch.Tensor) -> Value | None:
+        """The value of a tensor, whose storage is at `key`."""
         if key is None:
             return None
         # What the function knows from outside (a parameter, a buffer, a result that the module kept) stands for itself.
         value = self._states.get(self._storages.get(key, key))
         if value is None:
-            value = self.record.current(tensor)
-            if value is not None and value.origin is Origin.MADE:
+            value = self.record.current_at(key)
+            if value is not None and value.origin is _MADE:
                 if version_of(tensor) != value.seen_version:
                     return None
-                self._note_met(value, tensor)
+                self._note_met(value, key, tensor)
         return value
 
-    def _note_met(self, value: Value | None, tensor: torch.Tensor) -> None:
-        if value is not None and value in self._wanted and value not in self.found:
-            key = storage_key(tensor)
-            if key not in self._empty and value not in self._elsewhere:
-                self._collect(value, tensor)
+    def _note_met(self, value: Value, key: int | None, tensor: torch.Tensor) -> None:
+        if (
+            value in self._wanted
+            and value not in self.found
+            and key not in self._empty
+            and value not in self._elsewhere
+        ):
+            self._collect(value, tensor)
 
     def _first_not_met(self) -> RecordedOp | None:
         return next((op for op in self.record.ops[self._next :] if not self._met[op.index]), None)
@@ -341,10 +408,13 @@ class Replay:
     # -- bookkeeping ----------------------------------------------------------------------------------------------------
 
     def _bind(self, tensor: torch.Tensor, value: Value) -> int:
-        storage = local_tensor(tensor).untyped_storage()
-        key = int(storage._cdata)
-        self._stand_for(key, storage, value.ref.cdata)
-        self._states[value.ref.cdata] = value
+        local = tensor if type(tensor) in PLAIN_TYPES else local_tensor(tensor)
+        storage = local.untyped_storage()
+        key: int = storage._cdata
+        if key not in self._storages:
+            self._refs.add(storage)
+        self._storages[key] = value.key
+        self._states[value.key] = value
         self._empty.discard(key)
         return key
 
@@ -352,41 +422,23 @@ class Replay:
         """An in-place op made `value` of a tensor's storage."""
         key = storage_key(tensor)
         if key is not None:
-            self._stand_for(key, local_tensor(tensor).untyped_storage(), value.ref.cdata)
-            self._states[value.ref.cdata] = value
-
-    def _stand_for(self, key: int, storage: torch.UntypedStorage, forward_key: int) -> None:
-        if key not in self._storages:
-            self._refs.append(StorageWeakRef(storage))
-        self._storages[key] = forward_key
+            if key not in self._storages:
+                self._refs.add(local_tensor(tensor).untyped_storage())
+            self._storages[key] = value.key
+            self._states[value.key] = value
 
     def _collect(self, value: Value, tensor: torch.Tensor) -> None:
         if value in self._wanted and value not in self.found:
             self.found[value] = aliased(tensor)
             self._versions[value] = version_of(tensor) + value.num_writes
 
-    def _stop_if_done(self) -> None:
-        if self._early_stop and len(self.found) == len(self._wanted):
-            raise AllFound
-
     # -- checks -----------------------------------------------------------------------------------------------------------
 
-    def _check_unchanged(self, tensor: torch.Tensor, value: Value | None, op: RecordedOp) -> None:
-        if value is None or value.origin is not Origin.OUTSIDE or value in self._elsewhere:
-            return
-        if storage_key(tensor) == value.ref.cdata and version_of(tensor) != value.seen_version:
-            raise StateError(
-                "A tensor that is needed to recompute was changed in place after the forward.",
-                expected=f"version {value.seen_version}",
-                got=f"version {version_of(tensor)}",
-                where=f"{op}, {describe(tensor)}",
-                do="Run backward before the change, or let the policy save this op.",
-            )
-
     def _ask_again(self, op: RecordedOp, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._policy is None or op.policy is None or getattr(self._policy, "is_pure", False):
+        if op.policy is None or id(op.func) in getattr(self._policy, "answers", ()):
             return
-        policy = ask(self._policy, PolicyContext(True, op.module, op.occurrence, result), op.func, args, kwargs)
+        context = PolicyContext(True, op.module, op.occurrence, result, op.call, op.occurrence_in_call)
+        policy = ask(self._policy, context, op.func, args, kwargs)
         if policy is not op.policy:
             raise StateError(
                 "A policy changed its mind between forward and recomputation.",
@@ -397,7 +449,7 @@ class Replay:
             )
 
     def _other_result(self, op: RecordedOp, outputs: Any, result: Any) -> StateError:
-        expected = _words(outputs.view) if isinstance(outputs, Fresh) else f"{len(outputs)} results"
+        expected = _words(outputs.view) if isinstance(outputs, Value) else f"{len(outputs)} results"
         return StateError(
             "Recomputation gave another result than forward.",
             expected=expected,
@@ -419,11 +471,22 @@ class ReplayMode(RegionMode):
     ) -> Any:
         if self._may_shard and is_sharding(2):
             return func(*args, **(kwargs or {}))
-        if func in INVISIBLE or self._replay is None:
-            if any(is_placeholder(each) for each in args):
+        traits = TRAITS.get(id(func)) or traits_of(func)
+        if traits.is_invisible or self._replay is None:
+            if has_placeholder(args):
                 return view_of_placeholder(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
-        return self._replay.run(func, args, kwargs or {})
+        return self._replay.run(traits, args, kwargs or {})
+
+
+def _changed(tensor: torch.Tensor, value: Value, op: RecordedOp) -> StateError:
+    return StateError(
+        "A tensor that is needed to recompute was changed in place after the forward.",
+        expected=f"version {value.seen_version}",
+        got=f"version {version_of(tensor)}",
+        where=f"{op}, {describe(tensor)}",
+        do="Run backward before the change, or let the policy save this op.",
+    )
 
 
 def _gone(op: RecordedOp, tensor: torch.Tensor) -> StateError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import version_of
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor, version_of
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.recording import aliased
 from hyper_parallel.platform.torch.activation_checkpoint.region_swap import Arrival, Swapped
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 class Recomputed:
     """A residual that is made again. While the region's forward runs it still holds the tensor."""
 
-    __slots__ = ("__weakref__", "_device", "_frame", "_held", "_kept", "_version", "_view", "value")
+    __slots__ = ("__weakref__", "_device", "_frame", "_held", "_kept", "_view", "value", "version")
 
     def __init__(self, frame: Frame, value: Value, tensor: torch.Tensor) -> None:
         self._frame = frame
         self.value = value
         self._view = View.of(tensor)
-        self._device = tensor.device
+        self._device = value.device
         self._held: torch.Tensor | None = aliased(tensor)
-        self._version = version_of(tensor)
+        self.version = version_of(tensor)
         self._kept: FromKept | None = None
 
     def keep(self, place: OpPlace) -> None:
@@ -49,10 +49,13 @@ class Recomputed:
         if self._kept is not None:
             return self._kept.tensor()
         if self._held is not None:
-            if version_of(self._held) != self._version:
-                raise changed_in_place(self._frame.where(self.value), self._version, version_of(self._held))
+            if version_of(self._held) != self.version:
+                raise changed_in_place(self._frame.where(self.value), self.version, version_of(self._held))
             return self._held
-        return self._view.on(self._frame.recomputed(self), self._device)
+        tensor = self._frame.recomputed(self)
+        if View.of(tensor) == self._view:
+            return tensor
+        return self._view.on(local_tensor(tensor).untyped_storage(), self._device)
 
 
 class FromInput:
@@ -67,30 +70,39 @@ class FromInput:
         self._device = tensor.device
 
     def tensor(self) -> torch.Tensor:
-        return self._view.on(self._frame.input_storage(self.value), self._device)
+        tensor = self._frame.input_tensor(self.value)
+        if View.of(tensor) == self._view:
+            return tensor
+        return self._view.on(local_tensor(tensor).untyped_storage(), self._device)
 
 
 class FromKept:
-    """A residual that a policy saved or swapped."""
+    """A residual that a policy saved, as an alias of its own, or swapped."""
 
-    __slots__ = ("_arrival", "_device", "_kept", "_place", "_version", "_view")
+    __slots__ = ("_alias", "_arrival", "_device", "_kept", "_place", "_version", "_view")
 
     def __init__(self, kept: Any, tensor: torch.Tensor, place: OpPlace, arrival: Arrival | None = None) -> None:
         self._arrival = arrival
-        self._kept = kept.another() if isinstance(kept, Swapped) else kept
-        self._view = View.of(tensor)
-        self._version = version_of(tensor)
-        self._device = tensor.device
         self._place = place
+        if isinstance(kept, Swapped):
+            self._kept = kept.another()
+            self._alias: torch.Tensor | None = None
+            self._view = View.of(tensor)
+            self._device = tensor.device
+        else:
+            self._alias = aliased(tensor)
+            self._version = version_of(tensor)
 
     def tensor(self) -> torch.Tensor:
-        if not isinstance(self._kept, Swapped):
-            if self._arrival is not None:
-                self._arrival.note()
-            version = version_of(self._kept.alias)
-            if version != self._version:
-                raise changed_in_place(str(self._place), self._version, version)
-        return self._view.on(self._kept.memory(), self._device)
+        alias = self._alias
+        if alias is None:
+            return self._view.on(self._kept.memory(), self._device)
+        if self._arrival is not None:
+            self._arrival.note()
+        version = version_of(alias)
+        if version != self._version:
+            raise changed_in_place(str(self._place), self._version, version)
+        return alias
 
 
 class Pass:

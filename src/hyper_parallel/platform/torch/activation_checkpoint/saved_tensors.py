@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel._base.errors import ArgumentTypeError, StateError, describe
 from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import Outer, is_plain, local_tensor, storage_key
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
+    PLAIN_TYPES,
+    Outer,
+    is_plain,
+    local_tensor,
+    storage_key,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules, paths_here, unwrapped
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
@@ -294,10 +301,13 @@ class Kept:
     __slots__ = ("_label", "_outer", "_saved", "_version")
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
-        self._outer = Outer.of(tensor)
-        if self._outer is not None:
-            tensor = local_tensor(tensor)
-        self._saved = tensor.detach()
+        self._outer = None
+        if type(tensor) not in PLAIN_TYPES:
+            self._outer = Outer.of(tensor)
+            if self._outer is not None:
+                tensor = local_tensor(tensor)
+        with torch._C._DisableTorchDispatch() if type(tensor) in PLAIN_TYPES else contextlib.nullcontext():
+            self._saved = tensor.detach()
         self._version = None if tensor.is_inference() else tensor._version
         self._label = name
 

@@ -34,10 +34,7 @@ class Surroundings:
     """The state of the thread that calls a region."""
 
     def __init__(self) -> None:
-        self._autocast = [
-            (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-            for device_type in _device_types()
-        ]
+        self._autocast = autocast_now()
         self._has_autocast_cache = torch.is_autocast_cache_enabled()
         # What compiles the frames of a model that is compiled as a whole: its parts would run uncompiled in backward.
         self._compiler = _compiler()
@@ -60,6 +57,14 @@ class Surroundings:
             if self._compiler is not None:
                 stack.enter_context(_compiling(self._compiler))
             yield
+
+
+def autocast_now() -> list[tuple[str, bool, torch.dtype]]:
+    """For each type of device: whether autocast is on, and its dtype."""
+    return [
+        (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+        for device_type in _device_types()
+    ]
 
 
 def _compiler() -> Any:

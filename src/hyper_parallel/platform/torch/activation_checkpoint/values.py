@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import ModuleCall
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState
 
@@ -19,86 +21,115 @@ class Origin(Enum):
     WRITTEN = "written"  # by an op of the region, into an input or an outside tensor
 
 
+_INPUT, _OUTSIDE = Origin.INPUT, Origin.OUTSIDE
+_free_weak_ref: Callable[[int], None] = torch.Storage._free_weak_ref
+_is_expired: Callable[[int], bool] = torch.Storage._expired
+
+
+class WeakStorages:
+    """Keeps the addresses of storages from being given to others, and no memory."""
+
+    __slots__ = ("_addresses",)
+
+    def __init__(self) -> None:
+        self._addresses: list[int] = []
+
+    def add(self, storage: Any) -> int:
+        """The address, which is the storage's key."""
+        address: int = storage._weak_ref()
+        self._addresses.append(address)
+        return address
+
+    def __del__(self, free: Callable[[int], None] = _free_weak_ref) -> None:
+        for address in self._addresses:
+            free(address)
+
+
+class StorageRef(NamedTuple):
+    """A weak reference to the storage of a `Value`."""
+
+    cdata: int
+
+    def expired(self) -> bool:
+        return bool(_is_expired(self.cdata))
+
+
 class Value:
     """One state of one storage.
 
-    `kept` is where the value is available: an object with `memory()` and `is_changed()`, see `recording`. `ref` keeps the
-    address of the storage from being given to another one, so that it can be a key; it keeps no memory.
+    `kept` is where the value is available: an object with `memory()` and `is_changed()`, see `recording`. `key` is the address of the storage:
+    a weak reference of the record keeps it from being given to another one.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "device",
-        "is_empty",
-        "is_weight_cast",
-        "is_written",
-        "kept",
-        "made_version",
-        "num_bytes",
-        "num_writes",
-        "op",
-        "origin",
-        "ref",
-        "seen_version",
-    )
+    # What most values never set is on the class: one is made for every tensor that an op gives.
+    kept: Any = None
+    view: View  # of the tensor in which an op gave it; only values that an op gave as a result have one
+    is_empty = False  # no op has written it
+    is_weight_cast = False  # autocast's copy of a parameter: cast again rather than swapped (rule 3)
+    is_written = False  # an op of the region has written over it, and it is not the region's memory
+    num_writes = 0  # counted from `made_version` until autograd saved it: the op's own, and that of `mark_dirty`
+    seen_version = -1  # of the tensor in which it was last read
 
-    def __init__(self, origin: Origin, op: int, storage: torch.UntypedStorage, device: torch.device) -> None:
+    def __init__(
+        self, origin: Origin, op: int, key: int, num_bytes: int, device: torch.device, version: int = 0
+    ) -> None:
+        self.key = key
         self.origin = origin
         self.op = op  # index of the op that made it; -1 for inputs and outside tensors
-        self.ref = StorageWeakRef(storage)
-        self.num_bytes: int = storage.nbytes()
+        self.num_bytes = num_bytes
         self.device = device
-        self.kept: Any = None
-        self.is_empty = False  # no op has written it
-        self.is_weight_cast = False  # autocast's copy of a parameter: cast again rather than swapped (rule 3)
-        self.is_written = False  # an op of the region has written over it, and it is not the region's memory
-        self.made_version = 0  # of the tensor in which an op gave it
-        self.num_writes = 0  # counted from there until autograd saved it: the op's own, and that of `mark_dirty`
-        self.seen_version = -1  # of the tensor in which it was last read
+        self.made_version = version  # of the tensor in which an op gave it
+
+    def is_gone(self) -> bool:
+        """Whether nobody has the storage any more."""
+        return bool(_is_expired(self.key))
+
+    @property
+    def ref(self) -> StorageRef:
+        """The weak reference, in the words of PyTorch."""
+        return StorageRef(self.key)
+
+
+Fresh = Value  # as the output of an op: one in memory of its own
 
 
 def is_available(value: Value) -> bool:
     """Whether a replay can have the value without making it."""
-    return value.kept is not None or (value.origin in (Origin.INPUT, Origin.OUTSIDE) and not value.is_written)
-
-
-class Fresh(NamedTuple):
-    """An output in memory of its own."""
-
-    value: Value
-    view: View
+    if value.kept is not None:
+        return True
+    origin = value.origin
+    return (origin is _INPUT or origin is _OUTSIDE) and not value.is_written
 
 
 class RecordedOp:
     """One op of a record. See `Op` in replay_plan.py for `reads`, `makes` and `must_run`."""
 
-    __slots__ = (
-        "func", "index", "makes", "module", "must_run", "occurrence", "outputs", "policy", "reads", "rest",
-        "state", "targets",
-    )  # fmt: skip
+    # What most ops never set is on the class.
+    makes: tuple[Value, ...] = ()
+    targets: tuple[tuple[int, Value], ...] = ()  # (which tensor argument it wrote, the value it has since)
+    outputs: Any = None  # its result, with Value, Argument and Constant in place of what they stand for
+    must_run = False
+    policy: Any = None
+    state: GeneratorState | None = None  # of the generator it drew from
 
     def __init__(
         self,
         index: int,
         func: Any,
-        reads: tuple[Value | None, ...],
-        rest: tuple[Any, ...],
-        module: str,
-        occurrence: int,
-        state: GeneratorState | None,
+        reads: list[Value | None],
+        rest: list[Any],
+        call: ModuleCall,
+        state: GeneratorState | None = None,
     ) -> None:
         self.index = index
         self.func = func
         self.reads = reads
         self.rest = rest  # the arguments that are no tensors
-        self.module = module
-        self.occurrence = occurrence
-        self.state = state  # of the generator it drew from
-        self.makes: tuple[Value, ...] = ()
-        self.targets: tuple[tuple[int, Value], ...] = ()  # (which tensor argument it wrote, the value it has since)
-        self.outputs: Any = None  # its result, with Fresh, Argument and Constant in place of what they stand for
-        self.must_run = False
-        self.policy: Any = None
+        self.module = call.name
+        self.call = call.number
+        self.occurrence, self.occurrence_in_call = call.count(func)
+        if state is not None:
+            self.state = state
 
     def place(self) -> OpPlace:
         """Its name, for labels that outlive the record."""
@@ -141,9 +172,16 @@ class Traits(NamedTuple):
     must_run: bool
     has_schema: bool
     is_empty: bool  # its result has memory and no contents
+    is_invisible: bool  # what autograd and checkpointing itself do around ops: no policy is asked and nothing is made
+    is_common: bool  # nothing of all this
+    func: Any  # keeps its id from being given to another one
+    call: Callable[..., Any]  # runs it
 
 
-_traits: dict[Any, Traits] = {}
+TRAITS: dict[int, Traits] = {}  # by the operator's id: its hash is written in Python
+
+CAST = torch.ops.aten._to_copy.default
+_INVISIBLE = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
 
 # They share their input's memory and their schema does not say so.
 _UNANNOTATED_VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::alias"}
@@ -158,16 +196,16 @@ _COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::", "_dtensor::
 
 
 def traits_of(func: Any) -> Traits:
-    found = _traits.get(func)
+    found = TRAITS.get(id(func))
     if found is None:
-        found = _traits[func] = _read_traits(func)
+        found = TRAITS[id(func)] = _read_traits(func)
     return found
 
 
 def _read_traits(func: Any) -> Traits:
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher order operator, such as a compiled region: it may draw random numbers, nobody says
-        return Traits(False, True, frozenset(), False, False, False)
+        return Traits(False, True, frozenset(), False, False, False, False, False, func, func)
     name = schema.name
     writes: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):
@@ -177,64 +215,61 @@ def _read_traits(func: Any) -> Traits:
         writes |= _RUNNING_STATISTICS
     aliases = [output.alias_info for output in schema.returns]
     is_view = not writes and (name in _UNANNOTATED_VIEWS or any(alias is not None for alias in aliases))
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    must_run = name in _CHANGES_STORAGE or name.startswith(_COLLECTIVES)
+    is_empty = name in _EMPTY
     return Traits(
         is_view,
-        torch.Tag.nondeterministic_seeded in func.tags,
+        is_random,
         frozenset(writes),
-        name in _CHANGES_STORAGE or name.startswith(_COLLECTIVES),
+        must_run,
         True,
-        name in _EMPTY,
+        is_empty,
+        func in _INVISIBLE,
+        not (is_view or is_random or writes or must_run or is_empty or func in _INVISIBLE or func is CAST),
+        func,
+        func._op if type(func) is torch._ops.OpOverload else func,  # what its __call__ calls
     )
 
 
-class Arguments(NamedTuple):
+class Arguments:
     """The arguments of an op, sorted."""
 
-    tensors: list[torch.Tensor]
-    rest: tuple[Any, ...]  # all that is no tensor, and how the tensors look at their storages
-    written: list[int]  # which of `tensors` it writes
+    __slots__ = ("rest", "tensors", "written")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], writes: frozenset[int | str]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.rest: list[Any] = []  # all that is no tensor, and how the tensors look at their storages
+        self.written: list[int] = []  # which of `tensors` it writes
+        for place, argument in (*enumerate(args), *kwargs.items()):
+            first = len(self.tensors)
+            if isinstance(place, str):
+                self.rest.append(place)
+            sort((argument,), {}, self.tensors, self.rest)
+            if place in writes:
+                self.written += range(first, len(self.tensors))
 
 
-def sort_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], traits: Traits) -> Arguments:
-    tensors: list[torch.Tensor] = []
-    rest: list[Any] = []
-    written: list[int] = []
-    writes = traits.writes
-    for position, argument in enumerate(args):
-        first = len(tensors)
-        _sort(argument, tensors, rest)
-        if writes and position in writes:
-            written += range(first, len(tensors))
-    for name, argument in kwargs.items():
-        first = len(tensors)
+def sort(arguments: Iterable[Any], by_name: dict[str, Any], tensors: list[torch.Tensor], rest: list[Any]) -> None:
+    """Tell the tensors among the arguments of an op from the rest: see `Arguments`."""
+    for argument in arguments:
+        kind = type(argument)
+        if kind in PLAIN_TYPES or isinstance(argument, torch.Tensor):
+            tensors.append(argument)
+            try:  # two views of one value are two arguments
+                rest.append((argument.dtype, argument.size(), argument.stride(), argument.storage_offset()))
+            except (NotImplementedError, RuntimeError):  # sparse
+                rest.append((argument.dtype, argument.size()))
+        elif kind is list or kind is tuple:
+            rest.append(len(argument))
+            sort(argument, {}, tensors, rest)
+        elif kind is dict:
+            sort((), argument, tensors, rest)
+        else:
+            rest.append(argument)
+    for name, argument in by_name.items():
         rest.append(name)
-        _sort(argument, tensors, rest)
-        if writes and name in writes:
-            written += range(first, len(tensors))
-    return Arguments(tensors, tuple(rest), written)
-
-
-def _sort(argument: Any, tensors: list[torch.Tensor], rest: list[Any]) -> None:
-    if isinstance(argument, torch.Tensor):
-        tensors.append(argument)
-        rest.append(_look(argument))  # two views of one value are two arguments
-    elif type(argument) in (list, tuple):
-        rest.append(len(argument))
-        for each in argument:
-            _sort(each, tensors, rest)
-    elif type(argument) is dict:
-        for key, each in argument.items():
-            rest.append(key)
-            _sort(each, tensors, rest)
-    else:
-        rest.append(argument)
-
-
-def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
-    try:
-        return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
-    except (NotImplementedError, RuntimeError):  # sparse
-        return tensor.dtype, tensor.size()
+        sort((argument,), {}, tensors, rest)
 
 
 def replaced(argument: Any, by_id: dict[int, torch.Tensor]) -> Any:
@@ -248,11 +283,11 @@ def replaced(argument: Any, by_id: dict[int, torch.Tensor]) -> Any:
     return argument
 
 
-def same_rest(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+def same_rest(left: list[Any], right: list[Any]) -> bool:
     """Whether the arguments that are no tensors are the same; not-a-number equals itself."""
     if len(left) != len(right):
         return False
-    for a, b in zip(left, right, strict=True):
+    for a, b in zip(left, right):  # noqa: B905 - see above
         if a is b:
             continue
         if type(a) is not type(b):

@@ -57,7 +57,9 @@ class PlannedPolicy:
         self._is_dynamic = region.is_dynamic
         self._mismatches = mismatches
         self._saves_all = decision.is_plain
-        choices = decision.ops if not decision.is_plain else ("save",) * len(region.ops)
+        choices = decision.ops
+        if decision.is_plain:  # what backward needs, and no more: what a policy saves is held until the region ends
+            choices = tuple("save" if op.is_needed else None for op in region.ops)
         self._choices: dict[Key, str | None] = {op.key: choice for op, choice in zip(region.ops, choices, strict=True)}
         self._looks: dict[Key, tuple[str, ...]] = {op.key: op.looks for op in region.ops if op.looks}
         self._modules: dict[str, str] = {}
@@ -150,26 +152,30 @@ class PlannedCall:
 class Applied:
     """A plan on a model; `remove` undoes it."""
 
-    def __init__(self, model: nn.Module, profile: Any, decision: Sequence[Any], on_mismatch: str) -> None:
+    def __init__(self, model: nn.Module, regions: Sequence[Any], decision: Sequence[Any], on_mismatch: str) -> None:
         self.mismatches = Mismatches(on_mismatch)
         blocks = dict(model.named_modules())
         swaps = any("swap" in each.ops or "swap" in each.inputs for each in decision)
         by_path: dict[str, list[int]] = {}
-        for index, region in enumerate(profile.regions):
+        for index, region in enumerate(regions):
             by_path.setdefault(region.path, []).append(index)
         self._wrappers: dict[nn.Module, nn.Module] = {}
         for path, indices in by_path.items():
             # Where something is swapped the last block tells the engine that backward has begun: a region that saves all.
-            is_announced = swaps and len(profile.regions) - 1 in indices
+            is_announced = swaps and len(regions) - 1 in indices
             decisions = [decision[index] for index in indices]
             if not is_announced and all(each.is_plain for each in decisions):
                 continue
             if path not in blocks:
                 raise ArgumentError("A planned block is not in the model.", expected=path, where=type(model).__name__)
-            call = PlannedCall([profile.regions[index] for index in indices], decisions, self.mismatches, is_announced)
+            call = PlannedCall([regions[index] for index in indices], decisions, self.mismatches, is_announced)
             self._wrappers[blocks[path]] = CheckpointWrapper(blocks[path], checkpoint_fn=call)
         self._model = model
         _replace(model, self._wrappers)
+
+    @property
+    def wrappers(self) -> list[nn.Module]:
+        return list(self._wrappers.values())
 
     def remove(self) -> None:
         """Put the blocks back where the wrappers are."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from torch import nn
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.activation_checkpoint.values import Argument, Constant, Fresh
 from hyper_parallel.platform.torch.planner import signature
+from hyper_parallel.platform.torch.planner.applying import Applied
 from hyper_parallel.platform.torch.planner.blocks import find_blocks
 from hyper_parallel.platform.torch.planner.link import measure_link
 from hyper_parallel.platform.torch.planner.meters import Clock, Span, memory_meter
@@ -122,7 +124,9 @@ class ProfiledModel:
             _region(each, index, times, self.device, link is not None, _min_bytes(self.device))
             for index, each in enumerate(calls)
         ]
-        regions, turn_bytes = _with_peaks(_with_common_times(regions), spans)
+        say("measuring recomputation")
+        again = self._measured_again(regions)
+        regions, turn_bytes = _with_peaks(_with_common_times(regions), spans, again)
         return StepProfile(
             regions=tuple(regions),
             base_bytes=base_bytes,
@@ -138,16 +142,29 @@ class ProfiledModel:
         self._marked(clock)
         return clock.spans()
 
-    def _measured(self) -> list[Span]:
+    def _measured(self, wrappers: Iterable[nn.Module] = ()) -> list[Span]:
         meter = memory_meter(self.device)
         with meter.running():
-            self._marked(meter)
+            self._marked(meter, wrappers)
         return meter.spans()
 
-    def _marked(self, meter: Any) -> None:
-        """One plain step with marks where blocks begin and end."""
+    def _measured_again(self, regions: list[Any]) -> list[Span]:
+        """A step in which every block is run again, by the allocator."""
+        from hyper_parallel.core.planner.choices import recompute_all
+
+        applied = Applied(self.model, regions, [recompute_all(region) for region in regions], "recompute")
+        try:
+            with preserved(self.model):
+                self.step()
+                return self._measured(applied.wrappers)
+        finally:
+            applied.remove()
+
+    def _marked(self, meter: Any, wrappers: Iterable[nn.Module] = ()) -> None:
+        """One step with marks where blocks, or the wrappers around them, begin and end."""
         marks = _Marks(meter)
-        handles = [handle for block in self.blocks.values() for handle in marks.watch(block)]
+        # Not on a block inside a wrapper: a module with hooks gets all of its values when it runs again.
+        handles = [handle for block in wrappers or self.blocks.values() for handle in marks.watch(block)]
         try:
             meter.mark("start")
             self.step(lambda: meter.mark("turn"))
@@ -184,11 +201,11 @@ class _Marks:
         return [block.register_forward_pre_hook(self._begin), block.register_forward_hook(self._end)]
 
     def _begin(self, block: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not is_replaying():
             self._meter.mark(f"forward {self._num_calls}")
 
     def _end(self, block: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_replaying():
             return
         number = self._num_calls
         self._num_calls += 1
@@ -235,8 +252,17 @@ def _region(
         forward_peak_bytes=0,
         backward_peak_bytes=0,
         before_ms=times.get("start", 0.0) if index == 0 else times.get(f"after {index - 1}", 0.0),
+        note_bytes=_note_bytes(record, device),
         is_dynamic=noted.is_dynamic,
     )
+
+
+def _note_bytes(record: Any, device: torch.device) -> int:
+    """States of generators that a region notes: at its begin, and before each random op."""
+    if device.type != "cpu":
+        return 0  # they are kept on the host
+    num_states = 1 + sum(op.state is not None for op in record.ops)
+    return num_states * _num_bytes(torch.get_rng_state())
 
 
 def _is_activation(value: Any, noted: RecordedCall, device: torch.device) -> bool:
@@ -323,28 +349,36 @@ def _with_common_times(regions: list[Any]) -> list[Any]:
     return common
 
 
-def _with_peaks(regions: list[Any], spans: list[Span]) -> tuple[list[Any], int]:
-    """The regions with their peaks, and that of the turn, such that the plain step adds up to what was measured."""
-    peak: dict[str, int] = {}
-    level: dict[str, int] = {}
-    for span in spans:
-        peak[span.name] = max(span.peak_bytes, peak.get(span.name, 0))
-        level.setdefault(span.name, span.level_bytes)
+def _with_peaks(regions: list[Any], spans: list[Span], again: list[Span]) -> tuple[list[Any], int]:
+    """The regions with their peaks, and that of the turn.
+
+    Such that what was measured adds up: the plain step (`spans`), and the one that keeps inputs only (`again`), for which the larger
+    working set counts.
+    """
+    from hyper_parallel.core.planner.choices import kept_bytes, recompute_all
+
+    plain, managed = ({span.name: span.peak_bytes for span in each} for each in (spans, again))
     found = []
-    kept = 0
+    kept = kept_again = 0
     for index, region in enumerate(regions):
         between = "start" if index == 0 else f"after {index - 1}"
-        forward = max(peak.get(f"forward {index}", 0), peak.get(between, 0)) - kept
+        kept_again += region.note_bytes
+        forward, backward = (
+            max(max(plain[name] for name in names) - kept, max(managed[name] for name in names) - kept_again)
+            for names in ((f"forward {index}", between), (f"backward {index}",))
+        )
         residual = region.residual_bytes
-        backward = peak.get(f"backward {index}", 0) - kept
-        # Run again, all of the region's forward is there beside the gradient of its output.
-        gradient = max(level.get(f"backward {index}", 0) - kept - residual, 0)
-        backward = max(backward, forward + gradient, residual)
         found.append(
-            dataclasses.replace(region, forward_peak_bytes=max(forward, residual), backward_peak_bytes=backward)
+            dataclasses.replace(
+                region, forward_peak_bytes=max(forward, residual), backward_peak_bytes=max(backward, residual)
+            )
         )
         kept += residual
-    turn = max(peak.get("turn", 0), peak.get(f"after {len(regions) - 1}", 0)) - kept
+        kept_again += kept_bytes(region, recompute_all(region))
+    turn = max(
+        max(plain["turn"], plain[f"after {len(regions) - 1}"]) - kept,
+        max(managed["turn"], managed[f"after {len(regions) - 1}"]) - kept_again,
+    )
     if found:
         # What the last region swaps comes back at once: its way out and back could hide behind nothing.
         found[-1] = _without_swap(found[-1])
