@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Start hyper-parallel from a fresh checkout; the only thing needed is Python 3.10 to 3.13.
 
-    python3 start.py                    look at this machine: runs `hyper-parallel doctor`
+    python3 start.py                    plan and train a small transformer under a memory budget: `hyper-parallel demo`
     python3 start.py WORDS...           run `hyper-parallel WORDS...`
     python3 start.py test               run all checks: ruff, mypy, pytest (-x: end with the first that fails)
     python3 start.py test ARGUMENTS...  run pytest with these arguments
@@ -68,7 +68,7 @@ def main(words: list[str]) -> int:
         environment["PATH"] = os.pathsep.join([str(PYTHON.parent), environment.get("PATH", os.defpath)])
         environment["VIRTUAL_ENV"] = str(VENV)
     if level == "main":
-        command = [python, "-m", "hyper_parallel", *(words or ["doctor"])]
+        command = [python, "-m", "hyper_parallel", *(words or ["demo"])]
         os.execve(python, command, environment)  # noqa: S606 - no shell is wanted
     environment.setdefault("GLOG_v", "3")  # MindSpore: errors only
     if ONEDNN_VARIABLE not in environment and needs_onednn_cure(python, environment, is_cached=not is_here):

@@ -963,6 +963,8 @@ def test_swapping_wrappers_call_the_inner_module_under_their_policy(monkeypatch:
     blocks: list[tuple[Any, Any, str]] = []
 
     class Recorded:
+        count_idx = 1  # it swapped something
+
         def __init__(self, policy_fn: Any = None, *, module: Any = None) -> None:
             self.what = (policy_fn, module)
 

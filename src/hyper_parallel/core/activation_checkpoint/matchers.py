@@ -59,6 +59,15 @@ class Matcher(ABC):
     def of_op(self, op: Any) -> bool | None:
         """What the op alone tells: True and False hold for every call of it; None where it depends on the call."""
 
+    @property
+    def is_pure(self) -> bool:
+        """Whether no function of a user is asked."""
+        return all(part.is_pure for part in self._inner())
+
+    def _inner(self) -> tuple[Matcher, ...]:
+        """The matchers that this one asks."""
+        return ()
+
     def __and__(self, other: Any) -> Matcher:
         return _All(_parts(_All, self, other))
 
@@ -174,6 +183,9 @@ class _Every(Matcher):
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> bool:
         return bool(ctx.occurrence % self.n == self.offset) and self.of(ctx, op, *args, **kwargs)
 
+    def _inner(self) -> tuple[Matcher, ...]:
+        return (self.of,)
+
     def of_op(self, op: Any) -> bool | None:
         known = self.of.of_op(op)
         return known if known is False or self.n == 1 else None
@@ -190,6 +202,9 @@ class _All(Matcher):
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> bool:
         return all(part(ctx, op, *args, **kwargs) for part in self.parts)
 
+    def _inner(self) -> tuple[Matcher, ...]:
+        return self.parts
+
     def of_op(self, op: Any) -> bool | None:
         known = [part.of_op(op) for part in self.parts]
         return False if False in known else None if None in known else True
@@ -205,6 +220,9 @@ class _Any(Matcher):
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> bool:
         return any(part(ctx, op, *args, **kwargs) for part in self.parts)
 
+    def _inner(self) -> tuple[Matcher, ...]:
+        return self.parts
+
     def of_op(self, op: Any) -> bool | None:
         known = [part.of_op(op) for part in self.parts]
         return True if True in known else None if None in known else False
@@ -219,6 +237,9 @@ class _Not(Matcher):
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> bool:
         return not self.inner(ctx, op, *args, **kwargs)
+
+    def _inner(self) -> tuple[Matcher, ...]:
+        return (self.inner,)
 
     def of_op(self, op: Any) -> bool | None:
         known = self.inner.of_op(op)
@@ -245,6 +266,10 @@ class _Own(Matcher):
             got=describe(answer),
             where=str(op),
         )
+
+    @property
+    def is_pure(self) -> bool:
+        return False
 
     def of_op(self, op: Any) -> None:
         return None

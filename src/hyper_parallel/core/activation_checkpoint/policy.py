@@ -17,6 +17,11 @@ class CheckpointPolicy(Enum):
     PREFER_RECOMPUTE = 3
     MUST_SWAP = 4
 
+    keeps: bool  # whether the value need not be computed again
+
+    def __init__(self, number: int) -> None:
+        self.keeps = number in (0, 1, 4)
+
 
 # PyTorch's own enum is recognised by the names of its members: this file knows no framework. It says "offload" for swap.
 _BY_NAME = {

@@ -43,26 +43,31 @@ def plan_replay(
         stops: whether the recomputation ends when it has met every wanted value. Then nothing is run or taken for ops that
             must run and come later.
     """
-    maker = {value: index for index, op in enumerate(ops) for value in op.makes}
-    wanted = list(wanted)
-    last = max((maker.get(value, -1) for value in wanted), default=-1) if stops else len(ops)
+    maker: dict[V, int] = {}
+    required: list[int] = []
+    for index, op in enumerate(ops):
+        for value in op.makes:
+            maker[value] = index
+        if op.must_run:
+            required.append(index)
+    todo: list[V | None] = list(wanted)
+    last = max((maker.get(value, -1) for value in todo if value is not None), default=-1) if stops else len(ops)
     runs: set[int] = set()
     takes: set[V] = set()
     seen: set[V] = set()
-    todo = list(wanted)
-    for index, op in enumerate(ops):
-        if op.must_run and index <= last:
+    for index in required:
+        if index <= last:
             runs.add(index)
-            todo += [value for value in op.reads if value is not None]
+            todo += ops[index].reads
     while todo:
-        value = todo.pop()
-        if value in seen:
+        needed = todo.pop()
+        if needed is None or needed in seen:
             continue
-        seen.add(value)
-        made_by = None if is_available(value) else maker.get(value)
+        seen.add(needed)
+        made_by = None if is_available(needed) else maker.get(needed)
         if made_by is None:
-            takes.add(value)
+            takes.add(needed)
         elif made_by not in runs:
             runs.add(made_by)
-            todo += [read for read in ops[made_by].reads if read is not None]
+            todo += ops[made_by].reads
     return ReplayPlan(frozenset(runs), frozenset(takes))

@@ -28,15 +28,25 @@ class Policy:
     otherwise: CheckpointPolicy
     # Per op: the rules that its name leaves open, and the answer if none of them matches. Most ops are decided by name.
     _by_op: dict[Any, tuple[_Rules, CheckpointPolicy]] = field(default_factory=dict, init=False, compare=False)
+    # The answers that hold for every call of an op, by the op's id (`_by_op` has the op, so that no other gets it): who
+    # looks here need not ask.
+    answers: dict[int, CheckpointPolicy] = field(default_factory=dict, init=False, compare=False)
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         known = self._by_op.get(op)
         if known is None:
             known = self._by_op[op] = self._of_op(op)
+            if not known[0]:
+                self.answers[id(op)] = known[1]
         for matcher, answer in known[0]:
             if matcher(ctx, op, *args, **kwargs):
                 return answer
         return known[1]
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether the same op at the same place surely gets the same answer: no function of a user is asked."""
+        return all(matcher.is_pure for matcher, _ in self.rules)
 
     def _of_op(self, op: Any) -> tuple[_Rules, CheckpointPolicy]:
         is_open: list[tuple[Matcher, CheckpointPolicy]] = []

@@ -1,0 +1,236 @@
+"""What regions and swap wrappers leave undone: hooks that would find nothing, questions whose answer is known. No times."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from hyper_parallel.core.activation_checkpoint import policies as p  # noqa: E402
+from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy  # noqa: E402
+from hyper_parallel.core.swap.manager import SwapManager  # noqa: E402
+from hyper_parallel.platform.torch.activation_checkpoint import (  # noqa: E402
+    placeholders,
+    quiet_swap,
+    saved_tensors,
+    swap_wrapper,
+)
+from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint  # noqa: E402
+from support.swapping import Swapping  # noqa: E402
+
+
+@pytest.fixture
+def packs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the hooks of swap wrappers were called."""
+    counts: Counter[str] = Counter()
+    pack = saved_tensors._Recorder.pack
+
+    def counted(self: Any, tensor: torch.Tensor) -> Any:
+        counts["pack"] += 1
+        return pack(self, tensor)
+
+    monkeypatch.setattr(saved_tensors._Recorder, "pack", counted)
+    return counts
+
+
+def block() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+
+
+def num_packs(packs: Counter[str], module: nn.Module, *args: Any, **kwargs: Any) -> int:
+    packs.clear()
+    result = module(*args, **kwargs)
+    if result.requires_grad:
+        result.sum().backward()
+    return packs["pack"]
+
+
+# -- swap wrappers that find nothing ------------------------------------------------------------------------------------------
+
+
+def test_hooks_are_left_out_after_a_call_that_found_nothing(packs: Counter[str]) -> None:
+    wrapped, x = swap_wrapper(block()), torch.randn(2, 4, requires_grad=True)
+    assert num_packs(packs, wrapped, x) > 0
+    assert num_packs(packs, wrapped, torch.randn(2, 4, requires_grad=True)) == 0
+
+
+def test_gradients_are_the_same_without_hooks() -> None:
+    plain, wrapped = block(), swap_wrapper(block())
+    x = torch.randn(2, 4)
+    for _ in range(3):
+        plain.zero_grad()
+        wrapped.zero_grad()
+        plain(x).sum().backward()
+        wrapped(x).sum().backward()
+        for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+
+
+def changes() -> dict[str, Any]:
+    return {
+        "another shape": (torch.randn(3, 4, requires_grad=True),),
+        "another dtype": (torch.randn(2, 4, dtype=torch.float64, requires_grad=True),),
+        "no gradient of the input": (torch.randn(2, 4),),
+        "a part of a larger storage": (torch.randn(8, 4, requires_grad=True)[:2],),
+    }
+
+
+@pytest.mark.parametrize("change", list(changes()))
+def test_hooks_come_back_when_the_input_looks_different(packs: Counter[str], change: str) -> None:
+    wrapped = swap_wrapper(nn.GELU())
+    x = torch.randn(2, 4, requires_grad=True)
+    num_packs(packs, wrapped, x)
+    assert num_packs(packs, wrapped, x) == 0
+    packs.clear()
+    wrapped(changes()[change][0] if change != "no gradient of the input" else torch.randn(2, 4)).sum()
+    expected = 0 if change == "no gradient of the input" else 1  # nothing is saved then, hooks or not
+    assert packs["pack"] == expected
+    assert num_packs(packs, wrapped, x) == 1
+
+
+def test_hooks_come_back_with_a_setting(packs: Counter[str], tmp_path: Path) -> None:
+    wrapped, x = swap_wrapper(block()), torch.randn(2, 4, requires_grad=True)
+    num_packs(packs, wrapped, x)
+    assert num_packs(packs, wrapped, x) == 0
+    swapping = Swapping("cpu", tmp_path)
+    with swapping.configured():
+        assert num_packs(packs, wrapped, x) > 0
+        assert swapping.offloaded_bytes > 0
+        assert num_packs(packs, wrapped, x) > 0  # it found something
+    num_packs(packs, wrapped, x)
+    assert num_packs(packs, wrapped, x) == 0
+
+
+def test_hooks_come_back_in_another_mode(packs: Counter[str]) -> None:
+    wrapped, x = swap_wrapper(block()), torch.randn(2, 4, requires_grad=True)
+    num_packs(packs, wrapped, x)
+    assert num_packs(packs, wrapped, x) == 0
+    wrapped.eval()
+    assert num_packs(packs, wrapped, x) > 0
+    wrapped.train()
+    assert num_packs(packs, wrapped, x) > 0
+    with torch.autocast("cpu", torch.bfloat16):
+        assert num_packs(packs, wrapped, x) > 0
+    with torch.no_grad():
+        num_packs(packs, wrapped, x)
+    assert num_packs(packs, wrapped, x) > 0
+
+
+def test_hooks_look_again_every_16th_call(packs: Counter[str]) -> None:
+    wrapped, x = swap_wrapper(block()), torch.randn(2, 4, requires_grad=True)
+    with_hooks = [number for number in range(40) if num_packs(packs, wrapped, x) > 0]
+    assert with_hooks == [0, 16, 32]
+
+
+def test_a_policy_is_asked_in_every_call(packs: Counter[str]) -> None:
+    wrapped = swap_wrapper(block(), policy_fn=lambda _tensor: CheckpointPolicy.MUST_SAVE)
+    x = torch.randn(2, 4, requires_grad=True)
+    assert all(num_packs(packs, wrapped, x) > 0 for _ in range(4))
+
+
+def test_hooks_stay_where_a_group_waits_for_the_block(packs: Counter[str]) -> None:
+    wrapped, x = swap_wrapper(block()), torch.randn(2, 4, requires_grad=True)
+    num_packs(packs, wrapped, x)
+    SwapManager().set_current_group_name("group")
+    try:
+        assert all(num_packs(packs, wrapped, x) > 0 for _ in range(3))
+    finally:
+        SwapManager().set_current_group_name("")
+
+
+def test_hooks_stay_inside_other_hooks(packs: Counter[str]) -> None:
+    """Those around would get the residuals else."""
+    wrapped, x = swap_wrapper(block()), torch.randn(2, 4, requires_grad=True)
+    num_packs(packs, wrapped, x)
+    around = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: around.append(1) or tensor, lambda packed: packed):
+        assert num_packs(packs, wrapped, x) > 0
+    assert len(around) < packs["pack"]
+
+
+def test_objects_that_may_change_keep_the_hooks(packs: Counter[str]) -> None:
+    class Cache:
+        pass
+
+    class Takes(nn.Module):
+        def forward(self, x: torch.Tensor, cache: object) -> torch.Tensor:
+            return x.sin()
+
+    wrapped, x = swap_wrapper(Takes()), torch.randn(2, 4, requires_grad=True)
+    assert [num_packs(packs, wrapped, x, cache=Cache()) for _ in range(3)] == [1, 1, 1]
+    assert [num_packs(packs, wrapped, x, cache={"a": [1, None, "b"]}) for _ in range(3)] == [1, 0, 0]
+    assert num_packs(packs, wrapped, x, cache={"a": [2, None, "b"]}) == 1
+
+
+def test_a_wrapper_that_is_gone_leaves_nothing() -> None:
+    before = len(quiet_swap._nothing_found)
+    wrapped = swap_wrapper(block())
+    wrapped(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert len(quiet_swap._nothing_found) == before + 1
+    del wrapped
+    assert len(quiet_swap._nothing_found) == before
+
+
+# -- regions ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_the_op_alone_decides_is_asked_once_per_op() -> None:
+    asked: Counter[str] = Counter()
+
+    class Counting(p.Matcher):
+        def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> bool:
+            asked["call"] += 1
+            return False
+
+        def of_op(self, op: Any) -> bool:
+            asked[str(op)] += 1
+            return False
+
+    policy = p.save(Counting())
+    for _ in range(3):
+        x = torch.randn(3, requires_grad=True)
+        checkpoint(lambda x: x.sin().sin().cos(), x, policy_fn=policy).sum().backward()
+    assert asked == {"aten.sin.default": 1, "aten.cos.default": 1}
+
+
+def test_a_policy_with_a_function_of_the_users_is_asked_in_both_runs() -> None:
+    asked: Counter[bool] = Counter()
+
+    def matches(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        asked[ctx.is_recompute] += 1
+        return False
+
+    assert not p.save(matches).is_pure
+    assert p.save(p.matmuls & ~p.in_module("a") | p.larger_than(1)).is_pure
+    x = torch.randn(3, requires_grad=True)
+    checkpoint(lambda x: x.sin().sin().cos(), x, policy_fn=p.save(matches)).sum().backward()
+    assert asked[False] == 3
+    assert asked[True] >= 2
+
+
+def test_attributes_are_looked_at_only_where_something_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    remember = placeholders.Attributes.remember
+    monkeypatch.setattr(placeholders.Attributes, "remember", lambda self: looks.append(1) or remember(self))
+
+    class Needs(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin().sin()
+
+    class LeavesOut(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = x.detach() + 1  # nothing needs it
+            return x.sin().sin()
+
+    checkpoint(Needs(), torch.randn(3, requires_grad=True)).sum().backward()
+    assert looks == []
+    module = LeavesOut()
+    checkpoint(module, torch.randn(3, requires_grad=True)).sum().backward()
+    assert looks == [1]
+    assert not placeholders.is_placeholder(module.last)
