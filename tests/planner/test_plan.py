@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ torch = pytest.importorskip("torch")
 
 import hyper_parallel as hp  # noqa: E402
 from hyper_parallel._base.errors import DamagedFileError, StateError  # noqa: E402
-from hyper_parallel.core.planner.planning import _first_margin, _proved, solved  # noqa: E402
+from hyper_parallel.core.planner.planning import planned  # noqa: E402
+from hyper_parallel.core.planner.profile import Link  # noqa: E402
 from hyper_parallel.core.planner.solver import BudgetError  # noqa: E402
 from hyper_parallel.platform.torch.planner import ProfiledModel  # noqa: E402
 from support import planned_models as models  # noqa: E402
@@ -36,45 +38,50 @@ class Planned:
         self.model, self.inputs = models.make(name), models.batch(name)
         self.plain = models.gradients(self.model, self.inputs)
         self.profiled = ProfiledModel(self.model, self.inputs)
-        self.profile = self.profiled.profile()
+        profile = self.profiled.profile()
+        # Files of a few kilobytes come and go for nothing here. A link that carries a third of what is kept in the time of a forward makes
+        # it worth to choose.
+        residual_bytes = sum(region.residual_bytes for region in profile.regions)
+        rate = residual_bytes / 3 / sum(region.forward_ms for region in profile.regions)
+        self.profile = dataclasses.replace(profile, link=Link(rate, rate))
 
     def plan(self, budget_bytes: int) -> hp.MemoryPlan:
-        plan = solved(self.profile, budget_bytes, margin_bytes=_first_margin(self.profile))
-        return plan if plan.is_empty else _proved(plan, self.profiled)
+        return planned(self.profile, budget_bytes, self.profiled)
 
     def smallest(self) -> int:
         with pytest.raises(BudgetError) as caught:
-            solved(self.profile, self.profile.base_bytes + 1, margin_bytes=_first_margin(self.profile))
+            self.plan(self.profile.base_bytes + 1)
         return caught.value.smallest_bytes
 
 
 @pytest.mark.parametrize("name", models.NAMES)
 def test_random_budgets_are_kept_and_gradients_are_those_of_the_plain_run(name: str, record_property: Any) -> None:
-    planned = Planned(name)
-    smallest, plain_peak = planned.smallest(), planned.profile.peak_bytes
-    assert planned.profile.base_bytes < smallest < plain_peak
+    case = Planned(name)
+    smallest, plain_peak = case.smallest(), case.profile.peak_bytes
+    assert case.profile.base_bytes < smallest < plain_peak
     chooser = random.Random(name)
     num_mixed = 0
     for budget in [smallest, *(chooser.randint(smallest, plain_peak) for _ in range(BUDGETS - 1))]:
-        plan = planned.plan(budget)
-        plan.apply(planned.model)
+        plan = case.plan(budget)
+        plan.apply(case.model)
         try:
-            peak = planned.profile.base_bytes + planned.profiled.peak_bytes()
+            peak = case.profile.base_bytes + case.profiled.peak_bytes()
             assert peak <= budget, (name, budget, peak, str(plan))
-            assert same(models.gradients(planned.model, planned.inputs), planned.plain), (name, budget)
-            assert not plan.stats(planned.model)
+            assert same(models.gradients(case.model, case.inputs), case.plain), (name, budget)
+            assert not plan.stats(case.model)
         finally:
-            plan.remove(planned.model)
+            plan.remove(case.model)
         num_mixed += choices_of(plan) >= {"save", "swap", "recompute"}
     record_property("plans with all three choices", num_mixed)
     assert num_mixed >= 6, "of the five models together at least 30 plans have all three choices"
 
 
 def test_a_budget_that_cannot_be_met_names_the_smallest_that_can_and_what_it_is_made_of() -> None:
-    planned = Planned("mlp")
-    with pytest.raises(BudgetError, match="smallest") as caught:
-        hp.plan_memory(planned.model, planned.inputs, budget=planned.profile.base_bytes + 1000, progress=False)
-    plan = planned.plan(caught.value.smallest_bytes + 64 * 1024)
+    model, inputs = models.make("mlp"), models.batch("mlp")
+    with pytest.raises(BudgetError, match="at least") as caught:
+        hp.plan_memory(model, inputs, budget="1%", progress=False)
+    assert "backward" in str(caught.value)
+    plan = hp.plan_memory(model, inputs, budget=caught.value.smallest_bytes, progress=False)
     assert plan.measured is not None
     assert plan.measured.peak_bytes <= plan.budget_bytes
 
@@ -136,7 +143,7 @@ def test_planning_leaves_model_gradients_buffers_and_random_numbers_as_they_were
     if has_gradients:
         models.loss_of(model, inputs).backward()
     before = state_of(model)
-    hp.plan_memory(model, inputs, budget="70%", progress=False)
+    hp.plan_memory(model, inputs, budget="90%", progress=False)
     check_unchanged(model, before)
 
 
@@ -153,7 +160,7 @@ def test_an_interrupted_profile_leaves_no_trace(moment: int) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hp.plan_memory(model, inputs, budget="70%", progress=interrupt)
+        hp.plan_memory(model, inputs, budget="90%", progress=interrupt)
     check_unchanged(model, before)
 
 
@@ -174,7 +181,7 @@ def test_an_interrupt_inside_a_forward_of_the_profile_leaves_no_trace(num_calls:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(model.stages[1][2]), "forward", forward)
         with pytest.raises(KeyboardInterrupt):
-            hp.plan_memory(model, inputs, budget="70%", progress=False)
+            hp.plan_memory(model, inputs, budget="90%", progress=False)
     check_unchanged(model, before)
 
 

@@ -146,7 +146,9 @@ def _check_ops(region: Region, decision: RegionDecision) -> None:
         where = f"{region.path}, op {index} ({op.name})"
         if choice is None:
             if op.is_needed:
-                raise ArgumentError("Backward needs a result that is neither saved, swapped nor recomputed.", where=where)
+                raise ArgumentError(
+                    "Backward needs a result that is neither saved, swapped nor recomputed.", where=where
+                )
         elif choice not in allowed(op):
             raise ArgumentError(
                 "This op does not have this choice.",
@@ -186,8 +188,6 @@ def _check_inputs(region: Region, decision: RegionDecision) -> None:
 def _chosen_bytes(region: Region, decision: RegionDecision, wanted: str) -> int:
     ops = sum(op.num_bytes for op, choice in zip(region.ops, decision.ops, strict=True) if choice == wanted)
     inputs = sum(
-        each.value.num_bytes
-        for each, choice in zip(region.inputs, decision.inputs, strict=True)
-        if choice == wanted
+        each.value.num_bytes for each, choice in zip(region.inputs, decision.inputs, strict=True) if choice == wanted
     )
     return ops + inputs

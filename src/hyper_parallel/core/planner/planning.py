@@ -78,11 +78,42 @@ def plan_memory(
         profile: StepProfile = profiled.profile(say)
         allowed = parse_budget(budget, profile, part.free_bytes(profiled.device))
         say("solving")
-        plan = solved(profile, allowed, margin_bytes=_first_margin(profile))
-        if verify and not plan.is_empty:
-            say("proving")
-            plan = _proved(plan, profiled)
-    return plan
+        return planned(profile, allowed, profiled if verify else None)
+
+
+def planned(profile: StepProfile, allowed_bytes: int, profiled: Any) -> MemoryPlan:
+    """The plan for a budget, proved on a real model if there is one.
+
+    Raises:
+        BudgetError: nothing fits; the smallest peak it names was proved as well.
+    """
+    try:
+        plan = solved(profile, allowed_bytes, margin_bytes=_first_margin(profile))
+        return plan if profiled is None or plan.is_empty else _proved(plan, profiled)
+    except BudgetError as error:
+        if profiled is None:
+            raise
+        smallest = _proved_smallest(profile, profiled, error.smallest_bytes)
+        raise BudgetError(
+            error.what,
+            smallest_bytes=smallest,
+            expected=f"a budget of at least {smallest} bytes ({format_size(smallest)})",
+            got=f"{allowed_bytes} ({format_size(allowed_bytes)})",
+            where=error.where,
+            do=error.do,
+        ) from None
+
+
+def _proved_smallest(profile: StepProfile, profiled: Any, smallest_bytes: int) -> int:
+    """The smallest budget for which a plan was seen to keep it."""
+    for _ in range(_MAX_TRIES):
+        try:
+            _proved(solved(profile, smallest_bytes, margin_bytes=_first_margin(profile)), profiled)
+        except BudgetError as error:
+            smallest_bytes = max(error.smallest_bytes, smallest_bytes + smallest_bytes // 200)
+        else:
+            break
+    return smallest_bytes
 
 
 def solved(profile: StepProfile, allowed_bytes: int, *, margin_bytes: int) -> MemoryPlan:
@@ -114,7 +145,7 @@ def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Calla
 
 def _proved(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
     """The plan, or one with a larger margin, whose real peak is within the budget."""
-    margin = _first_margin(plan.profile)
+    margin, peak_bytes = _first_margin(plan.profile), 0
     for _ in range(_MAX_TRIES):
         peak_bytes = _measured_peak(plan, profiled)
         if peak_bytes <= plan.budget_bytes:
@@ -126,6 +157,7 @@ def _proved(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
         plan = solved(plan.profile, plan.budget_bytes, margin_bytes=margin)
     raise BudgetError(
         "The plan does not keep its promise on the real model.",
+        smallest_bytes=peak_bytes,
         expected=f"a peak of at most {format_size(plan.budget_bytes)}",
         got=format_size(peak_bytes),
         do="Raise the budget, or plan with a batch like those that training has.",

@@ -149,10 +149,8 @@ def cost(problem: Problem, loads: Sequence[Load]) -> Cost:
 
 
 def peak(problem: Problem, loads: Sequence[Load]) -> Peak:
-    """P1-P4: the highest moment, the earliest of equals."""
-    in_flight = problem.in_flight_bytes if any(each.swapped_bytes for each in loads) else 0
-    base = problem.profile.base_bytes
-    moments = []
+    """P1-P4: the highest moment, the first of equals."""
+    moments: list[tuple[int, Moment, int | None, tuple[int, int, int, int]]] = []
     kept = 0
     for index, (region, each) in enumerate(zip(problem.profile.regions, loads, strict=True)):
         own: tuple[tuple[Moment, int], ...] = (
@@ -160,12 +158,14 @@ def peak(problem: Problem, loads: Sequence[Load]) -> Peak:
             ("backward", region.backward_peak_bytes),  # P1
         )
         for moment, own_bytes in own:
-            alive = (base, region.outside_bytes, kept, own_bytes, each.extra_bytes)
-            moments.append(Peak(moment, index, *alive, in_flight, problem.margin_bytes))
+            parts = (region.outside_bytes, kept, own_bytes, each.extra_bytes)
+            moments.append((sum(parts), moment, index, parts))
         kept += each.kept_bytes
-    turn = (base, 0, kept, problem.profile.turn.peak_bytes, 0)  # P3
-    moments.append(Peak("turn", None, *turn, in_flight, problem.margin_bytes))
-    return max(moments, key=lambda each: each.num_bytes)
+    turn = (0, kept, problem.profile.turn.peak_bytes, 0)
+    moments.append((sum(turn), "turn", None, turn))  # P3
+    in_flight = problem.in_flight_bytes if any(each.swapped_bytes for each in loads) else 0  # P4
+    _, when, at, parts = max(moments, key=lambda each: each[0])
+    return Peak(when, at, problem.profile.base_bytes, *parts, in_flight, problem.margin_bytes)
 
 
 def _forward(problem: Problem, loads: Sequence[Load]) -> tuple[list[float], list[float], list[float]]:

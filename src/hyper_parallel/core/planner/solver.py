@@ -1,0 +1,230 @@
+"""The least time within the budget, with HiGHS.
+
+A problem is solved as two cases, since what is in flight (P4) is paid as soon as anything is swapped: once with it, and once
+with nothing swapped. How a case is solved is in `solver_search`. Every answer has been through `problem.evaluate`, so the
+models of the solver can cost speed when they are wrong, not correctness.
+
+The same problem gives the same plan: HiGHS runs in one thread with a fixed seed, and is bounded by numbers of nodes. Only where
+`time_limit_s` ends the work does the plan depend on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel._base.errors import ArgumentError
+from hyper_parallel.core.planner.choices import Decision, plain, recompute_all, swapped_bytes
+from hyper_parallel.core.planner.problem import Cost, Peak, Problem, evaluate
+from hyper_parallel.core.planner.profile import StepProfile
+from hyper_parallel.core.planner.solver_forms import chosen
+from hyper_parallel.core.planner.solver_model import INFINITY, Clock
+from hyper_parallel.core.planner.solver_peak import smallest_peak
+from hyper_parallel.core.planner.solver_rows import Case
+from hyper_parallel.core.planner.solver_search import Search
+
+__all__ = ["BudgetError", "Solution", "smallest_peak", "solve", "solve_over"]
+
+_SMALL = 80  # ops and inputs of all regions together: solved exactly
+_MEDIUM = 1000  # solved with a whole number for each op
+_GOOD_GAP = 5e-4  # without a wish of the caller, enough for a problem that is not small
+_PROVED_GAP = 1e-6  # what HiGHS is exact to
+
+
+class BudgetError(ArgumentError):
+    """No decision fits into the budget.
+
+    `smallest_bytes` is the smallest budget that can be met; 0 where that is not known.
+    """
+
+    def __init__(self, what: str, *, smallest_bytes: int = 0, **parts: Any) -> None:
+        super().__init__(what, **parts)
+        self.smallest_bytes = smallest_bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, (cls, what, parts) = super().__reduce__()
+        return rebuild, (cls, what, {**parts, "smallest_bytes": self.smallest_bytes})
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Attributes:
+    lower_bound_ms: proved: no decision within the budget is faster
+    gap: how much faster the best could be at most, as a part of this one's step
+    seconds: that solving took
+    """
+
+    decision: Decision
+    cost: Cost
+    lower_bound_ms: float
+    gap: float
+    proved_optimal: bool
+    seconds: float
+
+
+def solve(problem: Problem, *, gap: float | None = None, time_limit_s: float = 10.0) -> Solution:
+    """The fastest decision within the budget, or one that is nearly as fast and a bound that says how nearly.
+
+    Args:
+        gap: how much slower than the bound is good enough. Without it, a small problem is solved exactly and a large one to
+            0.05 % or as far as a fixed effort goes.
+        time_limit_s: when to stop in any case.
+
+    Raises:
+        BudgetError: no decision fits; it names the smallest peak that does and what this is made of.
+        FrameworkMissingError: SciPy is not installed.
+    """
+    clock = Clock(time_limit_s)
+    ready = _ready(problem)
+    if ready is not None and _is_plain(ready[0]):
+        return _solution(ready, ready[1].step_ms, clock)
+    cases = [Case(problem, True), Case(problem, False)] if problem.can_swap else [Case(problem, False)]
+    searches = [Search(case, problem.budget_bytes, clock) for case in cases]
+    for search in searches:
+        search.offer(ready)
+    size = _size(problem)
+    if size <= _SMALL:
+        _solve_small(searches, 0.0 if gap is None else gap)
+    else:
+        _solve_large(searches, _GOOD_GAP if gap is None else gap, size)
+    best = _best(searches)
+    if best is None:
+        best = smallest_peak(problem)
+        if best[1].peak_bytes > problem.budget_bytes:
+            raise _budget_error(problem, best[1].peak)
+    return _solution(best, min(search.bound_ms for search in searches), clock)
+
+
+def solve_over(
+    profile: StepProfile,
+    budget_bytes: int,
+    settings: Sequence[tuple[int, int]],
+    *,
+    region_overhead_ms: float = 0.0,
+    margin_bytes: int = 0,
+    gap: float | None = None,
+    time_limit_s: float = 10.0,
+) -> tuple[Solution, tuple[int, int]]:
+    """`solve` with the pair of window and prefetch bytes that gives the fastest step, of those given.
+
+    A small problem is solved with every pair. For a large one, the pair is the one for which the model without whole numbers
+    promises most. The bound of the solution is one for its own pair.
+    """
+    if not settings:
+        raise ArgumentError("There is no pair of window and prefetch bytes to choose from.")
+    clock = Clock(time_limit_s)
+    problems = {
+        pair: Problem(profile, budget_bytes, *pair, region_overhead_ms, margin_bytes)
+        for pair in dict.fromkeys(settings)
+    }
+    least = min(problems, key=sum)  # what fits with any fits with the least in flight
+    ready = _ready(problems[least])
+    if len(problems) == 1 or profile.link is None or (ready and _is_plain(ready[0])):
+        tried = [least]
+    elif _size(problems[least]) <= _SMALL:
+        tried = sorted(problems, key=sum)
+    else:
+        tried = [_most_promising(problems, least, clock)]
+    found = []
+    for pair in tried:
+        try:
+            found.append((solve(problems[pair], gap=gap, time_limit_s=clock.left_s), pair))
+        except BudgetError:
+            if pair == least:
+                raise
+    return min(found, key=lambda each: (each[0].cost.step_ms, sum(each[1])))
+
+
+def _most_promising(problems: dict[tuple[int, int], Problem], least: tuple[int, int], clock: Clock) -> tuple[int, int]:
+    first = Search(Case(problems[least], True), problems[least].budget_bytes, clock)
+    first.relax()
+    if first.is_infeasible:
+        return least
+    first.add_bases()
+    promises = {}
+    for pair, problem in problems.items():
+        form = chosen(Case(problem, True), problem.budget_bytes, first.pool)
+        answer = form.model.solve_relaxed(clock)
+        promises[pair] = INFINITY if answer.value is None else answer.value
+    return min(promises, key=lambda pair: (promises[pair], sum(pair)))
+
+
+def _size(problem: Problem) -> int:
+    return sum(len(region.ops) + len(region.inputs) for region in problem.profile.regions)
+
+
+def _ready(problem: Problem) -> tuple[Decision, Cost] | None:
+    """What needs no search: nothing managed, or every region recomputed, if it fits."""
+    regions = problem.profile.regions
+    decisions: list[Decision] = [tuple(recompute_all(region) for region in regions)]
+    if all(region.may_be_plain for region in regions):
+        decisions.append(tuple(plain(region) for region in regions))
+    found = []
+    for decision in decisions:
+        if problem.can_swap or not any(map(swapped_bytes, regions, decision)):
+            cost = evaluate(problem, decision)
+            if cost.peak_bytes <= problem.budget_bytes:
+                found.append((decision, cost))
+    return min(found, key=lambda each: (each[1].step_ms, each[1].peak_bytes), default=None)
+
+
+def _is_plain(decision: Decision) -> bool:
+    """Nothing is faster."""
+    return all(each.is_plain for each in decision)
+
+
+def _solve_small(searches: Sequence[Search], gap: float) -> None:
+    for search in searches:
+        search.exact(gap, node_limit=50_000)
+
+
+def _solve_large(searches: Sequence[Search], gap: float, size: int) -> None:
+    for search in searches:
+        search.relax()
+    best = None
+    for search in sorted(searches, key=lambda each: each.bound_ms):
+        search.offer(best)
+        if search.gap > gap and not search.is_infeasible:
+            search.add_bases()
+            for num_left in (15, 40):
+                if search.gap > gap:
+                    search.dive(num_left, gap / 3, node_limit=20)
+        enough = gap / 50 if size <= _MEDIUM else 2 * gap
+        if search.gap > enough and not search.is_infeasible:
+            search.refine(min(enough, gap), node_limit=500 if size <= _MEDIUM else 1)
+        best = search.best
+
+
+def _best(searches: Sequence[Search]) -> tuple[Decision, Cost] | None:
+    found = [search.best for search in searches if search.best is not None]
+    return min(found, key=lambda each: (each[1].step_ms, each[1].peak_bytes), default=None)
+
+
+def _solution(best: tuple[Decision, Cost], bound_ms: float, clock: Clock) -> Solution:
+    step_ms = best[1].step_ms
+    lower_bound_ms = min(bound_ms, step_ms)
+    gap = (step_ms - lower_bound_ms) / step_ms if step_ms else 0.0
+    return Solution(*best, lower_bound_ms, gap, gap <= _PROVED_GAP, clock.passed_s)
+
+
+def _budget_error(problem: Problem, peak: Peak) -> BudgetError:
+    parts = {
+        "alive when forward begins": peak.base_bytes,
+        "kept outside of all regions": peak.outside_bytes,
+        "kept by the regions before": peak.kept_bytes,
+        f"the {peak.moment} itself": peak.own_bytes,
+        "saved or swapped to cut recomputation short": peak.extra_bytes,
+        "copies in flight": peak.in_flight_bytes,
+        "margin": peak.margin_bytes,
+    }
+    largest = sorted(((num, name) for name, num in parts.items() if num), key=lambda each: -each[0])
+    where = "the turn" if peak.region is None else f"{peak.moment} of {problem.profile.regions[peak.region].path}"
+    return BudgetError(
+        "No choice of what to save, swap and recompute fits into the budget.",
+        expected=f"a budget of at least {peak.num_bytes} bytes",
+        got=str(problem.budget_bytes),
+        where=f"{where}: " + ", ".join(f"{num} {name}" for num, name in largest),
+        do="Raise the budget, or make the batch or the sequence smaller.",
+        smallest_bytes=peak.num_bytes,
+    )
