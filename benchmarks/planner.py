@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from activation import Meter, commit, measure
 from llama_blocks import H200, SMALL, make
 from results_state import ROOT, WATCHED, digest
 
 import hyper_parallel as hp
+from activation import Meter, commit, measure
 
 GIB = 2**30
 COLUMNS = [
@@ -84,7 +84,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--budgets", type=lambda text: [float(each) for each in text.split(",")], default=[42, 30, 16, 10])
+    parser.add_argument(
+        "--budgets", type=lambda text: [float(each) for each in text.split(",")], default=[42, 30, 16, 10]
+    )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--verbose", action="store_true")

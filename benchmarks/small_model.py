@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from activation import commit
 from activation_modes import MATMULS, SELECTIVE, Mode, each, torch_checkpoint
 from results_state import WATCHED, digest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hyper_parallel as hp
+from activation import commit
 from hyper_parallel import policies as p
 
 MODES: dict[str, Mode | None] = {

@@ -344,8 +344,8 @@ def test_a_callback_that_refuses_makes_the_call_fail_and_change_nothing() -> Non
 @pytest.mark.parametrize(
     ("device_bytes", "window_bytes", "prefetch_bytes"),
     [
-        (0, 64 * MIB, 32 * MIB), (GIB, 64 * MIB, 32 * MIB), (16 * GIB, 16 * GIB // 80, 16 * GIB // 40),
-        (40 * GIB, GIB // 2, GIB), (141 * GIB, GIB // 2, GIB),
+        (0, 64 * MIB, 32 * MIB), (GIB, 64 * MIB, 32 * MIB), (16 * GIB, 16 * GIB // 80, 16 * GIB // 80),
+        (40 * GIB, GIB // 2, GIB // 2), (141 * GIB, GIB // 2, GIB // 2),
     ],
 )  # fmt: skip
 def test_the_window_and_the_prefetch_follow_the_size_of_the_device(

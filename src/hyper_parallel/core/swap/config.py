@@ -125,8 +125,9 @@ def configure_swap(
         disk_budget: bytes of files in it, at most. 80 % of the free space.
         window_bytes: memory of activations that are still being copied out. At most 512 MiB, less on small devices; half of it is
             used until bursts turn out to need more.
-        prefetch_bytes: memory of activations that came back before they were asked for. At most 1 GiB, less on small devices;
-            an eighth of it is used until loads turn out to come late.
+        prefetch_bytes: memory of activations that came back before they were asked for. At most 512 MiB, less on small
+            devices; an eighth of it is used until loads turn out to come late. What the next group needs also comes where it fits below the
+            highest point that was reached already.
         min_bytes: smaller ones stay. 1 MiB for the host, 64 KiB for the disk.
         on_full: when the window is full, "wait" for a copy (the memory promise holds), or "keep" the next activation on the
             device (no time is lost).
@@ -231,8 +232,8 @@ def default_window_bytes(device_bytes: int) -> int:
 
 
 def default_prefetch_bytes(device_bytes: int) -> int:
-    """1 GiB on devices of 40 GiB and more; 1/40 of smaller ones, but at least 32 MiB."""
-    return min(max(device_bytes // 40, 32 * MIB), GIB)
+    """512 MiB on devices of 40 GiB and more; 1/80 of smaller ones, but at least 32 MiB."""
+    return min(max(device_bytes // 80, 32 * MIB), GIB // 2)
 
 
 def default_min_bytes(tier: str) -> int:

@@ -47,6 +47,7 @@ class SwapEngine:
         _tail: keys of what forwards of these labels saved at their very end
         _lost: memory that a copy may still touch and whose end nothing tells; see `_settle`
         _depth_bytes, _room_bytes: how much of the limits of prefetch and of the window turned out to be of use; see `_learn`
+        _peak_bytes: most memory of the device in use when somebody asked, since the last backward began
     """
 
     def __init__(self, device: SwapDevice, tiers: list[Tier], limits: Limits) -> None:
@@ -66,6 +67,7 @@ class SwapEngine:
         self._depth_bytes = 0
         self._room_bytes = 0
         self._offloads, self._loads = LinkUse(), LinkUse()
+        self._peak_bytes = 0
         self._said: set[str] = set()
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -359,6 +361,7 @@ class SwapEngine:
         if not group.is_newest():
             return False
         group.is_last = True
+        self._peak_bytes = 0
         forward = [g for g in group.earlier() if g is group or not g.has_ended]
         for earlier in forward:
             earlier.has_ended = True  # when its turn comes it is the newest that is left, but no forward ends there
@@ -402,7 +405,7 @@ class SwapEngine:
         return launched
 
     def _fit_below_the_peak(self, group: Group) -> list[Slot]:
-        """What the next group needs and where it fits below the highest point that backward of this group was seen at.
+        """What the next group needs and what fits below the highest point that this backward was seen at.
 
         That point is passed and the memory was needed anyway. What the next group asks for is there at its own highest point in any case, so
         that it may come early; what lies further ahead may not.
@@ -412,8 +415,8 @@ class SwapEngine:
         used_bytes = self.device.bytes_in_use() if candidates else None  # asking is slow: only if it matters
         if used_bytes is None:
             return []
-        group.peak_bytes = max(group.peak_bytes, used_bytes)
-        return schedule.loads_that_fit(candidates, group.peak_bytes - used_bytes)
+        self._peak_bytes = max(self._peak_bytes, used_bytes)
+        return schedule.loads_that_fit(candidates, self._peak_bytes - used_bytes)
 
     def _candidates(self, group: Group) -> Iterator[tuple[Slot, int]]:
         for earlier in group.earlier():

@@ -6,6 +6,7 @@ A buffer of the engine is a flat uint8 tensor over a whole storage. The classes 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +16,19 @@ import torch
 from hyper_parallel._base.errors import ArgumentTypeError, describe
 
 _CUDA_SUCCESS = 0
+_NOTHING = contextlib.nullcontext()
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage of a tensor as bytes; no copy, no way back to the autograd graph."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def shown(what: str) -> Any:
+    """A range in the framework's profiler, while one runs: "hyper_parallel: offload". Where none does it costs next to nothing."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(f"hyper_parallel: {what}")
+    return _NOTHING
 
 
 class AcceleratorStream:
@@ -86,12 +95,12 @@ class AcceleratorDevice:
                 raise MemoryError(str(error)) from error
 
     def launch_offload(self, block: Any, source: torch.Tensor, stream: Any) -> None:
-        with self._handle.stream(stream.raw):
+        with shown("offload"), self._handle.stream(stream.raw):
             for host, part in _parts(block, source):
                 host.copy_(part, non_blocking=True)
 
     def launch_load(self, buffer: torch.Tensor, block: Any, stream: Any) -> None:
-        with self._handle.stream(stream.raw):
+        with shown("load"), self._handle.stream(stream.raw):
             for host, part in _parts(block, buffer):
                 part.copy_(host, non_blocking=True)
 
@@ -151,10 +160,12 @@ class CpuDevice:
         """The CPU has no other stream for copies than the engine's own."""
 
     def launch_offload(self, block: Any, source: torch.Tensor, stream: Any) -> None:
-        stream.launch_write(block, lambda: memoryview(source.numpy()))
+        with shown("offload"):
+            stream.launch_write(block, lambda: memoryview(source.numpy()))
 
     def launch_load(self, buffer: torch.Tensor, block: Any, stream: Any) -> None:
-        stream.launch_read(block, lambda: memoryview(buffer.numpy()))
+        with shown("load"):
+            stream.launch_read(block, lambda: memoryview(buffer.numpy()))
 
 
 def _parts(block: Any, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
