@@ -200,9 +200,9 @@ def _backward(
         region, each = regions[index], loads[index]
         copy_ms = each.swapped_bytes / link.in_bytes_per_ms
         if each.swapped_bytes:
-            if index + 1 < len(regions):
-                load_end = max(load_end, start_after - problem.prefetch_bytes / link.in_bytes_per_ms)
-            load_end = max(load_end, offloads[index]) + copy_ms  # what is still on its way out cannot come back
+            early_ms = problem.prefetch_bytes / link.in_bytes_per_ms
+            # What is still on its way out cannot come back.
+            load_end = max(load_end, start_after - early_ms, offloads[index]) + copy_ms
         start = max(over, load_end) if each.swapped_bytes else over
         overhead = 0.0 if each.is_plain else problem.region_overhead_ms
         over = start + each.recompute_ms + overhead + region.backward_ms + region.after_ms

@@ -10,6 +10,8 @@ The same problem gives the same plan: HiGHS runs in one thread with a fixed seed
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +24,7 @@ from hyper_parallel.core.planner.solver_forms import chosen
 from hyper_parallel.core.planner.solver_model import INFINITY, Clock
 from hyper_parallel.core.planner.solver_peak import smallest_peak
 from hyper_parallel.core.planner.solver_rows import Case
-from hyper_parallel.core.planner.solver_search import Search
+from hyper_parallel.core.planner.solver_search import Search, plain_ms
 
 __all__ = ["BudgetError", "Solution", "smallest_peak", "solve", "solve_over"]
 
@@ -79,7 +81,8 @@ def solve(problem: Problem, *, gap: float | None = None, time_limit_s: float = 1
     ready = _ready(problem)
     if ready is not None and _is_plain(ready[0]):
         return _solution(ready, ready[1].step_ms, clock)
-    cases = [Case(problem, True), Case(problem, False)] if problem.can_swap else [Case(problem, False)]
+    scaled, ticks_per_ms = _in_ticks(problem)
+    cases = [Case(scaled, True), Case(scaled, False)] if problem.can_swap else [Case(scaled, False)]
     searches = [Search(case, problem.budget_bytes, clock) for case in cases]
     for search in searches:
         search.offer(ready)
@@ -93,7 +96,8 @@ def solve(problem: Problem, *, gap: float | None = None, time_limit_s: float = 1
         best = smallest_peak(problem)
         if best[1].peak_bytes > problem.budget_bytes:
             raise _budget_error(problem, best[1].peak)
-    return _solution(best, min(search.bound_ms for search in searches), clock)
+    bound_ms = min(search.bound_ms for search in searches) / ticks_per_ms
+    return _solution((best[0], evaluate(problem, best[0])), bound_ms, clock)
 
 
 def solve_over(
@@ -137,6 +141,7 @@ def solve_over(
 
 
 def _most_promising(problems: dict[tuple[int, int], Problem], least: tuple[int, int], clock: Clock) -> tuple[int, int]:
+    problems = {pair: _in_ticks(problem)[0] for pair, problem in problems.items()}
     first = Search(Case(problems[least], True), problems[least].budget_bytes, clock)
     first.relax()
     if first.is_infeasible:
@@ -148,6 +153,38 @@ def _most_promising(problems: dict[tuple[int, int], Problem], least: tuple[int, 
         answer = form.model.solve_relaxed(clock)
         promises[pair] = INFINITY if answer.value is None else answer.value
     return min(promises, key=lambda pair: (promises[pair], sum(pair)))
+
+
+def _in_ticks(problem: Problem) -> tuple[Problem, float]:
+    """The same problem with a unit of time in which a plain step takes some thousands, and how many of it a millisecond has.
+
+    HiGHS takes prices below 1e-7 for nothing, and those of bytes in a step of a few milliseconds are. Times are multiplied by a
+    power of two, so none of them is rounded.
+    """
+    ticks = 2.0 ** (13 - math.frexp(plain_ms(problem))[1])
+    regions = tuple(
+        dataclasses.replace(
+            region,
+            ops=tuple(dataclasses.replace(op, forward_ms=op.forward_ms * ticks) for op in region.ops),
+            forward_ms=region.forward_ms * ticks,
+            backward_ms=region.backward_ms * ticks,
+            before_ms=region.before_ms * ticks,
+            after_ms=region.after_ms * ticks,
+        )
+        for region in problem.profile.regions
+    )
+    link = problem.profile.link
+    profile = dataclasses.replace(
+        problem.profile,
+        regions=regions,
+        turn=dataclasses.replace(problem.profile.turn, ms=problem.profile.turn.ms * ticks),
+        link=link
+        and dataclasses.replace(
+            link, out_bytes_per_ms=link.out_bytes_per_ms / ticks, in_bytes_per_ms=link.in_bytes_per_ms / ticks
+        ),
+    )
+    scaled = dataclasses.replace(problem, profile=profile, region_overhead_ms=problem.region_overhead_ms * ticks)
+    return scaled, ticks
 
 
 def _size(problem: Problem) -> int:

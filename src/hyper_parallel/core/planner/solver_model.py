@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from hyper_parallel._base.errors import FrameworkMissingError
 Terms: TypeAlias = Iterable[tuple[int, float]]
 
 INFINITY = math.inf
+_FAILED = 4  # neither solved, nor infeasible, nor at a limit
 
 
 class Clock:
@@ -35,6 +36,10 @@ class Clock:
     @property
     def left_s(self) -> float:
         return max(self._limit_s - self.passed_s, 0.0)
+
+    def part(self, share: float) -> Clock:
+        """For work that must leave time for what comes after it."""
+        return Clock(share * self.left_s)
 
 
 @dataclass(frozen=True)
@@ -113,15 +118,16 @@ class Model:
         lows, highs = np.array(self._row_lows), np.array(self._row_highs)
         is_equal = lows == highs
         has_low, has_high = ~is_equal & np.isfinite(lows), ~is_equal & np.isfinite(highs)
-        found = optimize.linprog(
+        found = _with_or_without_presolve(
+            optimize.linprog,
             self._costs,
+            clock,
             A_ub=sparse.vstack([matrix[has_high], -matrix[has_low]]).tocsr(),
             b_ub=np.concatenate([highs[has_high], -lows[has_low]]),
             A_eq=matrix[is_equal],
             b_eq=lows[is_equal],
             bounds=np.column_stack([self._lows, self._highs]),
             method="highs",
-            options={"time_limit": max(clock.left_s, 0.01)},
         )
         if found.status != 0:
             return Answer(found.status == 2, None, -INFINITY)
@@ -137,12 +143,14 @@ class Model:
         optimize, sparse = _scipy("optimize"), _scipy("sparse")
         # HiGHS stops by a gap that is relative to what it sees: a variable that is 1 carries the constant.
         costs, lows, highs = [*self._costs, self.constant], [*self._lows, 1.0], [*self._highs, 1.0]
-        found = optimize.milp(
+        found = _with_or_without_presolve(
+            optimize.milp,
             costs,
+            clock,
+            {"mip_rel_gap": gap, "node_limit": node_limit},
             constraints=optimize.LinearConstraint(self._matrix(sparse, 1), self._row_lows, self._row_highs),
             bounds=optimize.Bounds(lows, highs),
             integrality=[*self._integral, 0],
-            options={"mip_rel_gap": gap, "node_limit": node_limit, "time_limit": max(clock.left_s, 0.01)},
         )
         bound = -INFINITY if found.mip_dual_bound is None else float(found.mip_dual_bound)
         if found.x is None:
@@ -154,6 +162,18 @@ class Model:
     def _matrix(self, sparse: Any, more_columns: int = 0) -> Any:
         shape = (len(self._row_lows), len(self._costs) + more_columns)
         return sparse.csr_matrix((self._values, (self._rows, self._columns)), shape=shape)
+
+
+def _with_or_without_presolve(
+    solver: Callable[..., Any], costs: list[float], clock: Clock, options: dict[str, Any] | None = None, **others: Any
+) -> Any:
+    """HiGHS 1.12 fails now and then where its presolve took nearly everything away; without presolve it does not."""
+    for presolve in (True, False):
+        limits = {"presolve": presolve, "time_limit": max(clock.left_s, 0.01)}
+        found = solver(costs, options={**(options or {}), **limits}, **others)
+        if found.status != _FAILED:
+            break
+    return found
 
 
 def _scipy(part: str) -> Any:

@@ -20,7 +20,7 @@ from hyper_parallel.core.planner.solver_block import PLAIN, Base
 from hyper_parallel.core.planner.solver_forms import Chosen, Pool, Prices, Pricing, chosen, prices, whole
 from hyper_parallel.core.planner.solver_model import INFINITY, Answer, Clock
 from hyper_parallel.core.planner.solver_rows import Case
-from hyper_parallel.core.planner.solver_split import split
+from hyper_parallel.core.planner.solver_split import split, tidied
 
 _MOST_ROUNDS = 15
 _ENOUGH = 2e-5  # so near to the bound, no more bases are looked for
@@ -52,6 +52,8 @@ class Search:
     def offer(self, found: tuple[Decision, Cost] | None) -> None:
         if found is None or found[1].peak_bytes > self._budget_bytes:
             return
+        decision = tidied(self.case.problem, found[0], self._budget_bytes)
+        found = decision, evaluate(self.case.problem, decision)
         if self.best is None or _rank(found) < _rank(self.best):
             self.best = found
 
@@ -80,22 +82,24 @@ class Search:
     def relax(self) -> None:
         """The bound, and prices."""
         form = whole(self.case, self._budget_bytes)
-        answer = form.model.solve_relaxed(self._clock)
+        answer = form.model.solve_relaxed(self._clock.part(0.4))
         self._learn(answer)
         if answer.value is not None:
             self._prices = prices(form.links, answer)
 
     def add_bases(self) -> None:
-        """To the pool: such with which the bound is nearly reached."""
+        """To the pool: such with which the bound is nearly reached; a few simple ones where `relax` gave no prices."""
         for index, region in enumerate(self.case.regions):
             if region.may_be_plain:
                 self.pool.add(index, PLAIN)
             self.pool.add(index, frozenset())
             self.pool.add(index, frozenset(range(len(region.ops))))
+        if not self._prices:
+            return
         pricing = Pricing(self.case, self._budget_bytes)
         at, last_ms = self._prices, INFINITY
         for number in range(_MOST_ROUNDS):
-            cheapest = pricing.cheapest(at, self._clock) if at else []
+            cheapest = pricing.cheapest(at, self._clock.part(0.4))
             num_new = sum(self.pool.add(index, stored) for index, stored in enumerate(cheapest))
             form = chosen(self.case, self._budget_bytes, self.pool, overrun_cost=max(self.bound_ms, 1.0))
             answer = form.model.solve_relaxed(self._clock)

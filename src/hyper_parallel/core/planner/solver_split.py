@@ -6,10 +6,12 @@ over all regions so far stays close to what it should be: window and prefetch li
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
-from hyper_parallel.core.planner.choices import Decision, RegionDecision
-from hyper_parallel.core.planner.problem import Cost, evaluate
+from hyper_parallel.core.planner.choices import SAVE, SWAP, Decision, RegionDecision, allowed, load, plain
+from hyper_parallel.core.planner.problem import Cost, Problem, evaluate
+from hyper_parallel.core.planner.profile import Region
 from hyper_parallel.core.planner.solver_block import Base
 from hyper_parallel.core.planner.solver_rows import Case
 
@@ -32,7 +34,7 @@ def split(
 
 
 def _splits(case: Case, bases: Sequence[Base], swapped_bytes: Sequence[float], budget_bytes: int) -> Iterator[Decision]:
-    if not case.swaps:
+    if not case.swaps or not bases:
         yield tuple(base.decision for base in bases)
         return
     least = _least_swapped(case, bases, budget_bytes)
@@ -87,6 +89,53 @@ def _least_swapped(case: Case, bases: Sequence[Base], budget_bytes: int) -> list
         later = bases[index + 1]
         least[index] = max(least[index], least[index + 1] - later.free_bytes - later.load.swapped_bytes)
     return least
+
+
+def tidied(problem: Problem, decision: Decision, budget_bytes: int) -> Decision:
+    """Without swaps that the budget does not ask for, and plain where a region does nothing else than a plain one.
+
+    A step never gets slower by either. The solver sees no difference where the link has time to spare.
+    """
+    regions = problem.profile.regions
+    loads = [load(region, each) for region, each in zip(regions, decision, strict=True)]
+    swaps = any(each.swapped_bytes for each in loads)
+    rooms = Case(problem, swaps).rooms(budget_bytes)[1:]
+    extras = [*(each.extra_bytes for each in loads[1:]), 0]
+    kept = itertools.accumulate(each.kept_bytes for each in loads)
+    slack = [room - extra - total for room, extra, total in zip(rooms, extras, kept, strict=True)]
+    changed = list(decision)
+    left = slack[-1] if slack else 0
+    for index in reversed(range(len(regions))):
+        left = min(left, slack[index])
+        if loads[index].swapped_bytes:
+            changed[index], saved_bytes = _saving(regions[index], decision[index], left)
+            left -= saved_bytes
+        changed[index] = _plain_if_it_is(regions[index], changed[index])
+    return tuple(changed)
+
+
+def _saving(region: Region, decision: RegionDecision, room_bytes: int) -> tuple[RegionDecision, int]:
+    """With some of what is swapped saved instead, the largest first, and how much that is."""
+    ops, inputs = list(decision.ops), list(decision.inputs)
+    swapped: list[tuple[int, list[str | None], int]] = [
+        (op.num_bytes, ops, index) for index, op in enumerate(region.ops) if ops[index] == SWAP and SAVE in allowed(op)
+    ]
+    swapped += [
+        (each.value.num_bytes, inputs, index) for index, each in enumerate(region.inputs) if inputs[index] == SWAP
+    ]
+    saved_bytes = 0
+    for num_bytes, choices, index in sorted(swapped, key=lambda each: -each[0]):
+        if saved_bytes + num_bytes <= room_bytes:
+            choices[index] = SAVE
+            saved_bytes += num_bytes
+    return RegionDecision(False, tuple(ops), tuple(inputs)), saved_bytes
+
+
+def _plain_if_it_is(region: Region, decision: RegionDecision) -> RegionDecision:
+    if not region.may_be_plain or decision.is_plain:
+        return decision
+    done = load(region, decision)
+    return decision if done.swapped_bytes or done.kept_bytes < region.residual_bytes else plain(region)
 
 
 def nearest(sizes: Sequence[int], floor: float, target: float) -> list[int]:

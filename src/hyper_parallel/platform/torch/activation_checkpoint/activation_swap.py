@@ -15,6 +15,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.activation_wrapper impo
     ActivationWrapper,
     FunctionModule,
 )
+from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import not_compiled, prepare_for_compiled_code
 
 __all__ = [
     "ActivationWrapper",
@@ -44,6 +45,7 @@ class SwapWrapper(ActivationWrapper):
     def __init__(self, mod: nn.Module | Callable[..., Any], policy_fn: Callable[[Any], Any] | None = None) -> None:
         super().__init__(mod)
         self.policy_fn = policy_fn
+        prepare_for_compiled_code(before_it_is_compiled=True)
 
     @property
     def policy_fn(self) -> Callable[[Any], Any] | None:
@@ -60,6 +62,7 @@ class SwapWrapper(ActivationWrapper):
             )
         self.__dict__["_policy_fn"] = policy_fn
 
+    @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _call_swapped(self, self.policy_fn, args, kwargs)
 
@@ -73,7 +76,9 @@ class OffloadWrapper(ActivationWrapper):
 
     def __init__(self, mod: nn.Module | Callable[..., Any]) -> None:
         super().__init__(mod)
+        prepare_for_compiled_code(before_it_is_compiled=True)
 
+    @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _call_swapped(self, None, args, kwargs)
 
@@ -116,6 +121,7 @@ def _call_swapped(
     from hyper_parallel.platform.torch.activation_checkpoint import quiet_swap
     from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import AsyncSaveOnCpu
 
+    prepare_for_compiled_code()
     inner = wrapper._checkpoint_wrapped_module
     # A policy of the user's is asked about each residual: it may count them.
     situation = quiet_swap.situation_of(inner, args, kwargs) if policy_fn is None else None

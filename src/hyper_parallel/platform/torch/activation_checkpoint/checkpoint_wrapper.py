@@ -12,6 +12,7 @@ from torch import nn
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.platform.torch.activation_checkpoint.activation_wrapper import ActivationWrapper
+from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import not_compiled, prepare_for_compiled_code
 
 __all__ = ["CheckpointImpl", "CheckpointWrapper", "checkpoint_wrapper"]
 
@@ -65,6 +66,7 @@ class CheckpointWrapper(ActivationWrapper):
         else:
             self.checkpoint_fn = own_fn
         self.__dict__["_has_default_fn"] = own_fn is not None
+        prepare_for_compiled_code(before_it_is_compiled=True)
 
     @property
     def checkpoint_impl(self) -> CheckpointImpl:
@@ -81,6 +83,7 @@ class CheckpointWrapper(ActivationWrapper):
         self.__dict__["_checkpoint_fn"] = _check_callable(checkpoint_fn)
         self.__dict__["_has_default_fn"] = False
 
+    @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inner = self._checkpoint_wrapped_module
         if self.checkpoint_impl is CheckpointImpl.REENTRANT:

@@ -3,23 +3,82 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any, TypeVar
 
-_is_done = False
+from hyper_parallel._base.errors import StateError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# Newer versions of PyTorch keep the settings of the compiler per thread, in such a variable; so it is known per thread where they are made.
+_is_done: ContextVar[bool] = ContextVar("hyper_parallel_is_prepared_for_compiled_code", default=False)
+_is_left_alone = False
+_COMPILED_CODE = ("torch/_inductor/output_code.py", "__call__")
 
 
-def prepare_for_compiled_code() -> None:
-    """Once, when a region runs in a process that compiles.
+def prepare_for_compiled_code(*, before_it_is_compiled: bool = False) -> None:
+    """Once per thread, when a region runs in a process that compiles.
 
     Without this a dispatch mode turns the compiler off, or lets it look into the mode's own Python.
+
+    Args:
+        before_it_is_compiled: the model is being made: whether it will be compiled is not known yet. Blocks that are no regions
+            may be compiled first, and blocks that are share their code.
     """
-    global _is_done
-    if _is_done or "torch._dynamo" not in sys.modules:
+    global _is_left_alone
+    if _is_done.get() or not (before_it_is_compiled or "torch._dynamo" in sys.modules):
         return
-    _is_done = True
+    _is_done.set(True)
     from torch._dynamo import trace_rules
     from torch._inductor import config
 
-    trace_rules.add("hyper_parallel")  # what the compiler need not look into
+    if not _is_left_alone:
+        _is_left_alone = True
+        trace_rules.add("hyper_parallel")  # what the compiler need not look into
     if hasattr(config, "wrap_inductor_compiled_regions"):
         # Code that is compiled from now on is called through one operator, `inductor_compiled_code`, which modes see.
         config.wrap_inductor_compiled_regions = True
+
+
+def not_compiled(function: _Function) -> _Function:
+    """A decorator: the compiler ends its graph before this function, and says why where it may not (`fullgraph=True`).
+
+    `torch.compiler.disable` would do so too, and turn the compiler off for everything that the function calls.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "save, recompute and swap of activations are decided in Python, so the graph ends here: compile without fullgraph=True, or "
+        "compile the module inside the wrapper"
+    )
+    return function
+
+
+def check_not_in_compiled_code(func: Any, where: str) -> None:
+    """Called for ops that write into a result they were given: few programs have them, and compiled code is full of them."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == _COMPILED_CODE[1] and frame.f_code.co_filename.endswith(_COMPILED_CODE[0]):
+            raise _compiled_too_early(func, where)
+        frame = frame.f_back
+
+
+def _compiled_too_early(func: Any, where: str) -> StateError:
+    from torch._inductor import config
+
+    if hasattr(config, "wrap_inductor_compiled_regions"):
+        expected, do = (
+            "code compiled after the first region or wrapper was made",
+            "Call torch._dynamo.reset(), and run the step again.",
+        )
+    else:
+        expected = "a version of PyTorch whose compiled code can be seen (torch._inductor.config.wrap_inductor_compiled_regions)"
+        do = "Upgrade PyTorch, or compile with backend='aot_eager'."
+    return StateError(
+        "Compiled code runs in a region, and the region cannot see what it does.",
+        expected=expected,
+        got=f"{func} inside of code that was compiled before",
+        where=where,
+        do=do,
+    )

@@ -44,7 +44,12 @@ from hyper_parallel.platform.torch.activation_checkpoint.region_swap import Regi
 from hyper_parallel.platform.torch.activation_checkpoint.replaying import AllFound, Replay, ReplayMode
 from hyper_parallel.platform.torch.activation_checkpoint.residuals import FromInput, FromKept, Pass, Recomputed
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Kept, TensorSwap, changed_in_place
-from hyper_parallel.platform.torch.activation_checkpoint.surroundings import Surroundings, replaying
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import (
+    ParametersOfModule,
+    Surroundings,
+    check_not_traced,
+    replaying,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value, is_available
 
 _INPUT, _OUTSIDE = Origin.INPUT, Origin.OUTSIDE
@@ -102,6 +107,7 @@ class Frame:
         self._record: Record | None = Record(policy, paths, options.preserve_rng_state)
         self._inputs: list[_Input] = []
         self._surroundings = Surroundings()
+        self._parameters = ParametersOfModule(module)
         self._random: list[GeneratorState] = []
         self._host_randomness: HostRandomness | None = None
         self._recomputed: list[weakref.ref[Recomputed]] = []
@@ -170,11 +176,14 @@ class Frame:
         with torch._C._DisableTorchDispatch():  # nothing of this is an op of a region around this one
             for op in record.ops:
                 for value in op.makes:
-                    if value.kept is not None and type(value.kept) is not Swapped and not record.is_current(value):
+                    # Also one that is swapped: it may have been written over while it was copied. Residuals have handles of their own.
+                    if value.kept is not None and not record.is_current(value):
                         value.kept = None  # written over since
             recomputed = self._to_recompute(record)
-            if recomputed and self._has_hooks():
-                record.runs_everything = True  # who hooks into the modules gets real tensors in the second run, too
+            if recomputed and (self._has_hooks() or self._is_compiled()):
+                # Who hooks into the modules gets real tensors in the second run, too; to compiled code a placeholder is another type
+                # than that it was compiled for.
+                record.runs_everything = True
             self._plan = self._plan_replay(record, {each.value for each in recomputed})
             self._num_planned = len(recomputed)
             slots = self._keep_for_replay(record)
@@ -221,6 +230,16 @@ class Frame:
             ):
                 return True
         return False
+
+    def _is_compiled(self) -> bool:
+        """Whether code in the region was made by `torch.compile`, whatever the backend."""
+        if self._surroundings.is_compiling:
+            return True
+        module = None if self._module is None else self._module()
+        return module is not None and any(
+            type(each).__name__ == "OptimizedModule" or getattr(each, "_compiled_call_impl", None) is not None
+            for each in modules_in(module)
+        )
 
     def _note_host_randomness(self) -> None:
         if self._host_randomness is not None:
@@ -376,6 +395,8 @@ class Frame:
 
     def _replay(self, current: Pass) -> None:
         """Recompute every value that a living residual may ask for."""
+        if self._surroundings.transform == "torch.func.vmap":
+            raise self._transformed()
         record = self._recorded()
         recomputed = _living(self._recomputed)
         wanted = {each.value for each in recomputed}
@@ -444,8 +465,9 @@ class Frame:
             replaying(),
             _set_back(generators),
             contextlib.nullcontext() if self._host_randomness is None else self._host_randomness.again(),
-            self._surroundings.again(),
             self._no_placeholders_left(replay),
+            self._parameters.again(),
+            self._surroundings.again(),  # last: it may turn the compiler on for what is called from here
             torch.enable_grad(),
         ):
             for state in self._random:
@@ -453,7 +475,7 @@ class Frame:
             # Who runs backward inside the region needs the residuals of the replay, too; nobody else does.
             pack = aliased if record.runs_everything else _forget
             hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack_kept)
-            with contextlib.suppress(AllFound), hooks, ReplayMode(replay):
+            with contextlib.suppress(AllFound), hooks, ReplayMode(replay), _no_torch_script(self.name):
                 self._function(*args, **kwargs)
         return replay
 
@@ -492,6 +514,8 @@ class Frame:
         missing = min((value.op for value in wanted if value not in replay.found), default=None)
         if missing is None:
             return
+        if self._surroundings.transform is not None:
+            raise self._transformed()
         first = replay.first_missing or record.ops[missing]
         listing = " `debug=True` lists the ops."
         if self._options.debug:
@@ -503,6 +527,15 @@ class Frame:
             got="the end of the function" if replay.first_unknown is None else f"{replay.first_unknown} instead",
             where=self.name,
             do="Let the function take the same way each time, or let the policy save what decides about it." + listing,
+        )
+
+    def _transformed(self) -> StateError:
+        return StateError(
+            "What a region did inside of a transform cannot be recomputed outside of it.",
+            expected="a plain call",
+            got=f"{self._surroundings.transform} around it",
+            where=self.name,
+            do="Let a policy save or swap all of this region, or call it without the region there.",
         )
 
     def _check_values(self, replay: Replay) -> None:
@@ -535,6 +568,7 @@ class _Packer:
 
 
 def _unpack(packed: Any) -> torch.Tensor:
+    check_not_traced("region")
     tensor: torch.Tensor = packed.tensor()
     return tensor
 
@@ -616,6 +650,21 @@ def _set_back(generators: set[torch.Generator]) -> Iterator[None]:
     finally:
         for state in states:
             state.restore()
+
+
+@contextlib.contextmanager
+def _no_torch_script(where: str) -> Iterator[None]:
+    """TorchScript turns what ends a replay, and what starts it over, into an error of its own; and it runs other ops the second time."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "TorchScript interpreter" not in str(error):
+            raise
+        raise StateError(
+            "TorchScript code in a region cannot be recomputed.",
+            where=where,
+            do="Put the region around the module it was made of, or let a policy save or swap all of it.",
+        ) from None
 
 
 def _living(refs: list[Any]) -> list[Any]:

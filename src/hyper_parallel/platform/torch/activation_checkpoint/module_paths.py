@@ -190,9 +190,10 @@ def is_sharding(depth: int) -> bool:
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside activation wrappers, ours and PyTorch's: they have no name of their own."""
     while True:
-        inner: Any = vars(module).get("_checkpoint_wrapped_module") or vars(module).get("_modules", {}).get(
-            "_checkpoint_wrapped_module"
-        )
+        inner: Any = vars(module).get("_checkpoint_wrapped_module")
+        modules = vars(module).get("_modules")
+        if inner is None and isinstance(modules, dict):  # a TorchScript module has something else there
+            inner = modules.get("_checkpoint_wrapped_module")
         if inner is None:
             return module
         module = inner

@@ -15,7 +15,11 @@ import torch
 from torch import nn
 
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES
-from hyper_parallel.platform.torch.activation_checkpoint.surroundings import autocast_now, is_replaying
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import (
+    autocast_now,
+    is_replaying,
+    transform_now,
+)
 
 _CALLS_WITHOUT_A_LOOK = 15  # in a row
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
@@ -38,6 +42,8 @@ def situation_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """What decides about the sizes of residuals in a call; None for a call that needs its hooks whatever they find."""
     if is_replaying() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return None  # without hooks of its own, those around the call would get the residuals
+    if transform_now() is not None:
+        return None  # tensors that have no storage to look at
     from hyper_parallel.core.swap.config import current_config
     from hyper_parallel.core.swap.manager import SwapManager
 

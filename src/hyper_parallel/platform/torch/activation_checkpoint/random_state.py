@@ -5,11 +5,17 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+# Threads share the default generators. Between reading a state and the op that draws from it, as between setting one and the op, no other
+# region may draw or set: its numbers would be those of one state, and its recomputation those of another. Who draws outside of regions does
+# not ask for it.
+drawing = threading.RLock()
 
 
 class GeneratorState:
@@ -22,7 +28,8 @@ class GeneratorState:
         self.state = _quietly(generator.get_state)
 
     def restore(self) -> None:
-        _quietly(self.generator.set_state, self.state)
+        with drawing:
+            _quietly(self.generator.set_state, self.state)
 
 
 def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> torch.Generator | None:

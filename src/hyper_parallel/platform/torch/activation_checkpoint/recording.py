@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel._base.errors import ArgumentError, describe
+from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import check_not_in_compiled_code
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
     PLAIN_TYPES,
     Outer,
@@ -26,7 +28,8 @@ from hyper_parallel.platform.torch.activation_checkpoint.module_paths import (
     is_sharding,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
-from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, generator_of
+from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, drawing, generator_of
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import call_uncompiled
 from hyper_parallel.platform.torch.activation_checkpoint.values import (
     CAST,
     TRAITS,
@@ -45,6 +48,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
 
 _MADE, _INPUT, _OUTSIDE, _WRITTEN = Origin.MADE, Origin.INPUT, Origin.OUTSIDE, Origin.WRITTEN
 _Tensor, _strided = torch.Tensor, torch.strided
+_NOBODY_WAITS = contextlib.nullcontext()
 PolicyFunction = Callable[..., Any]
 
 
@@ -213,15 +217,18 @@ class Record:
         """Run an op that draws random numbers, writes, or does something else that most do not."""
         func = traits.func
         arguments = Arguments(args, kwargs, traits.writes)
-        state = self._state_before(args, kwargs, arguments) if traits.is_random else None
-        op = self._new_op(func, arguments, state)
-        if arguments.written:
-            self._copy_before_write(arguments)
         versions = None
         if not traits.has_schema:
             versions = [version_of(tensor) for tensor in arguments.tensors]
             self.runs_everything = True  # compiled code looks at the types of what it is given: no placeholders
-        result = traits.call(*args, **kwargs)
+        with drawing if traits.is_random and self._keeps_random_state else _NOBODY_WAITS:
+            state = self._state_before(args, kwargs, arguments) if traits.is_random else None
+            op = self._new_op(func, arguments, state)
+            if traits.is_out:
+                check_not_in_compiled_code(func, str(op.place()))
+            if arguments.written:
+                self._copy_before_write(arguments)
+            result = traits.call(*args, **kwargs)
         if versions is not None:  # nobody said what it writes
             changed = [i for i, t in enumerate(arguments.tensors) if version_of(t) != versions[i]]
             arguments.written.extend(changed)
@@ -439,7 +446,7 @@ def ask(policy: Any, context: PolicyContext, func: Any, args: tuple[Any, ...], k
 
     # Not as a TypeError: PyTorch's binary operators take one for "the other operand may know", and forget it.
     try:
-        answer = policy(context, func, *args, **kwargs)
+        answer = call_uncompiled(policy, context, func, *args, **kwargs)
     except TypeError as error:
         raise ArgumentError(
             "A policy raised an error.",

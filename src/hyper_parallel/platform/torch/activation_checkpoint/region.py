@@ -9,13 +9,14 @@ import torch
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import SavedArguments
-from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import prepare_for_compiled_code
+from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import not_compiled, prepare_for_compiled_code
 from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame, Options
-from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import check_surroundings, is_replaying
 
 _DETERMINISM_CHECKS = ("default", "none")
 
 
+@not_compiled
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -50,12 +51,13 @@ def checkpoint(
     """
     from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
 
+    prepare_for_compiled_code()
     _check(function, determinism_check, kwargs)
     policy = None if policy_fn is None else as_policy_fn(policy_fn)
     # Inside a replay the ops are those of the region that is replayed: see "Nesting".
     if not torch.is_grad_enabled() or is_replaying():
         return function(*args, **kwargs)
-    prepare_for_compiled_code()
+    check_surroundings("A region")
     options = Options(swap_inputs, preserve_rng_state, determinism_check == "default", debug, early_stop)
     return Frame(function, SavedArguments(args, kwargs), policy, options).forward(args, kwargs)
 

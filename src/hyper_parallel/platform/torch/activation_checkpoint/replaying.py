@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch import nn
 
 from hyper_parallel._base.errors import StateError, describe
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
@@ -26,6 +27,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
     placeholder,
     view_of_placeholder,
 )
+from hyper_parallel.platform.torch.activation_checkpoint.random_state import drawing
 from hyper_parallel.platform.torch.activation_checkpoint.recording import (
     PolicyContext,
     Record,
@@ -80,6 +82,7 @@ class Replay:
         check_outputs: bool,
         early_stop: bool,
         restores_random_state: bool,
+        checks_outside: bool = True,
     ) -> None:
         self.record = record
         self.found: dict[Value, torch.Tensor] = {}
@@ -94,6 +97,7 @@ class Replay:
         self._check_outputs = check_outputs
         self._early_stop = early_stop
         self._restores_random_state = restores_random_state
+        self._checks_outside = checks_outside
         self._storages: dict[int, int] = {}
         self._states: dict[int, Value] = dict(record.before_write)
         self._refs = WeakStorages()
@@ -202,17 +206,25 @@ class Replay:
                 raise NeedsEverything(str(op))
             if value is None:
                 continue
-            if value.origin is _OUTSIDE and key == value.key and version_of(tensor) != value.seen_version:
+            if (
+                value.origin is _OUTSIDE
+                and key == value.key
+                and version_of(tensor) != value.seen_version
+                and (self._checks_outside or isinstance(tensor, nn.Parameter))
+            ):
                 raise _changed(tensor, value, op)
             if value.is_written:
                 raise _gone(op, tensor)
         if op.targets:
             self._copy_before_write(op, tensors, by_id)
-        if op.state is not None and self._restores_random_state:
-            op.state.restore()
         if by_id:
             args, kwargs = replaced(args, by_id), replaced(kwargs, by_id)
-        result = traits.call(*args, **kwargs)
+        if op.state is not None and self._restores_random_state:
+            with drawing:
+                op.state.restore()
+                result = traits.call(*args, **kwargs)
+        else:
+            result = traits.call(*args, **kwargs)
         for position, value in op.targets:
             tensor = tensors[position]
             self._rebind(tensor, value)

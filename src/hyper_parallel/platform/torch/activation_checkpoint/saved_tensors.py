@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,12 @@ from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
     storage_key,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules, paths_here, unwrapped
-from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import (
+    call_uncompiled,
+    check_not_traced,
+    check_surroundings,
+    is_replaying,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
 
 
@@ -79,6 +85,7 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._recorder.pack, self._recorder.unpack)
 
     def __enter__(self) -> None:
+        check_surroundings("Swapping")
         self._recorder.look_up_parameters()
         if not self._has_name:
             self._recorder.look_up_path()
@@ -112,14 +119,14 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
 
 # storage -> its slot, while both live: a second view of a storage moves nothing (rule 1), nor does what one block makes and the
 # next one saves as its input
-_slots: dict[int, tuple[StorageWeakRef, weakref.ref[Any], int, Any]] = {}
+_slots: dict[int, tuple[StorageWeakRef, weakref.ref[Any], int, Any, Any]] = {}
 
 
 def living_slot(engine: Any, tensor: torch.Tensor) -> Any:
     """The slot that already has a tensor's storage as it is now; None if there is none."""
     known = _slots.get(tensor.untyped_storage()._cdata)
     if known is not None and not known[0].expired() and known[2] == tensor._version and known[3] is engine:
-        return known[1]()
+        return known[1]() if known[4] == _own_part(tensor) else None
     return None
 
 
@@ -132,7 +139,19 @@ def note_slot(engine: Any, tensor: torch.Tensor, slot: Any) -> None:
         if known and known[1] is ref:
             _slots.pop(key, None)
 
-    _slots[key] = (StorageWeakRef(storage), weakref.ref(slot, forget), tensor._version, engine)
+    _slots[key] = (StorageWeakRef(storage), weakref.ref(slot, forget), tensor._version, engine, _own_part(tensor))
+
+
+def _own_part(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Which part of a storage a tensor's version is about; None: all of it.
+
+    What `unsafe_chunk` and `unsafe_split` give (a GRU is made of them) are no views: each part counts its own writes, and that two of
+    them have the same version does not say that the storage is the same.
+    """
+    counts = tensor if tensor._base is None else tensor._base
+    if counts.numel() * counts.element_size() == counts.untyped_storage().nbytes():
+        return None
+    return counts.storage_offset(), counts.size(), counts.stride()
 
 
 class _Recorder:
@@ -145,7 +164,7 @@ class _Recorder:
         name: str,
         place: Callable[[torch.device], Any] | None = None,
     ) -> None:
-        self._policy_fn = policy_fn
+        self._policy_fn = None if policy_fn is None else functools.partial(call_uncompiled, policy_fn)
         self._module = None if module is None else weakref.ref(module)
         self._name = name
         # Unlike the name, the key tells two blocks of one class apart: the engine learns by it what a forward saves last.
@@ -215,6 +234,7 @@ class _Recorder:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         self.unpack_count += 1
+        check_not_traced(self._name)
         return packed.tensor()
 
     def _place(self, tensor: torch.Tensor) -> Any:

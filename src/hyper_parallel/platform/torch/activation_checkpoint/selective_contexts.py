@@ -54,6 +54,8 @@ class _KeptValues:
         self.record = Record(policy, paths_here(None), keeps_random_state=True, keeps_writes=False)
         # The block that runs is not known here; an address of its own keeps the engine from learning across blocks.
         self._swap = RegionSwap(f"selective checkpoint {id(self):x}")
+        # Hooks around the checkpoint give its arguments back as other tensors, with other versions, and look for changes themselves.
+        self.is_in_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
     def end_forward(self) -> None:
         for value in self.record.made():
@@ -116,5 +118,6 @@ class _Recompute(ReplayMode):
             check_outputs=False,  # PyTorch compares what it needs itself
             early_stop=False,
             restores_random_state=True,
+            checks_outside=not kept.is_in_hooks,
         )
         return super().__enter__()

@@ -6,12 +6,16 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+
+from hyper_parallel._base.errors import StateError
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules, modules_in
 
 _thread = threading.local()
 
@@ -30,10 +34,55 @@ def replaying() -> Iterator[None]:
         _thread.replays -= 1
 
 
+def check_surroundings(what: str) -> None:
+    """Refuse what would fail later, in words that lead nowhere, or give a graph that swaps and recomputes once and never again."""
+    # `torch.func.grad` and its kin have no hooks for what they save.
+    stack = torch._C._functorch.get_interpreter_stack()
+    if stack and any(each.key() == torch._C._functorch.TransformType.Grad for each in stack):
+        raise StateError(
+            f"{what} cannot run inside of a gradient transform.",
+            expected="torch.autograd.grad or backward",
+            got="torch.func.grad, vjp, jacrev or hessian around it",
+            do="Take the gradient by torch.autograd.grad (torch.func.functional_call works with it), or transform the plain module.",
+        )
+    # A graph holds kernels. What is decided in Python (random states, which block of host memory a copy goes to) would be that of the capture.
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise StateError(
+            f"{what} cannot be captured in a CUDA graph.",
+            expected="a call outside of torch.cuda.graph and make_graphed_callables",
+            got="a stream that is being captured",
+            do="Capture the module inside the wrapper (torch.cuda.make_graphed_callables), or capture the model without it.",
+        )
+
+
+def check_not_traced(where: str) -> None:
+    """Refuse a backward that is traced: what comes back from elsewhere would be constants of the graph."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        raise StateError(
+            "A backward through a region or swapped tensors cannot be traced.",
+            expected="a backward that runs",
+            got="make_fx, or another tracer, around it",
+            where=where,
+            do="Trace the forward alone, or trace the model without wrappers.",
+        )
+
+
+def transform_now() -> str | None:
+    """What changes the meaning of ops around a region, if anything does."""
+    if torch._C._functorch.get_interpreter_stack():
+        return "torch.func.vmap"
+    return "forward-mode AD" if torch.autograd.forward_ad._current_level >= 0 else None
+
+
 class Surroundings:
-    """The state of the thread that calls a region."""
+    """The state of the thread that calls a region.
+
+    Attributes:
+        transform: "torch.func.vmap" or "forward-mode AD" around the region, if any.
+    """
 
     def __init__(self) -> None:
+        self.transform = transform_now()
         self._autocast = autocast_now()
         self._has_autocast_cache = torch.is_autocast_cache_enabled()
         # What compiles the frames of a model that is compiled as a whole: its parts would run uncompiled in backward.
@@ -42,6 +91,11 @@ class Surroundings:
             (mode.device for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext)),
             None,
         )
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether the region is part of a model that is compiled as a whole."""
+        return self._compiler is not None
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -65,6 +119,50 @@ def autocast_now() -> list[tuple[str, bool, torch.dtype]]:
         (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
         for device_type in _device_types()
     ]
+
+
+class ParametersOfModule:
+    """What a module and those in it have as parameters when a region calls it.
+
+    `torch.func.functional_call` gives a module others for the time of a call, `load_state_dict(assign=True)` for good: the second run gets
+    those of the first. Sharded data parallel exchanges its own itself.
+    """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._had: list[tuple[dict[str, Any], str, torch.Tensor, bool]] = []
+        if module is None or has_sharded_modules():
+            return
+        for each in modules_in(module):
+            if not isinstance(each._parameters, dict):  # TorchScript has them elsewhere
+                continue
+            for name, tensor in each._parameters.items():
+                if isinstance(tensor, nn.Parameter):
+                    self._had.append((each._parameters, name, tensor, True))
+                elif tensor is not None:  # the result of something: its graph is not ours to keep
+                    self._had.append((each._parameters, name, tensor.detach(), tensor.requires_grad))
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        others = []
+        for holder, name, tensor, requires_grad in self._had:
+            now = holder.get(name)
+            if now is not tensor:
+                others.append((holder, name, now))
+                is_own = isinstance(tensor, nn.Parameter)
+                holder[name] = tensor if is_own else tensor.detach().requires_grad_(requires_grad)
+        try:
+            yield
+        finally:
+            for holder, name, now in others:
+                holder[name] = now
+
+
+def call_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of the user's that is none of the model's: a policy that is compiled would be compiled for every op."""
+    if _compiler() is None:
+        return function(*args, **kwargs)
+    with _compiling(None):
+        return function(*args, **kwargs)
 
 
 def _compiler() -> Any:

@@ -172,6 +172,7 @@ class Traits(NamedTuple):
     must_run: bool
     has_schema: bool
     is_empty: bool  # its result has memory and no contents
+    is_out: bool  # it writes into a result that it is given
     is_invisible: bool  # what autograd and checkpointing itself do around ops: no policy is asked and nothing is made
     is_common: bool  # nothing of all this
     func: Any  # keeps its id from being given to another one
@@ -205,7 +206,7 @@ def traits_of(func: Any) -> Traits:
 def _read_traits(func: Any) -> Traits:
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher order operator, such as a compiled region: it may draw random numbers, nobody says
-        return Traits(False, True, frozenset(), False, False, False, False, False, func, func)
+        return Traits(False, True, frozenset(), False, False, False, False, False, False, func, func)
     name = schema.name
     writes: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):
@@ -225,6 +226,7 @@ def _read_traits(func: Any) -> Traits:
         must_run,
         True,
         is_empty,
+        any(argument.is_out for argument in schema.arguments),
         func in _INVISIBLE,
         not (is_view or is_random or writes or must_run or is_empty or func in _INVISIBLE or func is CAST),
         func,
