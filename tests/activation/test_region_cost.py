@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,12 +17,14 @@ from hyper_parallel.core.activation_checkpoint import policies as p  # noqa: E40
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy  # noqa: E402
 from hyper_parallel.core.swap.manager import SwapManager  # noqa: E402
 from hyper_parallel.platform.torch.activation_checkpoint import (  # noqa: E402
+    frame,
     placeholders,
     quiet_swap,
     saved_tensors,
     swap_wrapper,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint  # noqa: E402
+from hyper_parallel.platform.torch.activation_checkpoint.values import KnownOp, Value  # noqa: E402
 from support.swapping import Swapping  # noqa: E402
 
 
@@ -234,3 +238,139 @@ def test_attributes_are_looked_at_only_where_something_is_left_out(monkeypatch: 
     checkpoint(module, torch.randn(3, requires_grad=True)).sum().backward()
     assert looks == [1]
     assert not placeholders.is_placeholder(module.last)
+
+
+# -- what a call shares with the one before ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The record of each call."""
+    found: list[Any] = []
+    finish = frame.Frame._finish
+    monkeypatch.setattr(frame.Frame, "_finish", lambda self, record: found.append(record) or finish(self, record))
+    return found
+
+
+def step(module: nn.Module, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    checkpoint(module, x, **options).sum().backward()
+    return x.grad
+
+
+def test_a_second_call_shares_what_its_ops_look_like(records: list[Any]) -> None:
+    module = block()
+    for _ in range(3):
+        step(module, torch.randn(2, 4, requires_grad=True))
+    first, second, third = ([op.rest for op in record.ops] for record in records)
+    assert all(a is b is c for a, b, c in zip(first, second, third, strict=True))
+    assert not records[1].has_news()
+
+
+def test_ops_that_look_different_share_nothing_and_give_the_right_gradients(records: list[Any]) -> None:
+    class Changing(nn.Module):
+        factor: float = 2
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.sin() * self.factor).sin()
+
+    module = Changing()
+    for factor, shape in [(2, (3,)), (2.0, (3,)), (True, (3,)), (3, (3,)), (3, (2, 3)), (float("nan"), (3,))]:
+        module.factor = factor
+        x = torch.randn(shape, requires_grad=True)
+        plain = x.detach().clone().requires_grad_()
+        module(plain).sum().backward()
+        assert torch.equal(step(module, x), plain.grad) or factor != factor
+        arguments = [argument for op in records[-1].ops for argument in op.rest]
+        assert repr(factor) in map(repr, arguments)  # 2, 2.0 and True are equal
+
+
+def test_what_is_remembered_of_a_call_holds_no_tensor_and_ends_with_the_module() -> None:
+    gc.collect()
+    before = len(frame._known)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.GELU())
+    x = torch.randn(2, 4, requires_grad=True)
+    step(module, x)
+    assert len(frame._known) == before + 1
+    todo: list[Any] = [frame._known[module].ops]
+    while todo:
+        each = todo.pop()
+        assert not isinstance(each, (torch.Tensor, torch.UntypedStorage, torch.Generator, Value, FrameType))
+        if isinstance(each, (list, tuple)):
+            todo += each
+        elif isinstance(each, KnownOp):
+            todo += [each.rest, each.types, each.view, each.where]
+    del module, todo
+    gc.collect()
+    assert len(frame._known) == before
+
+
+def test_names_are_those_of_the_model_that_runs(records: list[Any]) -> None:
+    class Model(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x)
+
+    inner = block()
+    step(inner, torch.randn(2, 4, requires_grad=True))
+    Model(inner)(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    step(inner, torch.randn(2, 4, requires_grad=True))
+    names = [[op.module for op in record.ops] for record in records]
+    assert names == [["0", "1", "2"], ["inner.0", "inner.1", "inner.2"], ["0", "1", "2"]]
+
+
+def test_a_function_of_the_users_is_told_the_module_in_every_call() -> None:
+    told: list[tuple[str, int]] = []
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        if not ctx.is_recompute and op is torch.ops.aten.addmm.default:
+            told.append((ctx.module, ctx.occurrence))
+        return False
+
+    module = block()
+    for _ in range(3):
+        step(module, torch.randn(2, 4, requires_grad=True), policy_fn=policy)
+    assert told == [("0", 0), ("2", 0)] * 3
+
+
+def test_generators_are_as_without_a_region_when_ops_are_known() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.GELU(), nn.Dropout(0.5))
+    results = []
+    for run in (module, lambda x: checkpoint(module, x, policy_fn=p.save(p.random_ops))):
+        torch.manual_seed(0)
+        gradients = []
+        for _ in range(3):
+            x = torch.ones(2, 4, requires_grad=True)
+            run(x).sum().backward()
+            gradients.append(x.grad)
+        results.append((*gradients, torch.get_rng_state()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_calls_of_a_module_are_counted_alike_in_every_step() -> None:
+    """Also those in which only ops run that the name alone decides."""
+    told: list[tuple[str, int]] = []
+
+    def matches(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        if not ctx.is_recompute:
+            told.append((ctx.module, ctx.call))
+        return False
+
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
+            return x.sin().cos() if last else x.sin()
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(self.inner(x, False), True)
+
+    module, policy = Twice(), p.save(p.ops("aten.cos") & matches)
+    for policy_fn in (None, policy, policy, policy):
+        step(module, torch.randn(3, requires_grad=True), policy_fn=policy_fn)
+    assert told == [("inner", 1)] * 3

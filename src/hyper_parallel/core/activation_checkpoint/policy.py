@@ -18,9 +18,11 @@ class CheckpointPolicy(Enum):
     MUST_SWAP = 4
 
     keeps: bool  # whether the value need not be computed again
+    swaps: bool
 
     def __init__(self, number: int) -> None:
         self.keeps = number in (0, 1, 4)
+        self.swaps = number == 4
 
 
 # PyTorch's own enum is recognised by the names of its members: this file knows no framework. It says "offload" for swap.

@@ -14,7 +14,7 @@ class Op(Protocol[V_co]):
 
     @property
     def reads(self) -> Sequence[V_co | None]:
-        """The values it read; None for what is not tracked."""
+        """The values it read, made by ops before it or by none; None for what is not tracked."""
 
     @property
     def makes(self) -> Sequence[V_co]:
@@ -43,31 +43,23 @@ def plan_replay(
         stops: whether the recomputation ends when it has met every wanted value. Then nothing is run or taken for ops that
             must run and come later.
     """
-    maker: dict[V, int] = {}
-    required: list[int] = []
-    for index, op in enumerate(ops):
+    # From the last op to the first: who reads a value comes after the op that makes it, so that all needs are known there.
+    needed: set[V | None] = set(wanted)
+    made: set[V] = set()
+    runs: list[int] = []
+    goes_on = not stops  # whether the recomputation gets as far as this op, and further
+    for index in range(len(ops) - 1, -1, -1):
+        op = ops[index]
+        is_run = False
         for value in op.makes:
-            maker[value] = index
-        if op.must_run:
-            required.append(index)
-    todo: list[V | None] = list(wanted)
-    last = max((maker.get(value, -1) for value in todo if value is not None), default=-1) if stops else len(ops)
-    runs: set[int] = set()
-    takes: set[V] = set()
-    seen: set[V] = set()
-    for index in required:
-        if index <= last:
-            runs.add(index)
-            todo += ops[index].reads
-    while todo:
-        needed = todo.pop()
-        if needed is None or needed in seen:
-            continue
-        seen.add(needed)
-        made_by = None if is_available(needed) else maker.get(needed)
-        if made_by is None:
-            takes.add(needed)
-        elif made_by not in runs:
-            runs.add(made_by)
-            todo += ops[made_by].reads
-    return ReplayPlan(frozenset(runs), frozenset(takes))
+            if value in needed:
+                goes_on = True
+                if not is_available(value):
+                    is_run = True
+                    made.add(value)
+        if is_run or (goes_on and op.must_run):
+            runs.append(index)
+            needed.update(op.reads)
+    needed -= made
+    needed.discard(None)
+    return ReplayPlan(frozenset(runs), frozenset(needed))

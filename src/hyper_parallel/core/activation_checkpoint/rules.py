@@ -31,12 +31,18 @@ class Policy:
     # The answers that hold for every call of an op, by the op's id (`_by_op` has the op, so that no other gets it): who
     # looks here need not ask.
     answers: dict[int, CheckpointPolicy] = field(default_factory=dict, init=False, compare=False)
+    # The ops that the name alone does not decide.
+    asked: list[Any] = field(default_factory=list, init=False, compare=False)
+    # For whoever asks: the views among those ops that need nothing done, and what runs them.
+    passes: dict[int, Any] = field(default_factory=dict, init=False, compare=False)
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         known = self._by_op.get(op)
         if known is None:
             known = self._by_op[op] = self._of_op(op)
-            if not known[0]:
+            if known[0]:
+                self.asked.append(op)
+            else:
                 self.answers[id(op)] = known[1]
         for matcher, answer in known[0]:
             if matcher(ctx, op, *args, **kwargs):

@@ -25,6 +25,7 @@ from hyper_parallel.core.planner.solver_model import INFINITY, Clock
 from hyper_parallel.core.planner.solver_peak import smallest_peak
 from hyper_parallel.core.planner.solver_rows import Case
 from hyper_parallel.core.planner.solver_search import Search, plain_ms
+from hyper_parallel.core.swap.sizes import format_size
 
 __all__ = ["BudgetError", "Solution", "smallest_peak", "solve", "solve_over"]
 
@@ -250,18 +251,18 @@ def _budget_error(problem: Problem, peak: Peak) -> BudgetError:
         "alive when forward begins": peak.base_bytes,
         "kept outside of all regions": peak.outside_bytes,
         "kept by the regions before": peak.kept_bytes,
-        f"the {peak.moment} itself": peak.own_bytes,
+        f"in the {peak.moment} itself": peak.own_bytes,
         "saved or swapped to cut recomputation short": peak.extra_bytes,
-        "copies in flight": peak.in_flight_bytes,
-        "margin": peak.margin_bytes,
+        "for copies in flight": peak.in_flight_bytes,
+        "of margin": peak.margin_bytes,
     }
     largest = sorted(((num, name) for name, num in parts.items() if num), key=lambda each: -each[0])
     where = "the turn" if peak.region is None else f"{peak.moment} of {problem.profile.regions[peak.region].path}"
     return BudgetError(
         "No choice of what to save, swap and recompute fits into the budget.",
-        expected=f"a budget of at least {peak.num_bytes} bytes",
-        got=str(problem.budget_bytes),
-        where=f"{where}: " + ", ".join(f"{num} {name}" for num, name in largest),
+        expected=f"at least {peak.num_bytes} bytes ({format_size(peak.num_bytes)})",
+        got=f"{problem.budget_bytes} ({format_size(problem.budget_bytes)})",
+        where=f"{where}: " + ", ".join(f"{format_size(num)} {name}" for num, name in largest),
         do="Raise the budget, or make the batch or the sequence smaller.",
         smallest_bytes=peak.num_bytes,
     )

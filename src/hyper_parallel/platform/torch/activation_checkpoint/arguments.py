@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import enum
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,16 @@ _ATOMS = (
 # Objects of these packages have an identity that a copy would lose (streams, process groups, locks, loggers).
 _NOT_COPIED = ("torch", "threading", "logging", "multiprocessing", "concurrent", "asyncio", "numpy")
 _MOST_OBJECTS = 10_000  # a larger graph of objects is no cache: what is beyond is passed as it is
+
+
+_FLAT = (torch.Tensor, *_ATOMS)
+
+
+def _are_flat(arguments: Iterable[Any]) -> bool:
+    for each in arguments:  # noqa: SIM110 - a generator costs more
+        if each is not None and not isinstance(each, _FLAT):
+            return False
+    return True
 
 
 class _Slot:
@@ -45,7 +55,7 @@ class SavedArguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.is_direct: list[bool] = []
-        self._is_flat = all(isinstance(each, (torch.Tensor, *_ATOMS)) for each in (*args, *kwargs.values()))
+        self._is_flat = _are_flat(args) and _are_flat(kwargs.values())
         self._tree: Any
         if self._is_flat:  # as most calls are
             known: dict[int, int] = {}

@@ -50,10 +50,13 @@ from hyper_parallel.platform.torch.activation_checkpoint.surroundings import (
     check_not_traced,
     replaying,
 )
-from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value, is_available
+from hyper_parallel.platform.torch.activation_checkpoint.values import KnownOp, Origin, Value, is_available, known_ops
 
 _INPUT, _OUTSIDE = Origin.INPUT, Origin.OUTSIDE
+_Tensor, _strided = torch.Tensor, torch.strided
+_unsafe_view = torch.ops.aten._unsafe_view.default._op
 _logger = get_logger("region")
+_NOTHING = contextlib.nullcontext()
 _NO_PASS = -1  # what PyTorch gives as the number of the backward outside of one
 # What PyTorch's own kernels say when they want to read the memory of a placeholder.
 _PLACEHOLDER_READ = ("Cannot access data pointer", "unallocated storage", "data is not allocated yet")
@@ -69,6 +72,21 @@ class Options(NamedTuple):
     check_outputs: bool = True
     debug: bool = False
     early_stop: bool = True
+
+
+class _Known(NamedTuple):
+    """What the ops of a function's last call looked like, and what the names of their modules depend on."""
+
+    paths: ModulePaths | None
+    answers: Any  # of the policy, which itself may lead to anything
+    ops: list[KnownOp | None]
+
+    def names(self, paths: ModulePaths | None, answers: Any) -> bool:
+        """Whether the names hold for a call under these."""
+        return self.paths is paths and self.answers is answers
+
+
+_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 
 
 class _Input(NamedTuple):
@@ -104,7 +122,16 @@ class Frame:
         # Unlike the name it tells two blocks of one class apart: the engine learns by it what a forward saves last.
         self._key = f"{self.name} {id(self._identity):x}"
         self._swap = RegionSwap(self._key)
-        self._record: Record | None = Record(policy, paths, options.preserve_rng_state)
+        self._known = _known.get(self._identity) or _Known(None, None, [])
+        self._named = paths, getattr(policy, "answers", None)
+        asks = policy is not None and (self._named[1] is None or bool(policy.asked))
+        self._record: Record | None = Record(
+            policy,
+            paths,
+            options.preserve_rng_state,
+            known=self._known.ops,
+            has_names=not asks and self._known.names(*self._named),
+        )
         self._inputs: list[_Input] = []
         self._surroundings = Surroundings()
         self._parameters = ParametersOfModule(module)
@@ -143,10 +170,15 @@ class Frame:
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps in place of a residual."""
         record = self._record
-        value = None if record is None else record.current(tensor)
-        if value is None or record is None or value.origin is _OUTSIDE:
+        if record is None:
             return Kept(tensor, self.name)
-        if value.origin is _INPUT:
+        value = record.current(tensor)
+        if value is None:
+            return Kept(tensor, self.name)
+        origin = value.origin
+        if origin is _OUTSIDE:
+            return Kept(tensor, self.name)
+        if origin is _INPUT:
             from_input = FromInput(self, value, tensor)
             self._from_inputs.append(weakref.ref(from_input))
             return from_input
@@ -154,7 +186,7 @@ class Frame:
             record.runs_everything = True  # filled by a kernel that no mode sees
         if value.kept is not None:
             self._swap_out(record, value)
-            return FromKept(value.kept, tensor, record.ops[value.op].place(), self._swap.arrival(tensor.device))
+            return FromKept(value.kept, tensor, record.ops[value.op].place(), self._swap.arrival(value.device))
         recomputed = Recomputed(self, value, tensor)
         num_writes = recomputed.version - value.made_version
         if num_writes > value.num_writes:
@@ -188,14 +220,18 @@ class Frame:
             self._num_planned = len(recomputed)
             slots = self._keep_for_replay(record)
             self._note_checksums(recomputed)
-        inputs = {each.value for each in _living(self._from_inputs)}
-        slots = self._pack_inputs(record, self._plan.takes | inputs) + slots
+        needed = self._plan.takes
+        if self._from_inputs:
+            needed |= {each.value for each in _living(self._from_inputs)}
+        slots = self._pack_inputs(record, needed) + slots
         if recomputed:
             self._swap.expect(slots)
         for each in recomputed:
             each.let_go()
         if not recomputed:
             self._record = None
+        elif record.has_news() or not self._known.names(*self._named):
+            _known[self._identity] = _Known(*self._named, known_ops(record.ops))
 
     def _to_recompute(self, record: Record) -> list[Recomputed]:
         """The living residuals that no policy has kept after all."""
@@ -223,8 +259,10 @@ class Frame:
         for each in modules_in(module):
             attributes = each.__dict__
             before, after = attributes.get("_forward_pre_hooks"), attributes.get("_forward_hooks")
+            if not before and not after:
+                continue
             # Those of tensor parallel and of FSDP2 redistribute and gather: they do not look.
-            if (before or after) and any(
+            if any(
                 not (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
                 for hook in (*(before or {}).values(), *(after or {}).values())
             ):
@@ -248,8 +286,7 @@ class Frame:
                 self._host_randomness = None
 
     def _plan_replay(self, record: Record, wanted: set[Value]) -> Any:
-        from hyper_parallel.core.activation_checkpoint.replay_plan import ReplayPlan, plan_replay
-
+        ReplayPlan, plan_replay, _ = _core()  # noqa: N806 - a class
         if record.runs_everything and wanted:
             return ReplayPlan(*record.everything())
         return plan_replay(record.ops, wanted, is_available, stops=self._options.early_stop)
@@ -257,8 +294,9 @@ class Frame:
     def _keep_for_replay(self, record: Record) -> list[Any]:
         """Keep what replay takes, and drop the rest; the slots of what is swapped, in the order of asking."""
         takes = self._plan.takes
-        slots = []
-        for value in (*record.made(), *record.before_write.values()):
+        slots: list[Any] = []
+        kept = [value for op in record.ops for value in op.makes if value.kept is not None]
+        for value in (*kept, *record.before_write.values()):
             if value.kept is None:
                 continue
             if value not in takes and not (value.is_written and self._keeps_before(value)):
@@ -283,9 +321,7 @@ class Frame:
         return self._module is not None and self._identity in _leaves_out
 
     def _note_checksums(self, recomputed: list[Recomputed]) -> None:
-        from hyper_parallel.core.activation_checkpoint.value_check import is_due
-
-        if recomputed and is_due(self._key):
+        if recomputed and _core()[2](self._key):
             for each in recomputed:
                 if each.value not in self._checksums and each.held is not None:
                     self._checksums[each.value] = checksum(_whole(each.held, each.value))
@@ -304,7 +340,7 @@ class Frame:
         for value, tensor, is_direct in zip(record.inputs, arguments.tensors, arguments.is_direct, strict=True):
             unpack = None
             # One that was written in the region is either not needed, or a copy of what it was is kept in its value.
-            may_be_read = bool(self._recomputed) and (is_direct or not self._is_proven())
+            may_be_read = len(self._recomputed) > 0 and (is_direct or not self._is_proven())
             if value is None or (value.kept is None and record.is_current(value) and (value in needed or may_be_read)):
                 packed = pack(tensor) if is_direct and pack is not None else Kept(tensor, self.name)
                 unpack = packed.tensor
@@ -323,12 +359,13 @@ class Frame:
         """A recomputed value, for one residual in one backward."""
         number = torch._C._current_graph_task_id()
         with self._lock:
-            current = self._pass(number)
-            if residual.value not in current.found:
-                if current.has_given(residual.value):
+            current = self._passes.get(number) or self._pass(number)
+            value = residual.value
+            if value not in current.found:
+                if current.has_given(value):
                     current.keep_all()
                 self._replay(current)
-            tensor = current.take(residual.value)
+            tensor = current.take(value)
             if number == _NO_PASS:
                 self.end_pass(number)
         if tensor is None:
@@ -461,34 +498,29 @@ class Frame:
         # First of all: to get them may mean another replay, of the region around this one.
         with torch.enable_grad():
             args, kwargs = self._arguments.rebuild(lambda index: self._replayed_input(index, replay, current))
+        # Who runs backward inside the region needs the residuals of the replay, too; nobody else does.
+        pack = aliased if record.runs_everything else _forget
+        replay.attributes = Attributes(None if self._module is None else self._module())
+        if replay.has_placeholders:
+            replay.attributes.remember()
         with (
             replaying(),
             _set_back(generators),
-            contextlib.nullcontext() if self._host_randomness is None else self._host_randomness.again(),
-            self._no_placeholders_left(replay),
+            _NOTHING if self._host_randomness is None else self._host_randomness.again(),
+            replay.attributes,
             self._parameters.again(),
             self._surroundings.again(),  # last: it may turn the compiler on for what is called from here
             torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(pack, _unpack_kept),
         ):
             for state in self._random:
                 state.restore()
-            # Who runs backward inside the region needs the residuals of the replay, too; nobody else does.
-            pack = aliased if record.runs_everything else _forget
-            hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack_kept)
-            with contextlib.suppress(AllFound), hooks, ReplayMode(replay), _no_torch_script(self.name):
-                self._function(*args, **kwargs)
+            try:
+                with ReplayMode(replay), _no_torch_script(self.name):
+                    self._function(*args, **kwargs)
+            except AllFound:
+                pass
         return replay
-
-    @contextlib.contextmanager
-    def _no_placeholders_left(self, replay: Replay) -> Iterator[None]:
-        """A block after which no attribute of the module is a placeholder."""
-        replay.attributes = attributes = Attributes(None if self._module is None else self._module())
-        if replay.has_placeholders:
-            attributes.remember()
-        try:
-            yield
-        finally:
-            attributes.take_back()
 
     def _replayed_input(self, index: int, replay: Replay, current: Pass) -> torch.Tensor:
         each = self._inputs[index]
@@ -562,7 +594,8 @@ class _Packer:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         frame = self.frame
-        if frame is None or not is_plain(tensor):  # what a subclass is made of is its own business
+        # What a subclass is made of is its own business.
+        if frame is None or not ((type(tensor) is _Tensor and tensor.layout is _strided) or is_plain(tensor)):
             return Kept(tensor, "region" if frame is None else frame.name)
         return frame.pack(tensor)
 
@@ -587,8 +620,8 @@ def _no_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor as the result of something, and no view."""
     if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided:
         # To autograd this is an op like any other, and it is many times faster than a function of our own.
-        result: torch.Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.size())
-        if View.of(result) == View.of(tensor):
+        result: torch.Tensor = _unsafe_view(tensor, tensor.size())
+        if result.stride() == tensor.stride() and View.of(result) == View.of(tensor):
             return result
     made: torch.Tensor = _NoLeaf.apply(tensor)
     return made
@@ -642,14 +675,29 @@ class _Hooks:
         return lambda tensor: _Hooks(unpack, pack(tensor))
 
 
-@contextlib.contextmanager
-def _set_back(generators: set[torch.Generator]) -> Iterator[None]:
-    states = [GeneratorState(generator) for generator in generators]
-    try:
-        yield
-    finally:
-        for state in states:
+class _set_back:  # noqa: N801 - used like a function
+    """A block after which generators are as they were before it."""
+
+    __slots__ = ("_states",)
+
+    def __init__(self, generators: set[torch.Generator]) -> None:
+        self._states = [GeneratorState(generator) for generator in generators]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_error: object) -> None:
+        for state in self._states:
             state.restore()
+
+
+@functools.cache
+def _core() -> Any:
+    """What a region needs of the core; an import costs in each call."""
+    from hyper_parallel.core.activation_checkpoint.replay_plan import ReplayPlan, plan_replay
+    from hyper_parallel.core.activation_checkpoint.value_check import is_due
+
+    return ReplayPlan, plan_replay, is_due
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import itertools
 import sys
 import weakref
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -80,6 +80,21 @@ def paths_here(module: nn.Module | None) -> ModulePaths | None:
     return paths
 
 
+class Occurrence(NamedTuple):
+    """Which of the calls of an op one is.
+
+    Fields:
+        occurrence: how often the op ran before in the module
+        call: which call of the module it was
+        occurrence_in_call: how often the op ran before in that call
+    """
+
+    module: str
+    occurrence: int
+    call: int
+    occurrence_in_call: int
+
+
 class ModuleCall:
     """One call of a module, with the ops that were met in it.
 
@@ -96,14 +111,14 @@ class ModuleCall:
         self._in_call: dict[int, int] = {}
         self._in_module = in_module
 
-    def count(self, func: Any) -> tuple[int, int]:
-        """How often an op ran before in this module, and in this call of it. Whoever asks keeps the op, and so its id."""
+    def count(self, func: Any) -> Occurrence:
+        """Which call of the op this is. Whoever asks keeps the op, and so its id."""
         key = id(func)
         in_module = self._in_module.get(key, 0)
         in_call = self._in_call.get(key, 0)
         self._in_module[key] = in_module + 1
         self._in_call[key] = in_call + 1
-        return in_module, in_call
+        return Occurrence(self.name, in_module, self.number, in_call)
 
 
 class ModuleCalls:

@@ -160,7 +160,7 @@ class Attributes:
     """The attributes of a module, and of those in it, as they were before a second run.
 
     A forward that puts a tensor aside (`self.last = x`) has done so before; where its second run puts a placeholder, what was there
-    comes back. Everything else is as the second run left it.
+    comes back, at the end of a `with` block. Everything else is as the second run left it.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -174,6 +174,12 @@ class Attributes:
             buffers = each._buffers
             self._before.append((attributes, attributes.copy()))
             self._before.append((buffers, buffers.copy()))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_error: object) -> None:
+        self.take_back()
 
     def take_back(self) -> None:
         for now, then in self._before:

@@ -36,6 +36,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
     Argument,
     Arguments,
     Constant,
+    KnownOp,
     Origin,
     RecordedOp,
     Traits,
@@ -48,8 +49,12 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
 
 _MADE, _INPUT, _OUTSIDE, _WRITTEN = Origin.MADE, Origin.INPUT, Origin.OUTSIDE, Origin.WRITTEN
 _Tensor, _strided = torch.Tensor, torch.strided
+# The views that were met without a policy, by the op's id (TRAITS has the op, so that no other gets it), and what runs them.
+_VIEWS: dict[int, Callable[..., Any]] = {}
 _NOBODY_WAITS = contextlib.nullcontext()
 PolicyFunction = Callable[..., Any]
+
+_CUDNN_RNN = torch.ops.aten._cudnn_rnn.default
 
 
 class PolicyContext:
@@ -125,6 +130,8 @@ class Record:
         paths: ModulePaths | None,
         keeps_random_state: bool,
         keeps_writes: bool = True,
+        known: list[KnownOp | None] | None = None,
+        has_names: bool = False,
     ) -> None:
         self.ops: list[RecordedOp] = []
         self.inputs: list[Value | None] = []
@@ -137,7 +144,13 @@ class Record:
         self._policy = policy
         # What a policy answers about every call of an op, by the op's id: it need not be asked about each.
         self._answers: dict[int, Any] = getattr(policy, "answers", {})
+        # Views about which there is nothing to do but to run them, by the op's id.
+        self.passes: dict[int, Callable[..., Any]] = _VIEWS if policy is None else getattr(policy, "passes", {})
         self._calls = ModuleCalls(paths)
+        self._known = known or []  # what the ops of the last call looked like
+        self._num_known = len(self._known)
+        self._has_news = False
+        self._has_names = has_names  # whether no policy asks for the module of an op: that of `known` will do
         self._keeps_random_state = keeps_random_state
         self._keeps_writes = keeps_writes  # whether a policy may keep what an in-place op wrote
         self._has_empty = False  # whether an op gave memory without contents
@@ -157,8 +170,12 @@ class Record:
 
     def current(self, tensor: torch.Tensor) -> Value | None:
         """The value a tensor's storage has now; None if no op of the region has met it."""
-        key = storage_key(tensor)
-        return None if key is None else self._current.get(key)
+        if type(tensor) not in PLAIN_TYPES:
+            tensor = local_tensor(tensor)
+        try:
+            return self._current.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # no storage of its own
+            return None
 
     def current_at(self, key: int) -> Value | None:
         """The same, by the storage's key."""
@@ -173,6 +190,10 @@ class Record:
         runs = {op.index for op in self.ops if not op.makes or any(value.kept is None for value in op.makes)}
         takes = {value for op in self.ops for value in (*op.reads, *op.makes)} | set(self.inputs)
         return frozenset(runs), frozenset(value for value in takes if value is not None and is_available(value))
+
+    def has_news(self) -> bool:
+        """Whether its ops do not look like those of the last call."""
+        return self._has_news
 
     def is_current(self, value: Value) -> bool:
         return self._current.get(value.key) is value
@@ -197,10 +218,24 @@ class Record:
         rest: list[Any] = []
         sort(args, kwargs, tensors, rest)
         ops = self.ops
-        op = RecordedOp(len(ops), func, self._read(tensors), rest, self._calls.innermost(3))
+        index = len(ops)
+        known = self._known[index] if index < self._num_known else None
+        if known is not None and known.func is func and known.has(rest):
+            # The innermost module is looked for only where a policy may want to know it: for any op, as calls are counted.
+            call = known if self._has_names else self._calls.innermost(3)
+            op = RecordedOp(index, func, self._read(tensors), known.rest, call)
+            op.known = known
+        else:
+            self._has_news = True
+            op = RecordedOp(index, func, self._read(tensors), rest, self._calls.innermost(3))
         if self._has_empty:
             self._look_for_unseen(op.reads, [])
-        result = traits.call(*args, **kwargs)
+        if traits.is_random and self._keeps_random_state:
+            with drawing:
+                op.state = self._state_before(args, kwargs, tensors)
+                result = traits.call(*args, **kwargs)
+        else:
+            result = traits.call(*args, **kwargs)
         op.outputs = (
             self._note_tensor(op, result, tensors)
             if type(result) is _Tensor
@@ -214,7 +249,7 @@ class Record:
         return result
 
     def _run_special(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op that draws random numbers, writes, or does something else that most do not."""
+        """Run an op that writes, or does something else that most do not."""
         func = traits.func
         arguments = Arguments(args, kwargs, traits.writes)
         versions = None
@@ -222,7 +257,7 @@ class Record:
             versions = [version_of(tensor) for tensor in arguments.tensors]
             self.runs_everything = True  # compiled code looks at the types of what it is given: no placeholders
         with drawing if traits.is_random and self._keeps_random_state else _NOBODY_WAITS:
-            state = self._state_before(args, kwargs, arguments) if traits.is_random else None
+            state = self._state_before(args, kwargs, arguments.tensors) if traits.is_random else None
             op = self._new_op(func, arguments, state)
             if traits.is_out:
                 check_not_in_compiled_code(func, str(op.place()))
@@ -237,6 +272,8 @@ class Record:
         if arguments.written:
             self._note_writes(op, arguments)
         op.outputs = self._note_outputs(op, result, arguments.tensors)
+        if func is _CUDNN_RNN and isinstance(args[-1], torch.Tensor):
+            self._keep_made(op, result)
         if traits.is_empty:
             self._note_empty(op)
         if func is CAST and isinstance(args[0], torch.nn.Parameter):
@@ -246,6 +283,13 @@ class Record:
         if self._policy is not None:
             self._ask(op, result, arguments.tensors, args, kwargs)
         return result
+
+    def _keep_made(self, op: RecordedOp, result: tuple[torch.Tensor, ...]) -> None:
+        """Keep all results, whatever a policy says: cuDNN has a random state of its own for dropout, which nobody can set back."""
+        for tensor in result:
+            value = self.current(tensor)
+            if value is not None and value.op == op.index:
+                value.kept = Saved(aliased(tensor))
 
     def _new_op(self, func: Any, arguments: Arguments, state: GeneratorState | None) -> RecordedOp:
         reads = self._read(arguments.tensors)
@@ -258,16 +302,21 @@ class Record:
         current = self._current
         reads: list[Value | None] = []
         for tensor in tensors:
-            key = storage_key(tensor)
-            if key is None:
+            try:
+                if type(tensor) not in PLAIN_TYPES:
+                    tensor = local_tensor(tensor)
+                value = current.get(tensor.untyped_storage()._cdata)
+            except (NotImplementedError, RuntimeError):  # no storage of its own
                 reads.append(None)
                 continue
-            value = current.get(key)
             if value is None:
                 value = self._new_value(_OUTSIDE, -1, tensor)
                 value.seen_version = value.made_version
             else:
-                value.seen_version = version_of(tensor)
+                try:
+                    value.seen_version = tensor._version
+                except RuntimeError:  # an inference tensor
+                    value.seen_version = -1
             reads.append(value)
         return reads
 
@@ -285,6 +334,9 @@ class Record:
     def _run_view(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A view is no value. A policy that saves it saves what it looks at."""
         result = traits.call(*args, **kwargs)
+        return self.noted_view(traits, result, args, kwargs)
+
+    def noted_view(self, traits: Traits, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(result) is not _Tensor and _has_communicated(result, args):
             arguments = Arguments(args, kwargs, traits.writes)
             op = self._new_op(traits.func, arguments, None)
@@ -299,27 +351,31 @@ class Record:
             policy = self._answers.get(id(traits.func))
             if policy is None:
                 policy = self._ask_about_view(traits.func, self._calls.innermost(4), result, args, kwargs)
+            elif not policy.keeps:
+                self.passes[id(traits.func)] = traits.call
             if policy.keeps:
                 # Of what it looks at, not of the view: that gets its version counter only when this mode is done.
                 source = next((each for each in args if isinstance(each, torch.Tensor)), None)
                 value = None if source is None else self.current(source)
                 if source is not None and value is not None and value.origin is _MADE:
                     self._keep(value, source, policy)
+        else:
+            _VIEWS[id(traits.func)] = traits.call
         return result
 
     def _ask_about_view(
         self, func: Any, call: ModuleCall, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        occurrence, in_call = call.count(func)
-        context = PolicyContext(False, call.name, occurrence, result, call.number, in_call)
+        where = call.count(func)
+        context = PolicyContext(False, call.name, where.occurrence, result, call.number, where.occurrence_in_call)
         return ask(self._policy, context, func, args, kwargs)
 
     def _state_before(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> GeneratorState | None:
         if not self._keeps_random_state:
             return None
-        generator = generator_of(args, kwargs, arguments.tensors)
+        generator = generator_of(args, kwargs, tensors)
         return None if generator is None else GeneratorState(generator)
 
     def _copy_before_write(self, arguments: Arguments) -> None:
@@ -366,9 +422,14 @@ class Record:
         for read in op.reads:
             if read is not None and read.key == key:
                 return self._note_special(op, tensor, tensors)
-        self._storages.add(storage)
-        value = self._current[key] = Value(_MADE, op.index, key, storage.nbytes(), tensor.device, version_of(tensor))
-        value.view = View.of(tensor)
+        self._storages.addresses.append(storage._weak_ref())
+        try:
+            version = tensor._version
+        except RuntimeError:  # an inference tensor
+            version = -1
+        value = self._current[key] = Value(_MADE, op.index, key, storage.nbytes(), tensor.device, version)
+        known = op.known
+        value.view = View.of(tensor) if known is None else known.view_of(tensor)
         op.makes += (value,)
         if tensor.is_cpu:
             for argument in tensors:
@@ -416,6 +477,9 @@ class Record:
         op.policy = policy
         if not policy.keeps:
             return
+        if type(op.outputs) is Value and not op.targets:  # as most ops have
+            self._keep(op.outputs, result, policy)
+            return
         found: list[tuple[Value, torch.Tensor]] = []
         _pair(op.outputs, result, found)
         if op.targets and self._keeps_writes:
@@ -428,7 +492,7 @@ class Record:
             return
         if value.num_bytes == 0 and not is_distributed(tensor):  # other ranks may have more: all keep it, or none
             return
-        if policy.name != "MUST_SWAP":
+        if not policy.swaps:
             value.kept = Saved(aliased(tensor))
         elif not value.is_weight_cast:
             value.kept = Swappable(aliased(tensor))
@@ -496,10 +560,17 @@ class RecordingMode(RegionMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        record = self._record
+        call = record.passes.get(id(func))
+        if call is not None and not self._may_shard:
+            result = call(*args, **kwargs) if kwargs else call(*args)
+            if type(result) is _Tensor:  # as most views give
+                return result
+            return record.noted_view(TRAITS[id(func)], result, args, kwargs or {})
         traits = TRAITS.get(id(func)) or traits_of(func)
         if traits.is_invisible or (self._may_shard and is_sharding(2)):
-            return func(*args, **(kwargs or {}))
-        return self._record.run(traits, args, kwargs or {})
+            return traits.call(*args, **(kwargs or {}))
+        return record.run(traits, args, kwargs or {})
 
 
 _ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView

@@ -53,6 +53,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
 )
 
 _MADE, _OUTSIDE, _WRITTEN = Origin.MADE, Origin.OUTSIDE, Origin.WRITTEN
+_Tensor = torch.Tensor
 
 
 class AllFound(BaseException):  # not an Exception: the function under replay may catch those
@@ -98,7 +99,7 @@ class Replay:
         self._early_stop = early_stop
         self._restores_random_state = restores_random_state
         self._checks_outside = checks_outside
-        self._storages: dict[int, int] = {}
+        self._storages: dict[int | None, int] = {}
         self._states: dict[int, Value] = dict(record.before_write)
         self._refs = WeakStorages()
         self._own: set[int] = set()
@@ -151,10 +152,12 @@ class Replay:
         sort(args, kwargs, tensors, rest)
         keys: list[int | None] = []
         values: list[Value | None] = []
+        storages, states = self._storages, self._states
         for tensor in tensors:
             key = storage_key(tensor)
             keys.append(key)
-            values.append(self._value_at(key, tensor))
+            known = storages.get(key)  # what this run has met: see `_value_at`
+            values.append(self._value_at(key, tensor) if known is None else states[known])
         op = self._match(func, values, tensors, rest)
         if op is None:
             if traits.is_view:
@@ -178,6 +181,9 @@ class Replay:
         if has_placeholder(args):
             return view_of_placeholder(traits.func, args, kwargs)
         result = traits.call(*args, **kwargs)
+        return self.noted_view(result)
+
+    def noted_view(self, result: Any) -> Any:
         for tensor in (result,) if isinstance(result, torch.Tensor) else result:
             key = storage_key(tensor)
             value = self._value_at(key, tensor)
@@ -198,13 +204,13 @@ class Replay:
     ) -> Any:
         by_id: dict[int, torch.Tensor] = {}
         elsewhere, empty = self._elsewhere, self._empty
-        for tensor, key, value in zip(tensors, keys, op.reads, strict=True):
+        for tensor, key, value in zip(tensors, keys, op.reads):  # noqa: B905 - one of each; see `_match`
             if elsewhere and value is not None and value in elsewhere:
                 by_id[id(tensor)] = View.of(tensor).on(elsewhere[value], tensor.device)
                 continue
             if empty and key in empty:
                 raise NeedsEverything(str(op))
-            if value is None:
+            if value is None or value.origin is _MADE:
                 continue
             if (
                 value.origin is _OUTSIDE
@@ -229,7 +235,11 @@ class Replay:
             tensor = tensors[position]
             self._rebind(tensor, value)
             self._collect(value, by_id.get(id(tensor), tensor))
-        return self._note_outputs(op, op.outputs, result, tensors)
+        outputs = op.outputs
+        if type(outputs) is Value and type(result) is _Tensor:
+            self._note_result(op, outputs, result)
+            return result
+        return self._note_outputs(op, outputs, result, tensors)
 
     def _copy_before_write(self, op: RecordedOp, tensors: list[torch.Tensor], by_id: dict[int, torch.Tensor]) -> None:
         for position, value in op.targets:
@@ -242,15 +252,19 @@ class Replay:
                 # The function may know the tensor from elsewhere, too, and read it there.
                 self._elsewhere[value] = local_tensor(by_id.get(id(tensor), tensor)).untyped_storage()
 
+    def _note_result(self, op: RecordedOp, value: Value, result: torch.Tensor) -> None:
+        if self._check_outputs and not _looks_like(result, value.view):
+            raise self._other_result(op, value, result)
+        self._own.add(self._bind(result, value))
+        if value in self._wanted and value not in self.found:
+            self.found[value] = aliased(result)
+            self._versions[value] = version_of(result) + value.num_writes
+
     def _note_outputs(self, op: RecordedOp, outputs: Any, result: Any, tensors: list[torch.Tensor]) -> Any:
         if type(outputs) is Value:
             if not isinstance(result, torch.Tensor):
                 raise self._other_result(op, outputs, result)
-            if self._check_outputs and not _looks_like(result, outputs.view):
-                raise self._other_result(op, outputs, result)
-            self._own.add(self._bind(result, outputs))
-            if outputs in self._wanted:
-                self._collect(outputs, result)
+            self._note_result(op, outputs, result)
             return result
         if isinstance(outputs, Argument):
             return tensors[outputs.position]
@@ -339,7 +353,11 @@ class Replay:
         index = self._next
         if index < len(ops):
             op = ops[index]
-            if op.func is func and op.reads == values and same_rest(op.rest, rest):  # nearly always
+            if (
+                op.func is func
+                and op.reads == values
+                and (op.known.has(rest) if op.known is not None else same_rest(op.rest, rest))
+            ):  # nearly always
                 self._next = index + 1
                 self._met[index] = 1
                 return op
@@ -423,11 +441,13 @@ class Replay:
         local = tensor if type(tensor) in PLAIN_TYPES else local_tensor(tensor)
         storage = local.untyped_storage()
         key: int = storage._cdata
-        if key not in self._storages:
-            self._refs.add(storage)
-        self._storages[key] = value.key
+        storages = self._storages
+        if key not in storages:
+            self._refs.addresses.append(storage._weak_ref())
+        storages[key] = value.key
         self._states[value.key] = value
-        self._empty.discard(key)
+        if self._empty:
+            self._empty.discard(key)
         return key
 
     def _rebind(self, tensor: torch.Tensor, value: Value) -> None:
@@ -484,11 +504,17 @@ class ReplayMode(RegionMode):
         if self._may_shard and is_sharding(2):
             return func(*args, **(kwargs or {}))
         traits = TRAITS.get(id(func)) or traits_of(func)
-        if traits.is_invisible or self._replay is None:
-            if has_placeholder(args):
+        replay = self._replay
+        if traits.is_invisible or replay is None:
+            if types and has_placeholder(args):
                 return view_of_placeholder(func, args, kwargs or {})
-            return func(*args, **(kwargs or {}))
-        return self._replay.run(traits, args, kwargs or {})
+            return traits.call(*args, **(kwargs or {}))
+        if traits.is_view and not types:  # no placeholders, and nothing distributed
+            result = traits.call(*args, **kwargs) if kwargs else traits.call(*args)
+            if type(result) is _Tensor and result.untyped_storage()._cdata in replay._storages:
+                return result  # of what an op of this run made: that was looked at when it was made
+            return replay.noted_view(result)
+        return replay.run(traits, args, kwargs or {})
 
 
 def _changed(tensor: torch.Tensor, value: Value, op: RecordedOp) -> StateError:
@@ -510,8 +536,8 @@ def _gone(op: RecordedOp, tensor: torch.Tensor) -> StateError:
 
 
 def _looks_like(tensor: torch.Tensor, view: View) -> bool:
-    local = local_tensor(tensor)
-    return bool(local.dtype == view.dtype and local.size() == view.size and local.stride() == view.stride)
+    local = tensor if type(tensor) is _Tensor else local_tensor(tensor)
+    return bool(local.dtype is view[0] and local.size() == view[1] and local.stride() == view[2])
 
 
 def _words(view: View) -> str:

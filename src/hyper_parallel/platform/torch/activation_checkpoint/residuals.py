@@ -19,16 +19,18 @@ if TYPE_CHECKING:
     from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame
 
 
+_ORDINARY = (False, False, None)  # neither conjugate nor negative, and nothing around it
+
+
 class Recomputed:
     """A residual that is made again. While the region's forward runs it still holds the tensor."""
 
-    __slots__ = ("__weakref__", "_device", "_frame", "_held", "_kept", "_view", "value", "version")
+    __slots__ = ("__weakref__", "_frame", "_held", "_kept", "_view", "value", "version")
 
     def __init__(self, frame: Frame, value: Value, tensor: torch.Tensor) -> None:
         self._frame = frame
         self.value = value
         self._view = View.of(tensor)
-        self._device = value.device
         self._held: torch.Tensor | None = aliased(tensor)
         self.version = version_of(tensor)
         self._kept: FromKept | None = None
@@ -53,9 +55,13 @@ class Recomputed:
                 raise changed_in_place(self._frame.where(self.value), self.version, version_of(self._held))
             return self._held
         tensor = self._frame.recomputed(self)
-        if View.of(tensor) == self._view:
+        seen = View.of(tensor)
+        if seen == self._view:
             return tensor
-        return self._view.on(local_tensor(tensor).untyped_storage(), self._device)
+        if seen[0] is self._view[0] and seen[4:] == self._view[4:] == _ORDINARY:
+            with torch._C._DisableTorchDispatch():
+                return tensor.as_strided(*self._view[1:4])
+        return self._view.on(local_tensor(tensor).untyped_storage(), self.value.device)
 
 
 class FromInput:

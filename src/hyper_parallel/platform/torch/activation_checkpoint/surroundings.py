@@ -18,6 +18,7 @@ from hyper_parallel._base.errors import StateError
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules, modules_in
 
 _thread = threading.local()
+_NOTHING = contextlib.nullcontext()
 
 
 def is_replaying() -> bool:
@@ -25,12 +26,15 @@ def is_replaying() -> bool:
     return getattr(_thread, "replays", 0) > 0
 
 
-@contextlib.contextmanager
-def replaying() -> Iterator[None]:
-    _thread.replays = getattr(_thread, "replays", 0) + 1
-    try:
-        yield
-    finally:
+class replaying:  # noqa: N801 - used like a function
+    """A block in which this thread runs a region's function again."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _thread.replays = getattr(_thread, "replays", 0) + 1
+
+    def __exit__(self, *_error: object) -> None:
         _thread.replays -= 1
 
 
@@ -87,10 +91,15 @@ class Surroundings:
         self._has_autocast_cache = torch.is_autocast_cache_enabled()
         # What compiles the frames of a model that is compiled as a whole: its parts would run uncompiled in backward.
         self._compiler = _compiler()
-        self._device = next(
-            (mode.device for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext)),
-            None,
-        )
+        self._device = _default_device() if torch._C._len_torch_function_stack() > 0 else None
+
+    def again(self) -> contextlib.AbstractContextManager[None]:
+        if self._device is None and self._compiler is None:
+            for device_type, enabled, _ in self._autocast:
+                if enabled or torch.is_autocast_enabled(device_type):
+                    return self._set_again()
+            return _NOTHING
+        return self._set_again()
 
     @property
     def is_compiling(self) -> bool:
@@ -98,7 +107,7 @@ class Surroundings:
         return self._compiler is not None
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def _set_again(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if any(enabled for _, enabled, _ in self._autocast):
                 torch.clear_autocast_cache()  # weights that are cast in this run are cast as in the first one
@@ -111,6 +120,11 @@ class Surroundings:
             if self._compiler is not None:
                 stack.enter_context(_compiling(self._compiler))
             yield
+
+
+def _default_device() -> Any:
+    stack = _get_current_function_mode_stack()
+    return next((mode.device for mode in reversed(stack) if isinstance(mode, DeviceContext)), None)
 
 
 def autocast_now() -> list[tuple[str, bool, torch.dtype]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES
-from hyper_parallel.platform.torch.activation_checkpoint.module_paths import ModuleCall
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import ModuleCall, Occurrence
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState
 
@@ -29,19 +29,19 @@ _is_expired: Callable[[int], bool] = torch.Storage._expired
 class WeakStorages:
     """Keeps the addresses of storages from being given to others, and no memory."""
 
-    __slots__ = ("_addresses",)
+    __slots__ = ("addresses",)
 
     def __init__(self) -> None:
-        self._addresses: list[int] = []
+        self.addresses: list[int] = []
 
     def add(self, storage: Any) -> int:
         """The address, which is the storage's key."""
         address: int = storage._weak_ref()
-        self._addresses.append(address)
+        self.addresses.append(address)
         return address
 
     def __del__(self, free: Callable[[int], None] = _free_weak_ref) -> None:
-        for address in self._addresses:
+        for address in self.addresses:
             free(address)
 
 
@@ -111,6 +111,7 @@ class RecordedOp:
     must_run = False
     policy: Any = None
     state: GeneratorState | None = None  # of the generator it drew from
+    known: KnownOp | None = None  # the same op of an earlier call, whose `rest` this one has
 
     def __init__(
         self,
@@ -118,25 +119,101 @@ class RecordedOp:
         func: Any,
         reads: list[Value | None],
         rest: list[Any],
-        call: ModuleCall,
+        call: ModuleCall | KnownOp,
         state: GeneratorState | None = None,
     ) -> None:
         self.index = index
         self.func = func
         self.reads = reads
         self.rest = rest  # the arguments that are no tensors
-        self.module = call.name
-        self.call = call.number
-        self.occurrence, self.occurrence_in_call = call.count(func)
+        if isinstance(call, KnownOp):
+            self.where = call.where
+        else:
+            self.where = call.count(func)
         if state is not None:
             self.state = state
 
+    @property
+    def module(self) -> str:
+        return self.where.module
+
+    @property
+    def occurrence(self) -> int:
+        return self.where.occurrence
+
+    @property
+    def call(self) -> int:
+        return self.where.call
+
+    @property
+    def occurrence_in_call(self) -> int:
+        return self.where.occurrence_in_call
+
     def place(self) -> OpPlace:
         """Its name, for labels that outlive the record."""
-        return OpPlace(self.module, self.func, self.occurrence)
+        return OpPlace(self.where.module, self.func, self.where.occurrence)
 
     def __str__(self) -> str:
         return str(self.place())
+
+
+class KnownOp:
+    """What an op of an earlier call looked like: nothing but types, numbers and sizes.
+
+    A record whose ops look the same shares these objects with it, which are most of those it would hold.
+    """
+
+    __slots__ = ("func", "rest", "types", "view", "where")
+
+    def __init__(self, func: Any, where: Occurrence, rest: list[Any], types: list[Any], view: View | None) -> None:
+        self.func = func
+        self.where = where
+        self.rest = rest
+        self.types = types  # of `rest`: 1, 1.0 and True are different arguments
+        self.view = view  # of its result, if that is one tensor
+
+    def has(self, rest: list[Any]) -> bool:
+        # Types first: these have an equality that looks at nothing else.
+        return list(map(type, rest)) == self.types and self.rest == rest
+
+    def view_of(self, tensor: torch.Tensor) -> View:
+        """The view of a result: the one that is here, if it is the same."""
+        view = self.view
+        if (
+            view is not None
+            and tensor.size() == view[1]
+            and tensor.stride() == view[2]
+            and tensor.dtype is view[0]
+            and tensor.storage_offset() == view[3]
+            and tensor.is_conj() is view[4]
+            and tensor.is_neg() is view[5]
+        ):
+            return view
+        return View.of(tensor)
+
+
+# What may be in the `rest` of a `KnownOp`: it outlives the call. Tuples are those of `sort`.
+_SMALL = frozenset(
+    {tuple, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+
+
+def known_ops(ops: list[RecordedOp]) -> list[KnownOp | None]:
+    """What the next call of the same function may share with these."""
+    found: list[KnownOp | None] = []
+    for op in ops:
+        known = op.known
+        if known is None or known.where != op.where:
+            known = None
+            types = list(map(type, op.rest))
+            if _SMALL.issuperset(types):
+                outputs = op.outputs
+                view = outputs.view if type(outputs) is Value else None
+                known = KnownOp(
+                    op.func, op.where, op.rest, types, None if view is None or view.outer is not None else view
+                )
+        found.append(known)
+    return found
 
 
 class OpPlace(NamedTuple):
@@ -174,7 +251,7 @@ class Traits(NamedTuple):
     is_empty: bool  # its result has memory and no contents
     is_out: bool  # it writes into a result that it is given
     is_invisible: bool  # what autograd and checkpointing itself do around ops: no policy is asked and nothing is made
-    is_common: bool  # nothing of all this
+    is_common: bool  # nothing of all this, but it may be random
     func: Any  # keeps its id from being given to another one
     call: Callable[..., Any]  # runs it
 
@@ -228,7 +305,7 @@ def _read_traits(func: Any) -> Traits:
         is_empty,
         any(argument.is_out for argument in schema.arguments),
         func in _INVISIBLE,
-        not (is_view or is_random or writes or must_run or is_empty or func in _INVISIBLE or func is CAST),
+        not (is_view or writes or must_run or is_empty or func in _INVISIBLE or func is CAST),
         func,
         func._op if type(func) is torch._ops.OpOverload else func,  # what its __call__ calls
     )
