@@ -24,7 +24,7 @@ from hyper_parallel.platform.torch.activation_checkpoint import (  # noqa: E402
     swap_wrapper,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint  # noqa: E402
-from hyper_parallel.platform.torch.activation_checkpoint.values import KnownOp, Value  # noqa: E402
+from hyper_parallel.platform.torch.activation_checkpoint.values import KnownOp, Value, traits_of  # noqa: E402
 from support.swapping import Swapping  # noqa: E402
 
 
@@ -374,3 +374,17 @@ def test_calls_of_a_module_are_counted_alike_in_every_step() -> None:
     for policy_fn in (None, policy, policy, policy):
         step(module, torch.randn(3, requires_grad=True), policy_fn=policy_fn)
     assert told == [("inner", 1)] * 3
+
+
+def test_ops_that_recording_looks_at_are_no_common_ones() -> None:
+    """Random ones are, if they are nothing else; cuDNN's recurrent layers keep what they made, which only the longer way does."""
+    aten = torch.ops.aten
+    assert [traits_of(op).is_common for op in (aten.mm.default, aten.native_dropout.default)] == [True, True]
+    others = (
+        aten._cudnn_rnn.default,
+        aten._to_copy.default,
+        aten.add_.Tensor,
+        aten.empty.memory_format,
+        aten.view.default,
+    )
+    assert [traits_of(op).is_common for op in others] == [False] * 5

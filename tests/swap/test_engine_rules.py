@@ -523,6 +523,7 @@ def test_what_the_next_group_needs_comes_early_where_it_fits_below_the_peak_of_t
     setup = Setup(PROMPT, prefetch=8)  # a depth of one byte: one load at a time
     setup.device.counts_bytes = True
     handles = setup.forward(3, num_saved=2)
+    setup.engine.expect(handles[2].slot.group, [handles[3].slot, handles[2].slot])
     setup.join()
     group = handles[-1].slot.group
     setup.use(handles.pop())
@@ -532,6 +533,22 @@ def test_what_the_next_group_needs_comes_early_where_it_fits_below_the_peak_of_t
     del working_set
     setup.engine.arrive(group)
     assert states(handles) == [SlotState.HOST, SlotState.HOST, SlotState.H2D, SlotState.H2D]
+    setup.backward(handles)
+    setup.close()
+
+
+def test_what_a_group_asks_for_one_by_one_does_not_come_early() -> None:
+    setup = Setup(PROMPT, prefetch=8)
+    setup.device.counts_bytes = True
+    handles = setup.forward(3, num_saved=2)
+    setup.join()
+    group = handles[-1].slot.group
+    setup.use(handles.pop())
+    working_set = setup.device.create(100, "working set")
+    setup.use(handles.pop())
+    del working_set
+    setup.engine.arrive(group)
+    assert states(handles) == [SlotState.HOST, SlotState.HOST, SlotState.HOST, SlotState.H2D]
     setup.backward(handles)
     setup.close()
 

@@ -407,11 +407,13 @@ class SwapEngine:
     def _fit_below_the_peak(self, group: Group) -> list[Slot]:
         """What the next group needs and what fits below the highest point that this backward was seen at.
 
-        That point is passed and the memory was needed anyway. What the next group asks for is there at its own highest point in any case, so
-        that it may come early; what lies further ahead may not.
+        That point is passed and the memory was needed anyway. What the next group begins its backward with (a region runs again) is there at
+        its own highest point in any case, so that it may come early; what it asks for one by one may not, nor what lies further ahead.
         """
         near = group.with_next()
-        candidates = list(itertools.takewhile(lambda each: each[0].group in near, self._candidates(group)))
+        candidates = list(
+            itertools.takewhile(lambda each: each[0].is_expected and each[0].group in near, self._candidates(group))
+        )
         used_bytes = self.device.bytes_in_use() if candidates else None  # asking is slow: only if it matters
         if used_bytes is None:
             return []

@@ -26,7 +26,7 @@ class Slot:
     """
 
     __slots__ = (
-        "__weakref__", "block", "buffer", "changed", "group", "handles", "index", "label", "loaded", "num_bytes", "offloaded",
+        "__weakref__", "block", "buffer", "changed", "group", "handles", "index", "is_expected", "label", "loaded", "num_bytes", "offloaded",
         "pause", "position", "read_version", "saved_version", "source", "state", "stream", "tier", "waiting",
     )  # fmt: skip
 
@@ -56,6 +56,7 @@ class Slot:
         self.handles: dict[int, None] = {}  # living handles, by number
         self.waiting: dict[int, None] = {}  # those of them that have not asked in this pass of backward
         self.group = group
+        self.is_expected = False  # backward of its group begins with it; see `Group.expect`
         self.index = self.position = -1  # among what the group saved; in its stack, which `Group.expect` changes
         group.add(self)
 
@@ -135,6 +136,7 @@ class Group:
         stack = [*rest, *reversed(listed)]
         for position, slot in enumerate(stack):
             slot.position = position
+            slot.is_expected = slot in listed
         self.stack = [weakref.ref(slot) for slot in stack]
         self.cursor = len(stack) - 1  # what was asked for already waits for nothing, and is passed over
 

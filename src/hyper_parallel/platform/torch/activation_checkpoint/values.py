@@ -260,6 +260,8 @@ TRAITS: dict[int, Traits] = {}  # by the operator's id: its hash is written in P
 
 CAST = torch.ops.aten._to_copy.default
 _INVISIBLE = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
+# `recording` does more about them than about others.
+_LOOKED_AT = {CAST, torch.ops.aten._cudnn_rnn.default}
 
 # They share their input's memory and their schema does not say so.
 _UNANNOTATED_VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::alias"}
@@ -305,7 +307,7 @@ def _read_traits(func: Any) -> Traits:
         is_empty,
         any(argument.is_out for argument in schema.arguments),
         func in _INVISIBLE,
-        not (is_view or writes or must_run or is_empty or func in _INVISIBLE or func is CAST),
+        not (is_view or writes or must_run or is_empty or func in _INVISIBLE or func in _LOOKED_AT),
         func,
         func._op if type(func) is torch._ops.OpOverload else func,  # what its __call__ calls
     )
