@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import pickle
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -403,6 +404,41 @@ def test_a_clock_that_has_run_out_still_gives_what_fits() -> None:
     found = solve(dataclasses.replace(given, budget_bytes=budget), time_limit_s=0.0)
     assert found.cost.peak_bytes <= budget
     assert found.lower_bound_ms <= found.cost.step_ms
+
+
+def test_a_step_of_microseconds_is_planned_like_one_of_seconds() -> None:
+    slow = transformer(12, differ=True)
+    link = slow.link
+    assert link is not None
+    fast = dataclasses.replace(
+        slow,
+        regions=tuple(
+            dataclasses.replace(
+                each,
+                ops=tuple(dataclasses.replace(one, forward_ms=one.forward_ms / 2**20) for one in each.ops),
+                forward_ms=each.forward_ms / 2**20,
+                backward_ms=each.backward_ms / 2**20,
+            )
+            for each in slow.regions
+        ),
+        turn=dataclasses.replace(slow.turn, ms=slow.turn.ms / 2**20),
+        link=Link(link.out_bytes_per_ms * 2**20, link.in_bytes_per_ms * 2**20),
+    )
+    budget = slow.base_bytes + slow.activation_peak_bytes // 4
+    found = [solve(Problem(each, budget, 256 * MIB, 256 * MIB), time_limit_s=NO_HURRY) for each in (slow, fast)]
+    assert found[0].decision == found[1].decision
+    assert found[1].gap == pytest.approx(found[0].gap, abs=1e-9)
+
+
+def test_where_highs_fails_it_is_tried_without_presolve() -> None:
+    tried = []
+
+    def fails_first(costs: list[float], options: dict[str, object]) -> SimpleNamespace:
+        tried.append(options["presolve"])
+        return SimpleNamespace(status=4 if options["presolve"] else 0)
+
+    assert solver_model._with_or_without_presolve(fails_first, [], solver_model.Clock(1.0)).status == 0
+    assert tried == [True, False]
 
 
 # ---- which tensors are swapped ----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from hyper_parallel.cli.plan import quiet_stdout
 from hyper_parallel.core.planner.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import plan_memory
 from hyper_parallel.core.swap.config import configure_swap
@@ -44,7 +45,8 @@ def run_demo(console: Console, budget: str, num_steps: int, report: Path) -> Out
     trainer = part.Trainer()
     console.print(f"[bold]{trainer.describe()}[/]")
     with _swap_directory(trainer.device.type):
-        plan = plan_memory(trainer.model, trainer.batch(), budget=budget, optimizer=trainer.optimizer)
+        with quiet_stdout():
+            plan = plan_memory(trainer.model, trainer.batch(), budget=budget, optimizer=trainer.optimizer)
         console.print(f"\n{plan}\n", markup=False)
         plain = _trained(part.Trainer(), None, num_steps, "training as it is", console)
         planned = _trained(part.Trainer(), plan, num_steps, "training with the plan", console)

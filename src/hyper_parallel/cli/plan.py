@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
@@ -19,6 +21,25 @@ def plan_build(build: str, budget: str) -> MemoryPlan:
         ValueError, TypeError: there is no such function, or it returns something else than a model and a batch.
     """
     made = _function(build)()
+    with quiet_stdout():
+        return _planned(made, build, budget)
+
+
+@contextlib.contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """What libraries print themselves goes nowhere: HiGHS sometimes leaves a line of its own on standard output, in the middle of a document."""
+    sys.stdout.flush()
+    saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(nowhere)
+
+
+def _planned(made: Any, build: str, budget: str) -> MemoryPlan:
     if isinstance(made, dict):
         arguments = {"budget": budget, **made}
         missing = [name for name in ("model", "batch") if name not in arguments]

@@ -1,8 +1,8 @@
 """The least time within the budget, with HiGHS.
 
 A problem is solved as two cases, since what is in flight (P4) is paid as soon as anything is swapped: once with it, and once
-with nothing swapped. How a case is solved is in `solver_search`. Every answer has been through `problem.evaluate`, so the
-models of the solver can cost speed when they are wrong, not correctness.
+with nothing swapped. How a case is solved is in `solver_search`. Every answer has been through `problem.evaluate`: what a model
+gets wrong can make a plan slower than it need be, or its bound too good, but never larger than the budget.
 
 The same problem gives the same plan: HiGHS runs in one thread with a fixed seed, and is bounded by numbers of nodes. Only where
 `time_limit_s` ends the work does the plan depend on the machine.
@@ -52,10 +52,12 @@ class BudgetError(ArgumentError):
 
 @dataclass(frozen=True)
 class Solution:
-    """Attributes:
-    lower_bound_ms: proved: no decision within the budget is faster
-    gap: how much faster the best could be at most, as a part of this one's step
-    seconds: that solving took
+    """A decision within the budget, and how good it is.
+
+    Attributes:
+        lower_bound_ms: proved: no decision within the budget is faster
+        gap: how much faster the best could be at most, as a part of this one's step
+        seconds: that solving took
     """
 
     decision: Decision
@@ -138,6 +140,8 @@ def solve_over(
         except BudgetError:
             if pair == least:
                 raise
+    if not found:  # what was promised does not fit in whole numbers
+        found.append((solve(problems[least], gap=gap, time_limit_s=clock.left_s), least))
     return min(found, key=lambda each: (each[0].cost.step_ms, sum(each[1])))
 
 
@@ -228,9 +232,9 @@ def _solve_large(searches: Sequence[Search], gap: float, size: int) -> None:
             for num_left in (15, 40):
                 if search.gap > gap:
                     search.dive(num_left, gap / 3, node_limit=20)
-        enough = gap / 50 if size <= _MEDIUM else 2 * gap
+        enough = gap / 10 if size <= _MEDIUM else 2 * gap
         if search.gap > enough and not search.is_infeasible:
-            search.refine(min(enough, gap), node_limit=500 if size <= _MEDIUM else 1)
+            search.refine(min(enough, gap), node_limit=50 if size <= _MEDIUM else 1)
         best = search.best
 
 

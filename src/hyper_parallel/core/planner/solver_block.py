@@ -28,9 +28,13 @@ PLAIN = frozenset({-1})  # in the place of the stored ops of a region that is no
 
 @dataclass(frozen=True)
 class Base:
-    """Attributes:
-    decision: what is stored is saved, or swapped where it can only be swapped
-    free: what is saved and may be swapped: its position among ops and inputs (these come after), and its bytes
+    """What a region stores and runs again.
+
+    Attributes:
+        stored: the ops
+        decision: what is stored is saved, or swapped where it can only be swapped
+        load: of this decision
+        free: what is saved and may be swapped: its position among ops and inputs (these come after), and its bytes
     """
 
     stored: frozenset[int]

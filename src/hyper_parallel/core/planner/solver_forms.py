@@ -19,7 +19,7 @@ _Terms = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
-class Link:
+class PlaceRows:
     """The rows that say what a region puts into its places."""
 
     kept: int
@@ -42,18 +42,22 @@ class Prices:
 
 @dataclass(frozen=True)
 class Whole:
+    """A block for each region."""
+
     model: Model
     places: Places
     blocks: list[Block]
-    links: list[Link]
+    links: list[PlaceRows]
 
 
 @dataclass(frozen=True)
 class Chosen:
+    """For each region a column, which is 0 or 1, for each base of the pool."""
+
     model: Model
     places: Places
     columns: list[list[int]]
-    links: list[Link]
+    links: list[PlaceRows]
 
 
 class Pool:
@@ -150,17 +154,18 @@ def _link(
     forced: _Terms,
     extra: _Terms,
     recompute: _Terms,
-    recompute_ms: float,
+    managed_ms: float,
     is_exact: bool,
-) -> Link:
+) -> PlaceRows:
+    """What is stored and not swapped is kept; `managed_ms` is what a region takes that `recompute` does not have."""
     swapped = places.swapped[index]
     most = model.row([*free, *forced, (swapped, -1.0)], 0.0, 0.0 if is_exact else float("inf"))
-    return Link(
+    return PlaceRows(
         kept=model.row([(places.kept[index], 1.0), (swapped, 1.0), *_negative(store)], 0.0, 0.0),
         most_swapped=most,
         least_swapped=model.row([(swapped, 1.0), *_negative(forced)], 0.0),
         extra=model.row([(places.extra[index], 1.0), *_negative(extra)], 0.0, 0.0),
-        recompute=model.row([(places.recompute[index], 1.0), *_negative(recompute)], recompute_ms, recompute_ms),
+        recompute=model.row([(places.recompute[index], 1.0), *_negative(recompute)], managed_ms, managed_ms),
     )
 
 
@@ -168,7 +173,7 @@ def _negative(terms: _Terms) -> _Terms:
     return [(variable, -value) for variable, value in terms]
 
 
-def prices(links: Sequence[Link], answer: Answer) -> list[Prices]:
+def prices(links: Sequence[PlaceRows], answer: Answer) -> list[Prices]:
     duals = answer.duals
     return [
         Prices(

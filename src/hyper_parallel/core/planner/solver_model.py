@@ -75,10 +75,6 @@ class Model:
         self._row_highs: list[float] = []
         self.constant = 0.0  # added to the value
 
-    @property
-    def num_variables(self) -> int:
-        return len(self._costs)
-
     def variable(self, low: float = 0.0, high: float = INFINITY, *, cost: float = 0.0, is_integer: bool = False) -> int:
         self._costs.append(cost)
         self._lows.append(low)
@@ -86,8 +82,8 @@ class Model:
         self._integral.append(int(is_integer))
         return len(self._costs) - 1
 
-    def binary(self, *, cost: float = 0.0) -> int:
-        return self.variable(0.0, 1.0, cost=cost, is_integer=True)
+    def binary(self) -> int:
+        return self.variable(0.0, 1.0, is_integer=True)
 
     def add_cost(self, variable: int, cost: float) -> None:
         self._costs[variable] += cost
