@@ -187,5 +187,5 @@ svg{width:100%;height:auto;display:block}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem;width:100%}
 th,td{padding:4px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 th:first-child,td:first-child{text-align:left}th{color:var(--soft);font-weight:500}.small{color:var(--soft);font-size:.85rem}
-@media (max-width:600px){.tick,.budget-name{font-size:22px}h1{font-size:1.25rem}}
+@media (max-width:600px){.tick,.budget-name{font-size:20px}h1{font-size:1.25rem}}
 """

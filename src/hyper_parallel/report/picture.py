@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
-WIDTH, LEFT, RIGHT = 960.0, 64.0, 12.0
+WIDTH, LEFT, RIGHT = 960.0, 92.0, 12.0
 _PLOT = WIDTH - LEFT - RIGHT
 
 
