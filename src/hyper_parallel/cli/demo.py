@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
 def run_demo(console: Console, budget: str, num_steps: int, report: Path) -> Outcome:
     """Plan, train twice, show."""
-    part = part_of(get_torch_platform(), "demo", "hyper-parallel demo")
+    part = part_of(get_torch_platform(), "planner.demo", "hyper-parallel demo")
     trainer = part.Trainer()
     console.print(f"[bold]{trainer.describe()}[/]")
     with _swap_directory(trainer.device.type):
