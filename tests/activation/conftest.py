@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,3 +27,40 @@ def on_disk(tmp_path: Path) -> Iterator[object]:
             gc.collect()
     finally:
         torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For a few numbers, more threads for an op would only wait."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def quick_collections() -> Iterator[None]:
+    """What was there before a file need not be searched for garbage after each of its tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def check(swapping: Any) -> Iterator[Callable[..., None]]:
+    """Runs a program plainly and with its blocks wrapped, in each way; what it gives must be the same bits."""
+    from support.swapping import check_nothing_left
+    from support.training import same
+    from support.wrapped import WAYS
+
+    def run_all(program: Callable[..., Any]) -> None:
+        expected = program(lambda block: block, swapping)
+        for name, wrap in WAYS.items():
+            assert same(program(wrap, swapping), expected), name
+            check_nothing_left()
+        assert swapping.offloaded_bytes > 0
+
+    yield run_all
+    check_nothing_left()

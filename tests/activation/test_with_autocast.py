@@ -2,59 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
-from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper, swap_wrapper
+from support import wrapped
 from support.swapping import Swapping, check_nothing_left
 from support.training import Block, same
+from support.wrapped import Wrap
 
-Wrap = Callable[[nn.Module], nn.Module]
-ANSWERS = (CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
-
-
-def mix(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Every answer, by op and occurrence."""
-    return ANSWERS[zlib.crc32(f"{op} {ctx.occurrence}".encode()) % len(ANSWERS)]
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_collections")
 
 
-def swap_everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SWAP
-
-
-WAYS: dict[str, Wrap] = {
-    "recompute": checkpoint_wrapper,
-    "mix": functools.partial(checkpoint_wrapper, policy_fn=mix),
-    "swap": functools.partial(checkpoint_wrapper, policy_fn=swap_everything),
-    "swap_inputs": functools.partial(checkpoint_wrapper, swap_inputs=True),
-    "swap wrapper": swap_wrapper,
-}
+# Not around each other: the casts are what is looked at.
+WAYS = {name: wrap for name, wrap in wrapped.WAYS.items() if name != "mix in a swap wrapper"}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """What was there before this file need not be searched for garbage after each of its tests."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Network(nn.Module):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,46 +16,22 @@ from torch._dynamo.backends.registry import lookup_backend
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper, swap_wrapper
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
+from support import wrapped
 from support.region_programs import check_no_mode_left
 from support.swapping import Swapping, check_nothing_left, gradients
 from support.training import Block, same, train
+from support.wrapped import mix
 
-Wrap = Callable[[nn.Module], nn.Module]
-ANSWERS = (CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
 NUM_BLOCKS = 3
 
 # PyTorch looks at tensors it has made itself, and warns about that.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.usefixtures("one_thread", "quick_collections"),
+]
 
 
-def mix(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Every answer, by op and occurrence."""
-    return ANSWERS[zlib.crc32(f"{op} {ctx.occurrence}".encode()) % len(ANSWERS)]
-
-
-WAYS: dict[str, Wrap] = {
-    "recompute": checkpoint_wrapper,
-    "mix": functools.partial(checkpoint_wrapper, policy_fn=mix),
-    "swap_inputs": functools.partial(checkpoint_wrapper, swap_inputs=True),
-    "swap wrapper": swap_wrapper,
-}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """What was there before this file need not be searched for garbage after each of its tests."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+WAYS = {name: wrapped.WAYS[name] for name in ("recompute", "mix", "swap_inputs", "swap wrapper")}
 
 
 class Compiler:

@@ -3,64 +3,26 @@
 from __future__ import annotations
 
 import functools
-import gc
 import queue
 import random
 import threading
-import zlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
-from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper, swap_wrapper
+from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper
 from support.campaign import share
 from support.region_programs import check_no_mode_left
 from support.swapping import Swapping, check_nothing_left
 from support.training import Block, same
+from support.wrapped import WAYS, Wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_collections")
 
 NUM_STAGES = 3
-Wrap = Callable[[nn.Module], nn.Module]
-ANSWERS = (CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
-
-
-def mix(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Every answer, by op and occurrence."""
-    return ANSWERS[zlib.crc32(f"{op} {ctx.occurrence}".encode()) % len(ANSWERS)]
-
-
-def swap_everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SWAP
-
-
-WAYS: dict[str, Wrap] = {
-    "recompute": checkpoint_wrapper,
-    "mix": functools.partial(checkpoint_wrapper, policy_fn=mix),
-    "swap": functools.partial(checkpoint_wrapper, policy_fn=swap_everything),
-    "swap_inputs": functools.partial(checkpoint_wrapper, swap_inputs=True),
-    "swap wrapper": swap_wrapper,
-    "mix in a swap wrapper": lambda block: swap_wrapper(checkpoint_wrapper(block, policy_fn=mix)),
-}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """What was there before this file need not be searched for garbage after each of its tests."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 # -- a pipeline in one process --------------------------------------------------------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,21 +11,15 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper, swap_wrapper
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
 from hyper_parallel.platform.torch.activation_checkpoint.selective_contexts import create_selective_checkpoint_contexts
 from support.region_programs import check_no_mode_left
 from support.swapping import Swapping, check_nothing_left
 from support.training import Block, same, train
+from support.wrapped import Wrap, mix
 
-Wrap = Callable[[nn.Module], nn.Module]
-ANSWERS = (CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
-
-
-def mix(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Every answer, by op and occurrence."""
-    return ANSWERS[zlib.crc32(f"{op} {ctx.occurrence}".encode()) % len(ANSWERS)]
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_collections")
 
 
 OURS: dict[str, Wrap] = {
@@ -90,23 +82,6 @@ def check_like_plain(swapping: Swapping, wrap: Callable[[nn.Module, int, Wrap], 
             assert same(train(model, x), expected), name
         check_nothing_left()
         check_no_mode_left()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """What was there before this file need not be searched for garbage after each of its tests."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("theirs", THEIRS)

@@ -15,21 +15,20 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hyper_parallel._base.errors import StateError
-from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper, swap_wrapper
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
 from support.region_programs import check_no_mode_left, flush_aborted_backward
 from support.swapping import Swapping, check_nothing_left
 from support.training import Block, same, train
+from support.wrapped import swap_everything
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 # TorchScript is; and parts of torch.func are made of it.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-
-
-def swap_everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SWAP
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.usefixtures("one_thread", "quick_collections"),
+]
 
 
 # Those that run the function again in backward, and those that bring everything back.
@@ -47,23 +46,6 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "swap": functools.partial(checkpoint_wrapper, policy_fn=swap_everything),
     "swap wrapper": swap_wrapper,
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """What was there before this file need not be searched for garbage after each of its tests."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
