@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hyper_parallel.core.planner.choices import recompute_ms, swapped_bytes
+from hyper_parallel.core.planner.choices import kept_bytes, recompute_ms, recomputed_bytes, swapped_bytes
 from hyper_parallel.core.planner.timeline import Timeline, plain_step, run_step
 from hyper_parallel.core.swap.engine import Limits
 from hyper_parallel.core.swap.sizes import format_size
@@ -132,15 +132,10 @@ def _copies(timeline: Timeline, end_ms: float) -> str:
 def _table(plan: MemoryPlan) -> str:
     rows = []
     for region, decision in zip(plan.profile.regions, plan.decision, strict=True):
-        saved = sum(op.num_bytes for op, c in zip(region.ops, decision.ops, strict=True) if c == "save")
-        saved += sum(i.value.num_bytes for i, c in zip(region.inputs, decision.inputs, strict=True) if c == "save")
-        again = sum(op.residual_bytes for op, c in zip(region.ops, decision.ops, strict=True) if c == "recompute")
         cells = [
             region.path,
             "plain" if decision.is_plain else "managed",
-            format_size(region.residual_bytes if decision.is_plain else saved),
-            format_size(swapped_bytes(region, decision)),
-            format_size(again),
+            *(format_size(each(region, decision)) for each in (kept_bytes, swapped_bytes, recomputed_bytes)),
             f"{recompute_ms(region, decision):.2f}",
         ]
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")

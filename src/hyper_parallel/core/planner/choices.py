@@ -102,6 +102,11 @@ def recompute_ms(region: Region, decision: RegionDecision) -> float:
     return sum(op.forward_ms for op, choice in zip(region.ops, decision.ops, strict=True) if choice == RECOMPUTE)
 
 
+def recomputed_bytes(region: Region, decision: RegionDecision) -> int:
+    """Residuals that are made again."""
+    return sum(op.residual_bytes for op, choice in zip(region.ops, decision.ops, strict=True) if choice == RECOMPUTE)
+
+
 def load(region: Region, decision: RegionDecision) -> Load:
     """The four numbers at once."""
     return Load(

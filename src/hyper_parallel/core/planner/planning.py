@@ -14,7 +14,7 @@ from hyper_parallel.core.planner.problem import Problem, evaluate
 from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.progress import Progress, progress_of
 from hyper_parallel.core.planner.settings import Setting, candidates
-from hyper_parallel.core.planner.solver import BudgetError, smallest_peak, solve_over
+from hyper_parallel.core.planner.solver import BudgetError, solve_over
 from hyper_parallel.core.planner.table import residual_table
 from hyper_parallel.core.swap.sizes import format_size, parse_size
 
@@ -219,6 +219,3 @@ def _reserve_bytes(reserve: int | str) -> int:
     if num_bytes < 0:
         raise ArgumentError("`reserve` is negative.", expected="0 bytes or more", got=describe(reserve))
     return num_bytes
-
-
-__all__ = ["Explanation", "explain", "plan_memory", "smallest_peak", "solved"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from hyper_parallel.core.planner.choices import kept_bytes, recompute_ms, recomputed_bytes, swapped_bytes
 from hyper_parallel.core.planner.profile import Region, StepProfile
 from hyper_parallel.core.swap.sizes import format_size
 
@@ -66,20 +67,8 @@ def _numbers(profile: StepProfile, peak_bytes: int, step_ms: float | None) -> li
 def _regions(plan: MemoryPlan) -> list[list[str]]:
     rows: list[list[str]] = []
     for region, decision in zip(plan.profile.regions, plan.decision, strict=True):
-        saved = swapped = recomputed = 0
-        ms = 0.0
-        if decision.is_plain:
-            saved = region.residual_bytes
-        else:
-            for op, choice in zip(region.ops, decision.ops, strict=True):
-                saved += op.num_bytes if choice == "save" else 0
-                swapped += op.num_bytes if choice == "swap" else 0
-                recomputed += op.residual_bytes if choice == "recompute" else 0
-                ms += op.forward_ms if choice == "recompute" else 0.0
-            for each, choice in zip(region.inputs, decision.inputs, strict=True):
-                saved += each.value.num_bytes if choice == "save" else 0
-                swapped += each.value.num_bytes if choice == "swap" else 0
-        rows.append([_name(region), *map(format_size, (saved, swapped, recomputed)), f"{ms:.2f}"])
+        sizes = (each(region, decision) for each in (kept_bytes, swapped_bytes, recomputed_bytes))
+        rows.append([_name(region), *map(format_size, sizes), f"{recompute_ms(region, decision):.2f}"])
     return _folded(rows)
 
 

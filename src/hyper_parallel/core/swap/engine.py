@@ -441,7 +441,10 @@ class SwapEngine:
         for event in block.last_uses:
             if event is not slot.offloaded:
                 load.wait_event(event)  # O3: an earlier load of this block, on another stream; see `last_uses` below
-        slot.pause = self._loads.begin(load)
+        is_learning = (
+            self.depth_bytes < self.limits.prefetch_bytes
+        )  # else nothing depends on pauses, and moments cost time
+        slot.pause = self._loads.begin(load) if is_learning else None
         self.device.launch_load(buffer, block, load)
         self.stats.loaded_bytes += slot.num_bytes
         self.stats.num_loads += 1
@@ -451,7 +454,8 @@ class SwapEngine:
             if not self._settle(load, slot.label, (buffer, block)):
                 slot.block = None  # a copy may still read it: it is never given back
             raise
-        self._loads.end(load)
+        if is_learning:
+            self._loads.end(load)
         slot.buffer = buffer
         block.last_uses = (slot.loaded,)  # O3; the load came after the offload (O4)
         self._loading.add(InFlight(None, stream, buffer, slot.loaded, slot.num_bytes))  # O7

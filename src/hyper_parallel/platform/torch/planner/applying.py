@@ -16,6 +16,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoin
 from hyper_parallel.platform.torch.activation_checkpoint.replacement import _replace
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.activation_checkpoint.values import traits_of
+from hyper_parallel.platform.torch.planner.signature import look_of
 
 Key = tuple[str, int, str, int]
 
@@ -75,7 +76,7 @@ class PlannedPolicy:
         module = self._modules.get(ctx.module)
         if module is None:
             module = self._modules[ctx.module] = relative(ctx.module, self._path)
-        key = (module, getattr(ctx, "call", 0), name, getattr(ctx, "occurrence_in_call", ctx.occurrence))
+        key = (module, ctx.call, name, ctx.occurrence_in_call)
         choice = self._choices.get(key, "")
         if choice == "":
             self._mismatches.note("ops that were not planned", expected="", got="", where="", may_raise=False)
@@ -207,7 +208,7 @@ def words(path: str, key: Key) -> str:
 
 def _looks(output: Any) -> list[str]:
     if isinstance(output, torch.Tensor):
-        return [f"{str(output.dtype).removeprefix('torch.')}{list(output.shape)}"]
+        return [look_of(output.dtype, output.shape)]
     if isinstance(output, (list, tuple)):
         return [look for each in output for look in _looks(each)]
     return []

@@ -21,7 +21,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.local_parts import loca
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.activation_checkpoint.values import Argument, Constant, Fresh
 from hyper_parallel.platform.torch.planner import signature
-from hyper_parallel.platform.torch.planner.applying import Applied
+from hyper_parallel.platform.torch.planner.applying import Applied, relative
 from hyper_parallel.platform.torch.planner.blocks import find_blocks
 from hyper_parallel.platform.torch.planner.link import measure_link
 from hyper_parallel.platform.torch.planner.meters import Clock, Span, memory_meter
@@ -286,12 +286,11 @@ def _op(op: Any, noted: RecordedCall, ms: float, device: torch.device, min_bytes
             and not any(value.is_weight_cast for value in made)
         ):
             choices.insert(1, "swap")
-    module = op.module.removeprefix(noted.path).removeprefix(".") if op.module.startswith(noted.path) else op.module
     return Op(
-        module=module,
+        module=relative(op.module, noted.path),
         name=str(op.func),
-        call=getattr(op, "call", 0),
-        occurrence=getattr(op, "occurrence_in_call", op.occurrence),
+        call=op.call,
+        occurrence=op.occurrence_in_call,
         forward_ms=ms,
         makes=tuple(Value(v.num_bytes, v in noted.needed, noted.freed_after.get(v)) for v in made),
         reads=tuple(sorted({value.op for value in op.reads if is_made(value)} - {op.index})),
@@ -306,7 +305,7 @@ def _op(op: Any, noted: RecordedCall, ms: float, device: torch.device, min_bytes
 def _looks(outputs: Any) -> list[str]:
     """How results of an op look: "float32[2, 8]"."""
     if isinstance(outputs, Fresh):
-        return [f"{str(outputs.view.dtype).removeprefix('torch.')}{list(outputs.view.size)}"]
+        return [signature.look_of(outputs.view.dtype, outputs.view.size)]
     if isinstance(outputs, (list, tuple)) and not isinstance(outputs, (Argument, Constant)):
         return [look for each in outputs for look in _looks(each)]
     return []

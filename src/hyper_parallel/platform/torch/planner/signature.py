@@ -41,12 +41,17 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
 def look(batch: Any) -> Any:
     """A batch with the look of each tensor in its place; what is no tensor is named by its type."""
     if isinstance(batch, torch.Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+        return look_of(batch.dtype, batch.shape)
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return {str(key): look(batch[key]) for key in batch.keys()}  # noqa: SIM118 - not all that have keys are dicts
     if isinstance(batch, (list, tuple)):
         return [look(each) for each in batch]
     return batch if isinstance(batch, (str, int, float, bool, type(None))) else type(batch).__name__
+
+
+def look_of(dtype: torch.dtype, shape: torch.Size) -> str:
+    """How a tensor looks, in words: "float32[2, 8]"."""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def device_name(device: torch.device) -> str:
@@ -57,7 +62,7 @@ def device_name(device: torch.device) -> str:
 
 def _look(parameter: torch.Tensor) -> str:
     trained = "" if parameter.requires_grad else ", frozen"
-    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}{trained}"
+    return f"{look_of(parameter.dtype, parameter.shape)}{trained}"
 
 
 def _autocast(device: torch.device) -> str:
