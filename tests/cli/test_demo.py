@@ -106,3 +106,13 @@ def test_a_budget_that_cannot_be_met_says_what_can(folder: Path) -> None:
     assert done.returncode == 1
     assert "budget of at least" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [("plan", "mine:build", "--out"), ("plan", "mine:build", "--report"), ("demo", "--report")]
+)
+def test_a_folder_that_is_not_there_is_told_before_the_work_is_done(folder: Path, command: tuple[str, ...]) -> None:
+    done = run_in(folder, *command, "gone/file")
+    assert done.returncode == 1
+    assert "There is no folder for this file." in done.stderr
+    assert not done.stdout

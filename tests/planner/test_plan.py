@@ -112,6 +112,12 @@ def test_a_budget_that_is_none_is_refused_with_what_is_accepted(budget: Any) -> 
         hp.plan_memory(models.make("mlp"), models.batch("mlp"), budget=budget, progress=False)
 
 
+@pytest.mark.parametrize("wrong", [{"regions": [3]}, {"optimizer": "adam"}, {"budget": 1.5}])
+def test_an_argument_of_another_kind_is_refused_by_its_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        hp.plan_memory(models.make("mlp"), models.batch("mlp"), progress=False, **wrong)
+
+
 # -- the model is left alone --------------------------------------------------------------------------------------------------------
 
 

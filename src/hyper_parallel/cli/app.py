@@ -96,7 +96,9 @@ def demo(
     Exit code 0: the losses of both runs are equal, bit for bit. 1: they are not.
     """
     from hyper_parallel.cli.demo import run_demo
+    from hyper_parallel.cli.plan import check_folder
 
+    check_folder(report)
     if not run_demo(Console(highlight=False), budget, steps, report).is_equal:
         raise typer.Exit(1)
 
@@ -113,8 +115,10 @@ def plan(
 
     The function returns (model, batch), (model, batch, loss_fn) or a dict of `plan_memory`'s arguments.
     """
-    from hyper_parallel.cli.plan import plan_build
+    from hyper_parallel.cli.plan import check_folder, plan_build
 
+    check_folder(out)
+    check_folder(report)
     made = plan_build(build, budget)
     if out is not None:
         made.save(out)

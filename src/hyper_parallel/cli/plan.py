@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
@@ -23,6 +24,17 @@ def plan_build(build: str, budget: str) -> MemoryPlan:
     made = _function(build)()
     with quiet_stdout():
         return _planned(made, build, budget)
+
+
+def check_folder(path: Path | None) -> None:
+    """Before the work is done: what comes out of it must have a place to go to."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ArgumentError(
+            "There is no folder for this file.",
+            expected="a folder that exists",
+            got=str(path),
+            do="Make the folder first.",
+        )
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from hyper_parallel._base.errors import ArgumentError
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.platform.torch.activation_checkpoint.activation_wrapper import ActivationWrapper
 
 
@@ -79,8 +79,14 @@ def _named(model: nn.Module, regions: Sequence[str | type[nn.Module]]) -> dict[s
             matches = [
                 name for name in modules if fnmatch.fnmatchcase(name, region) and "." not in _beyond(name, region)
             ]
-        else:
+        elif isinstance(region, type):
             matches = [name for name, module in modules.items() if isinstance(module, region)]
+        else:
+            raise ArgumentTypeError(
+                "`regions` names the blocks of a model.",
+                expected="paths, patterns or module classes",
+                got=describe(region),
+            )
         if not matches:
             raise ArgumentError(
                 "A region matches no module of the model.",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel._base.errors import ArgumentError
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.activation_checkpoint.values import Argument, Constant, Fresh
@@ -407,6 +407,12 @@ def optimizer_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> i
     """
     if optimizer is None:
         return 0
+    if not hasattr(optimizer, "param_groups"):
+        raise ArgumentTypeError(
+            "`optimizer` is the one that trains the model.",
+            expected="a torch.optim.Optimizer, or None",
+            got=describe(optimizer),
+        )
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     found = sum(
         _num_bytes(value)
