@@ -30,10 +30,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from results_state import WATCHED, digest
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hyper_parallel as hp
+from activation import commit
 from hyper_parallel._base.errors import HyperParallelError
 from hyper_parallel.core.swap import engines
 from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper, swap_wrapper
@@ -562,6 +564,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, help="a file for the results as JSON")
+    parser.add_argument("--commit", help="what is measured, where there is no git")
     shown = [name for name, check in CHECKS.items() if check.is_shown]
     parser.add_argument("--only", nargs="+", choices=shown, default=shown)
     parser.add_argument("--seconds", type=float, default=175, help="for all checks together")
@@ -587,7 +590,8 @@ def main() -> int:
             "version": hp.__version__,
             "variables": {name: os.environ.get(name, default) for name, default in VARIABLES.items()},
         }
-        arguments.out.write_text(json.dumps({"about": about, "checks": rows}, indent=1) + "\n")
+        source = {"commit": arguments.commit or commit(), "digest": digest(), "watched": list(WATCHED)}
+        arguments.out.write_text(json.dumps({**source, "about": about, "checks": rows}, indent=1) + "\n")
     return int(any(row["outcome"] == FAIL for row in rows.values()))
 
 
