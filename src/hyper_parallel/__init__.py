@@ -36,6 +36,13 @@ _PUBLIC = {
     "explain": "hyper_parallel.core.planner.planning",
     "MemoryPlan": "hyper_parallel.core.planner.plan",
     "BudgetError": "hyper_parallel.core.planner.solver",
+    "DeviceMesh": "hyper_parallel.core.dtensor.mesh",
+    "init_device_mesh": "hyper_parallel.core.dtensor.mesh",
+    "Layout": "hyper_parallel.core.dtensor.layout",
+    "layout": "hyper_parallel.core.dtensor.layout",
+    "Shard": "hyper_parallel.core.dtensor.placements",
+    "Replicate": "hyper_parallel.core.dtensor.placements",
+    "Partial": "hyper_parallel.core.dtensor.placements",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -1,0 +1,410 @@
+"""The mesh: ranks in an array whose axes have names.
+
+What a mesh is (ranks, names, coordinates, sub-meshes of a given rank) is pure. What it is *for this process* (its coordinate, its
+groups) is asked of the platform, inside the call, so that a mesh of a thousand ranks can be planned for on a laptop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
+from hyper_parallel.core.dtensor.interned import Interned
+from hyper_parallel.core.dtensor.mesh_arguments import axis_names_of, ranks_of, shape_of
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.layout import AxesOfDim, Layout, PartialAxes
+
+__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh"]
+
+_made: dict[tuple[object, ...], DeviceMesh] = {}
+_entered: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("entered meshes", default=())
+
+
+class DeviceMesh(Interned):
+    """An array of world ranks with named axes. Equal arguments give the same object.
+
+    Args:
+        device_type: where the tensors live, such as "cpu", "cuda" or "npu".
+        mesh: the ranks, as nested lists or an array; or the shape, if `rank_list` is given.
+        mesh_dim_names: one name per axis; "axis0", "axis1", ... without.
+        rank_list: the ranks in row-major order, for a `mesh` that is a shape.
+
+    Raises:
+        ValueError: ranks that repeat, are negative or do not fill the shape; names that repeat or do not match the axes.
+
+    Example:
+        >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        >>> mesh.coordinate_of(2), mesh.ranks_along("tp", 2)
+        ((1, 0), (2, 3))
+    """
+
+    __slots__ = (
+        "_axis_indices",
+        "_coordinates",
+        "_layouts",
+        "_strides",
+        "axis_names",
+        "device_type",
+        "ranks",
+        "shape",
+    )  # fmt: skip
+    device_type: str
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    ranks: tuple[int, ...]  # row-major: the last axis varies fastest
+    _axis_indices: dict[str, int]
+    _coordinates: dict[int, tuple[int, ...]]
+    _layouts: dict[Any, Any]  # layouts of this mesh, filled by layout.py
+    _strides: tuple[int, ...]
+
+    def __new__(
+        cls,
+        device_type: str,
+        mesh: Any,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+        rank_list: Sequence[int] | None = None,
+    ) -> DeviceMesh:
+        if not isinstance(device_type, str) or not device_type:
+            raise ArgumentTypeError(
+                "A mesh needs the type of its devices.", expected='a name such as "cuda"', got=describe(device_type)
+            )
+        shape, ranks = ranks_of(mesh, rank_list)
+        names = axis_names_of(mesh_dim_names, shape)
+        key = (device_type, shape, names, ranks)
+        found = _made.get(key)
+        return found if found is not None else _made.setdefault(key, cls._make(*key))
+
+    @classmethod
+    def _make(
+        cls, device_type: str, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: tuple[int, ...]
+    ) -> DeviceMesh:
+        made = object.__new__(cls)
+        made._fill(
+            device_type=device_type,
+            shape=shape,
+            axis_names=axis_names,
+            ranks=ranks,
+            _axis_indices={name: index for index, name in enumerate(axis_names)},
+            _coordinates=dict(zip(ranks, itertools.product(*map(range, shape)), strict=True)),
+            _layouts={},
+            _strides=tuple(math.prod(shape[index + 1 :]) for index in range(len(shape))),
+        )
+        return made
+
+    # -- for any rank -------------------------------------------------------------------------------------------------
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """The axis names, by the name of the argument."""
+        return self.axis_names
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The shape, by the name of the argument."""
+        return self.shape
+
+    @property
+    def rank_list(self) -> tuple[int, ...]:
+        """The ranks in row-major order, by the name of the argument."""
+        return self.ranks
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def size(self, axis: str | int | None = None) -> int:
+        """Number of ranks, of one axis or of all."""
+        return len(self.ranks) if axis is None else self.shape[self.axis_index(axis)]
+
+    def axis_index(self, axis: str | int) -> int:
+        """Position of an axis, which is given by its name or by its position.
+
+        Raises:
+            ValueError: there is no such axis.
+        """
+        if isinstance(axis, str):
+            index = self._axis_indices.get(axis)
+            if index is not None:
+                return index
+        elif isinstance(axis, int) and not isinstance(axis, bool) and -self.ndim <= axis < self.ndim:
+            return axis % self.ndim
+        raise ArgumentError(
+            "The mesh has no such axis.",
+            expected=f"one of {', '.join(map(repr, self.axis_names))}",
+            got=repr(axis),
+            where=repr(self),
+            do="Name an axis of this mesh, or give the mesh that name in `mesh_dim_names`.",
+        )
+
+    def coordinate_of(self, rank: int) -> tuple[int, ...]:
+        """Where a rank is in the mesh.
+
+        Raises:
+            ValueError: the mesh does not have this rank.
+        """
+        found = self._coordinates.get(rank)
+        if found is None:
+            raise ArgumentError(
+                "The mesh does not have this rank.", expected=f"one of {_some(self.ranks)}", got=repr(rank), where=repr(self)
+            )  # fmt: skip
+        return found
+
+    def has_rank(self, rank: int) -> bool:
+        return rank in self._coordinates
+
+    def rank_at(self, coordinate: Sequence[int]) -> int:
+        """The rank at a coordinate.
+
+        Raises:
+            ValueError: the coordinate lies outside of the mesh.
+        """
+        if len(coordinate) != self.ndim or not all(
+            0 <= at < size for at, size in zip(coordinate, self.shape, strict=True)
+        ):
+            raise ArgumentError(
+                "The coordinate lies outside of the mesh.",
+                expected=f"one below {self.shape}", got=str(tuple(coordinate)), where=repr(self),
+            )  # fmt: skip
+        return self.ranks[sum(at * stride for at, stride in zip(coordinate, self._strides, strict=True))]
+
+    def ranks_along(self, axes: str | int | Sequence[str | int], rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on these axes alone, itself included; with several axes the last varies fastest."""
+        indices = self._indices_of(axes)
+        coordinate = self.coordinate_of(rank)
+        first = sum(
+            at * self._strides[index] for index, at in enumerate(coordinate) if index not in indices
+        )  # fmt: skip
+        steps = itertools.product(
+            *([self._strides[index] * at for at in range(self.shape[index])] for index in indices)
+        )
+        return tuple(self.ranks[first + sum(step)] for step in steps)
+
+    def submesh(self, axes: str | int | Sequence[str | int], rank: int) -> DeviceMesh:
+        """The mesh of these axes, in this order, that `rank` is in."""
+        indices = self._indices_of(axes)
+        return DeviceMesh(
+            self.device_type,
+            tuple(self.shape[index] for index in indices),
+            mesh_dim_names=tuple(self.axis_names[index] for index in indices),
+            rank_list=self.ranks_along(axes, rank),
+        )
+
+    def flatten(self, name: str | None = None) -> DeviceMesh:
+        """The same ranks in the same order on one axis; `mesh["dp", "cp"].flatten("dp_cp")` joins two of several.
+
+        Its name is that of all axes, joined by "_", unless told.
+        """
+        return DeviceMesh(
+            self.device_type,
+            (len(self.ranks),),
+            mesh_dim_names=("_".join(self.axis_names) if name is None else name,),
+            rank_list=self.ranks,
+        )
+
+    def layout(self, *dims: AxesOfDim, partial: PartialAxes = ()) -> Layout:
+        """A layout on this mesh: for each tensor dim an axis name, several from the outermost split inwards, or None.
+
+        Example:
+            >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            >>> mesh.layout("dp", None, partial={"tp": "sum"})
+            Layout(dp, -; partial sum over tp)
+        """
+        from hyper_parallel.core.dtensor.layout import Layout
+
+        return Layout(self, dims, partial)
+
+    def _indices_of(self, axes: str | int | Sequence[str | int]) -> tuple[int, ...]:
+        if isinstance(axes, (str, int)):
+            return (self.axis_index(axes),)
+        indices = tuple(self.axis_index(axis) for axis in axes)
+        if len(set(indices)) != len(indices) or not indices:
+            raise ArgumentError(
+                "A choice of mesh axes names each once, and at least one.", got=str(tuple(axes)), where=repr(self)
+            )
+        return indices
+
+    # -- for this process ---------------------------------------------------------------------------------------------
+
+    def get_rank(self) -> int:
+        """World rank of this process; 0 in a single one."""
+        from hyper_parallel.platform import get_platform
+
+        return int(get_platform().get_rank())
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """Where this process is, or None if the mesh does not have it."""
+        return self._coordinates.get(self.get_rank())
+
+    def get_local_rank(self, axis: str | int | None = None) -> int:
+        """This process's position on an axis; a mesh of one axis needs no name.
+
+        Raises:
+            RuntimeError: the mesh does not have this process.
+        """
+        index = self._only_axis() if axis is None else self.axis_index(axis)
+        return self.coordinate_of(self._rank_inside())[index]
+
+    def get_group(self, axes: str | int | Sequence[str | int] | None = None) -> Any:
+        """The framework's group of the ranks that differ from this one on these axes alone.
+
+        A group's own order is the ascending one of its ranks, whatever their order in the mesh. Every rank of the group has to ask.
+
+        Raises:
+            RuntimeError: the mesh does not have this process, or has ranks that the world does not have.
+        """
+        from hyper_parallel.platform import get_platform
+
+        rank = self._rank_inside()
+        platform = get_platform()
+        world_size = int(platform.get_world_size())
+        if max(self.ranks) >= world_size:
+            raise StateError(
+                "The mesh has ranks that were not started.",
+                expected=f"{max(self.ranks) + 1} processes",
+                got=f"{world_size}",
+                where=repr(self),
+                do="Start more processes and call `init_process_group` in each, or make the mesh smaller.",
+            )
+        return platform.create_group(list(self.ranks_along(self._only_axis() if axes is None else axes, rank)))
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        """The sub-mesh of these axes that this process is in.
+
+        Raises:
+            RuntimeError: the mesh does not have this process.
+        """
+        return self.submesh(axes, self._rank_inside())
+
+    @staticmethod
+    def from_group(
+        group: Any, device_type: str, mesh: Any = None, *, mesh_dim_names: Sequence[str] | None = None
+    ) -> DeviceMesh:
+        """The mesh over an existing group, or over several: one per axis, this process's, and then `mesh` has the ranks.
+
+        `get_group` answers these groups from now on.
+
+        Raises:
+            ValueError: several groups and no `mesh`, or groups that are not the axes of `mesh`.
+        """
+        from hyper_parallel.platform import get_platform
+
+        platform = get_platform()
+        groups = list(group) if isinstance(group, (list, tuple)) else [group]
+        members = [tuple(int(rank) for rank in platform.get_process_group_ranks(each)) for each in groups]
+        if mesh is None:
+            if len(groups) != 1:
+                raise ArgumentError(
+                    "Several groups do not say which ranks the mesh has.",
+                    expected="`mesh`, an array of ranks with one axis per group", got=f"{len(groups)} groups alone",
+                )  # fmt: skip
+            mesh = list(members[0])
+        made = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names)
+        rank = made._rank_inside()
+        expected = [made.ranks_along(axis, rank) for axis in range(made.ndim)]
+        if [sorted(ranks) for ranks in members] != [sorted(ranks) for ranks in expected]:
+            raise ArgumentError(
+                "The groups are not the axes of the mesh.",
+                expected=f"groups of the ranks {expected}", got=str(members), where=repr(made),
+            )  # fmt: skip
+        for each in groups:
+            platform.mark_created_groups(each)
+        return made
+
+    def to_torch(self) -> Any:
+        """PyTorch's `DeviceMesh` with the same ranks, names and groups."""
+        from hyper_parallel.platform.torch.dtensor import mesh_to_torch  # type: ignore[import-not-found, unused-ignore]
+
+        return mesh_to_torch(self)
+
+    @staticmethod
+    def from_torch(mesh: Any) -> DeviceMesh:
+        """The mesh of a PyTorch `DeviceMesh`; its groups are used."""
+        from hyper_parallel.platform.torch.dtensor import mesh_from_torch  # type: ignore[import-not-found, unused-ignore]
+
+        made = mesh_from_torch(mesh)
+        if not isinstance(made, DeviceMesh):
+            raise ArgumentTypeError("No mesh came out of the conversion.", expected="a DeviceMesh", got=describe(made))
+        return made
+
+    def _rank_inside(self) -> int:
+        rank = self.get_rank()
+        if rank not in self._coordinates:
+            raise StateError(
+                "The mesh does not have this process.",
+                expected=f"one of the ranks {_some(self.ranks)}",
+                got=str(rank),
+                where=repr(self),
+                do="Let the other processes call it, or ask for any rank with `submesh`, `ranks_along` or `coordinate_of`.",
+            )
+        return rank
+
+    def _only_axis(self) -> int:
+        if self.ndim != 1:
+            raise ArgumentError(
+                "A mesh of several axes does not know which one is meant.",
+                expected=f"one of {', '.join(map(repr, self.axis_names))}", got="none", where=repr(self),
+            )  # fmt: skip
+        return 0
+
+    # -- as an object -------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> DeviceMesh:
+        """`layout("dp", None)` in this block is one of this mesh."""
+        _entered.set((*_entered.get(), self))
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        _entered.set(_entered.get()[:-1])
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
+        is_plain = self.ranks == tuple(range(len(self.ranks)))
+        return f"DeviceMesh({self.device_type}, {axes}{'' if is_plain else f', ranks {_some(self.ranks)}'})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.device_type, self.shape, self.axis_names, self.ranks)
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    rank_list: Sequence[int] | None = None,
+) -> DeviceMesh:
+    """A mesh of a shape, over the ranks 0, 1, 2, ... or those of `rank_list`, in row-major order.
+
+    Starts no process and no group: a group is made when it is first asked for.
+
+    Raises:
+        ValueError: sizes below 1, ranks that do not fill the shape or repeat, names that repeat or do not match the axes.
+
+    Example:
+        >>> init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        DeviceMesh(cpu, dp=2, tp=4)
+    """
+    shape = shape_of(mesh_shape)
+    ranks = range(math.prod(shape)) if rank_list is None else rank_list
+    return DeviceMesh(device_type, shape, mesh_dim_names=mesh_dim_names, rank_list=ranks)
+
+
+def current_mesh() -> DeviceMesh | None:
+    """The mesh of the innermost `with mesh:` around this call, or None."""
+    entered = _entered.get()
+    return entered[-1] if entered else None
+
+
+def _rebuild(
+    device_type: str, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: tuple[int, ...]
+) -> DeviceMesh:
+    return DeviceMesh(device_type, shape, mesh_dim_names=axis_names, rank_list=ranks)
+
+
+def _some(ranks: tuple[int, ...]) -> str:
+    return str(list(ranks)) if len(ranks) <= 16 else f"[{', '.join(map(str, ranks[:12]))}, …] ({len(ranks)})"
