@@ -122,6 +122,11 @@ def selected_checks(arguments: list[str]) -> list[list[str]]:
     return [[*check.split(), *(arguments if check == "pytest" else [])] for check in CHECKS]
 
 
+def workers() -> list[str]:
+    """pytest's tests in several processes, where that can be: in two on two cores they need half the time."""
+    return ["-n", str(min(os.cpu_count() or 1, 4)), "--dist", "worksteal"]
+
+
 def prepare(level: str) -> None:
     """Make .venv hold what the level needs: nothing to do, packages to install, or everything to make anew."""
     python, torch = sys.version_info[:2], find_torch()
@@ -262,6 +267,9 @@ def run_checks(python: str, environment: dict[str, str], arguments: list[str], i
     failed = []
     for command in selected_checks(arguments):
         name = " ".join(command)
+        if command == ["pytest"] and not is_here:
+            command = [*command, *workers()]
+            environment = {**environment, "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1")}
         is_optional = is_here and command[0] != "pytest"
         if is_optional and subprocess.call([python, "-c", f"import {command[0]}"], stderr=subprocess.DEVNULL) != 0:
             print(f"== {name}: left out, {command[0]} is not installed here\n", flush=True)

@@ -97,21 +97,24 @@ class Scaled(nn.Module):
 
 def check_parameters(hooks: Any, swapping: Swapping) -> None:
     module = Scaled()
-    x = torch.randn(4, 32, requires_grad=True)
+
+    def x() -> torch.Tensor:
+        # A new one each time: a disk thread may still hold the slot of the last run, and what has a slot moves nothing.
+        return torch.randn(4, 32, requires_grad=True)
 
     def plain() -> None:
         with hooks(module=module):
-            loss = module(x).sum()
+            loss = module(x()).sum()
         loss.backward()
 
     def cast() -> None:
         with hooks(module=module), torch.autocast("cpu", torch.float16):
-            loss = module(x).float().sum()
+            loss = module(x()).float().sum()
         loss.backward()
 
     def no_module() -> None:
         with hooks():
-            loss = nn.functional.linear(x, module.linear.weight).sum()
+            loss = nn.functional.linear(x(), module.linear.weight).sum()
         loss.backward()
 
     assert moved_by(swapping, plain) == 4 * 32 * 4, "the input alone"

@@ -4,6 +4,9 @@ A test names the operations it shows with `@pytest.mark.covers("cat", …)`; one
 `refuses("all_reduce")`, which keeps the error's words. After a run over the whole platform folder the fresh outcomes are
 compared with `src/hyper_parallel/platform/outcomes.json`: a table that says something else fails the run.
 `--write-platform-table` brings the file up to date for the backends that ran.
+
+What a test showed travels in its report (`user_properties`), because the process that ran it need not be the one that counts
+(`pytest -n`).
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ from support import backends
 
 TABLE = Path(__file__).parents[2] / "src" / "hyper_parallel" / "platform" / "outcomes.json"
 
+_PROPERTY = "platform outcome"  # in a report: backend or "neutral", operations it covers, what it saw refused
+
+_refused_now: list[tuple[str, str, dict[str, str]]] = []  # by the test that runs now: backend, operation, cell
 _tested: dict[str, Counter[str]] = defaultdict(Counter)  # backend -> operation -> passed tests
 _failed: dict[str, set[str]] = defaultdict(set)
 _refused: dict[str, dict[str, dict[str, str]]] = defaultdict(dict)
@@ -63,7 +69,7 @@ def refuses(backend: backends.Backend, operation: str, error: type[Exception] = 
         cell = {"state": "comes with", "text": contract.BY_NAME[operation].comes_with or ""}
     else:
         cell = {"state": "error", "text": " ".join(str(caught.value).splitlines()[:2])}
-    _refused[backend.name][operation] = cell
+    _refused_now.append((backend.name, operation, cell))
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -73,6 +79,17 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")  # type: ignore[attr-defined]
     name = backend.name if backend else "neutral"
     names = [n for mark in item.iter_markers("covers") for n in mark.args]
+    report.user_properties.append((_PROPERTY, [name, names, list(_refused_now)]))
+    _refused_now.clear()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    shown = [value for name, value in report.user_properties if name == _PROPERTY]
+    if not shown:  # a worker that died makes a report of its own
+        return
+    name, names, refused = shown[-1]
+    for backend, operation, cell in refused:
+        _refused[backend][operation] = cell
     if report.when == "call" and report.passed:
         _per_backend[name]["passed"] += 1
         for operation in names:
@@ -111,6 +128,9 @@ def fresh_columns() -> dict[str, dict[str, Any]]:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     config = session.config
+    if hasattr(config, "workeroutput"):  # a worker of `pytest -n`: it has collected, another process counts
+        config.workeroutput["whole run"] = config.stash[_whole_run]
+        return
     if config.getoption("--write-platform-table"):
         table = json.loads(TABLE.read_text()) if TABLE.exists() else {"columns": {}}
         columns = table["columns"] | fresh_columns()
@@ -121,6 +141,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         if stale:
             config.stash[_stale] = stale
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    node.config.stash[_whole_run] |= bool(getattr(node, "workeroutput", {}).get("whole run"))
 
 
 _stale = pytest.StashKey[list[str]]()
