@@ -11,7 +11,7 @@ import pytest
 
 import hyper_parallel as hp
 from hyper_parallel import DeviceMesh, Layout, Partial, Replicate, Shard, init_device_mesh, layout
-from hyper_parallel.core.dtensor.gradients import gradient_layout, gradient_scale
+from hyper_parallel.core.dtensor.gradients import gradient_divisor, gradient_layout
 from hyper_parallel.core.dtensor.layout import check_same_mesh
 from hyper_parallel.core.dtensor.placements import REDUCE_OPS, Placement
 from support.layouts import all_layouts
@@ -182,8 +182,8 @@ def test_the_text_shows_each_dim_and_what_is_partial() -> None:
 def test_the_gradient_of_a_partial_sum_is_replicated_and_the_rest_stays() -> None:
     made = MESH.layout("dp", None, partial={"cp": "sum", "tp": "avg"})
     assert gradient_layout(made) is MESH.layout("dp", None)
-    assert gradient_scale(made) == 1 / 4
-    assert gradient_scale(MESH.layout("dp", None)) == 1.0
+    assert gradient_divisor(made) == 4
+    assert gradient_divisor(MESH.layout("dp", None)) == 1
     with pytest.raises(ValueError, match="depends on its values"):
         gradient_layout(MESH.layout(None, partial={"cp": "max"}))
     assert gradient_layout(MESH.layout(None, partial={"ep": "max"})) is MESH.layout(None)
