@@ -42,7 +42,9 @@ def least_received(source: Layout, target: Layout, shape: tuple[int, ...]) -> in
     mesh = source.mesh
     has, needs = held(source, shape), held(target, shape)
     # Ranks beside each other on an axis that becomes partial by a sum or a product are as good as one: any of them may have it.
-    alike = tuple(mesh.axis_index(axis) for axis, op in work.made if op in ("sum", "prod"))
+    # (Where both are made, each would have to keep out of the other's way; ranks then get all of their box.)
+    made = [(axis, op) for axis, op in work.made if op in ("sum", "prod")]
+    alike = tuple(mesh.axis_index(axis) for axis, _ in made) if len({op for _, op in made}) == 1 else ()
     has_it = has.any(alike, keepdims=True)
     needs = needs.any(alike, keepdims=True)
     num = int(np.prod([mesh.size(axis) for run in work.runs for axis in run], dtype=int))

@@ -193,7 +193,7 @@ def distribute(values: Array, layout: Layout, generator: random.Random) -> Local
     for rank in layout.mesh.ranks:
         coordinate = layout.mesh.coordinate_of(rank)
         whole = parts[tuple(coordinate[index] for index in axes)]
-        found[rank] = whole[_index(box_of(layout, values.shape, coordinate))].copy()
+        found[rank] = np.array(whole[_index(box_of(layout, values.shape, coordinate))])
         found[rank].flags.writeable = False  # nothing may change what it is given
     return found
 
@@ -225,9 +225,10 @@ def global_value(found: Locals, layout: Layout, shape: tuple[int, ...]) -> Array
         coordinate = mesh.coordinate_of(rank)
         box = box_of(layout, shape, coordinate)
         assert found[rank].shape == box.sizes, f"rank {rank} holds {found[rank].shape}, its box is {box.sizes}"
-        there = wholes[tuple(coordinate[axis] for axis in axes)][_index(box)]
+        whole = wholes[tuple(coordinate[axis] for axis in axes)]
+        there = whole[_index(box)]
         assert np.isnan(there).all() or np.array_equal(there, found[rank]), f"rank {rank} differs from its replica"
-        there[...] = found[rank]
+        whole[_index(box)] = found[rank]
     for axis, op in reversed(layout.partial):
         num = mesh.size(axis)
         reduced = {}

@@ -96,7 +96,7 @@ def cost_of(way: tuple[Step, ...], itemsize: int, model: CostModel, coordinates:
             Kind.ALL_GATHER: after if step.dim else 0,
             Kind.REDUCE_SCATTER: before if step.dim else 0,
             Kind.ALL_TO_ALL: (before if step.split_dim else 0) + (after if step.dim else 0),
-            Kind.ALL_TO_ALL_V: before + int(most),
+            Kind.ALL_TO_ALL_V: 2 * int(most),  # about as much is sent as received
         }[step.kind]
         peak = max(peak, before + after + (0 if step.is_local else copies))
         time_us += copies / model.copy_bytes_per_us

@@ -57,7 +57,7 @@ def _ways_to(source: Layout, target: Layout, work: PartialWork, shape: tuple[int
         for sliced in (_sliced(source, target, all_of_them=False), _sliced(source, target, all_of_them=True)):
             yield source, sliced, target
     for all_sliced in (False, True):
-        for scattered in ("what fits", "all", "nothing"):
+        for scattered in ("what fits", "what fits, one by one", "all", "nothing"):
             reduced = tuple(_reduced(source, target, work, shape, scattered, all_sliced))
             yield (*reduced, target)
             yield (*reduced, *_one_axis_at_a_time(reduced[-1], target))
@@ -73,7 +73,12 @@ def _reduced(
         now = _sliced(now, target, all_of_them=all_sliced)
         yield now
         rest: Axes = run
-        if scattered != "nothing" and source.ndim:
+        if scattered == "what fits, one by one":
+            for axis in _next_of(now, target, run):
+                now, _ = _scattered_in_place(now, target, (axis,))
+                yield now
+            rest = tuple(axis for axis in run if now.partial_op(axis) is not None)
+        elif scattered != "nothing" and source.ndim:
             now, rest = _scattered_in_place(now, target, run)
             if rest and scattered == "all":
                 now = _scattered_anywhere(now, target, rest, shape)
@@ -95,6 +100,12 @@ def _scattered_in_place(now: Layout, target: Layout, run: Axes) -> tuple[Layout,
     left -= {axis for axes in dims for axis in axes}
     partial = tuple((axis, op) for axis, op in now.partial if axis not in run or axis in left)
     return now.replace(axes_per_dim=dims, partial=partial), tuple(axis for axis in run if axis in left)
+
+
+def _next_of(now: Layout, target: Layout, run: Axes) -> Axes:
+    """The axes of a run that `_scattered_in_place` would use, each after those that it needs to be there before."""
+    there, _ = _scattered_in_place(now, target, run)
+    return tuple(axis for axes in there.axes_per_dim for axis in axes if axis in run)
 
 
 def _scattered_anywhere(now: Layout, target: Layout, rest: Axes, shape: tuple[int, ...]) -> Layout:

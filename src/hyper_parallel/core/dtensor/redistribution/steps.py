@@ -206,13 +206,20 @@ def _reducing_step(
 
 
 def moved_axes(source: Layout, target: Layout) -> tuple[str, ...]:
-    """Axes of the source along which pieces must travel: all but those that lead both lists of a dim, where chunks are the same."""
+    """Axes of the source along which pieces must travel.
+
+    As long as the lists of a dim have axes of equal size its chunks are the same before and after. There an axis that is in both lists
+    moves nothing, and one that gives its place to another moves alone.
+    """
+    size = source.mesh.size
     moved: set[str] = set()
     for before, after in zip(source.axes_per_dim, target.axes_per_dim, strict=True):
-        same = 0
-        while same < min(len(before), len(after)) and before[same] == after[same]:
-            same += 1
-        moved.update(before[same:])
+        for index, axis in enumerate(before):
+            if index >= len(after) or size(axis) != size(after[index]):
+                moved.update(before[index:])
+                break
+            if axis != after[index]:
+                moved.add(axis)
     return tuple(axis for axis in source.mesh.axis_names if axis in moved)
 
 
