@@ -13,7 +13,7 @@ from hyper_parallel.core.dtensor.redistribution.steps import Kind, Step
 
 __all__ = ["CostModel", "WayCost", "cost_of", "looked_at", "received_elements"]
 
-_MOST_RANKS_LOOKED_AT = 64
+_MOST_RANKS_LOOKED_AT = 16
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class CostModel:
 
 class WayCost(NamedTuple):
     time_us: float
-    received_bytes: float  # by the rank that receives most
+    received_bytes: float  # by the rank that receives most, of those looked at
     mean_received_bytes: float
     peak_bytes: int  # of a rank: local tensors before and after a step, and what is under way
 

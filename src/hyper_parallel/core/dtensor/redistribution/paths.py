@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from enum import Enum
 from typing import TypeAlias
 
 from hyper_parallel.core.dtensor.layout import Layout
@@ -25,13 +26,23 @@ from hyper_parallel.core.dtensor.redistribution.steps import (
 
 __all__ = ["ways"]
 
+
+class Scattered(Enum):
+    """Which axes of a run are reduced by a reduce-scatter; the rest by an all-reduce."""
+
+    FITTING = "those that come next in a dim of the target, at once"
+    ONE_BY_ONE = "the same, one after the other"
+    ALL = "all of them, and what splits no dim of the target is gathered afterwards"
+    NONE = "none"
+
+
 Way: TypeAlias = "tuple[Layout, ...]"
 Axes: TypeAlias = "tuple[str, ...]"
 
 
 def ways(source: Layout, target: Layout, shape: tuple[int, ...]) -> list[tuple[Step, ...]]:
     """Candidates; every one of them is right."""
-    source, target = without_single_ranks(source), without_single_ranks(target)
+    source, target = _without_single_ranks(source), _without_single_ranks(target)
     work = partial_work(source, target)
     placeable = _placeable(work)
     found: dict[Way, None] = {}
@@ -57,14 +68,14 @@ def _ways_to(source: Layout, target: Layout, work: PartialWork, shape: tuple[int
         for sliced in (_sliced(source, target, all_of_them=False), _sliced(source, target, all_of_them=True)):
             yield source, sliced, target
     for all_sliced in (False, True):
-        for scattered in ("what fits", "what fits, one by one", "all", "nothing"):
+        for scattered in Scattered:
             reduced = tuple(_reduced(source, target, work, shape, scattered, all_sliced))
             yield (*reduced, target)
             yield (*reduced, *_one_axis_at_a_time(reduced[-1], target))
 
 
 def _reduced(
-    source: Layout, target: Layout, work: PartialWork, shape: tuple[int, ...], scattered: str, all_sliced: bool
+    source: Layout, target: Layout, work: PartialWork, shape: tuple[int, ...], scattered: Scattered, all_sliced: bool
 ) -> Iterator[Layout]:
     """Run after run, each on as little as can be sliced off before."""
     now = source
@@ -73,14 +84,14 @@ def _reduced(
         now = _sliced(now, target, all_of_them=all_sliced)
         yield now
         rest: Axes = run
-        if scattered == "what fits, one by one":
+        if scattered is Scattered.ONE_BY_ONE:
             for axis in _next_of(now, target, run):
                 now, _ = _scattered_in_place(now, target, (axis,))
                 yield now
             rest = tuple(axis for axis in run if now.partial_op(axis) is not None)
-        elif scattered != "nothing" and source.ndim:
+        elif scattered is not Scattered.NONE and source.ndim:
             now, rest = _scattered_in_place(now, target, run)
-            if rest and scattered == "all":
+            if rest and scattered is Scattered.ALL:
                 now = _scattered_anywhere(now, target, rest, shape)
                 rest = ()
             yield now
@@ -273,7 +284,7 @@ def _steps_that_make_partial(
     return steps
 
 
-def without_single_ranks(layout: Layout) -> Layout:
+def _without_single_ranks(layout: Layout) -> Layout:
     """Axes of one rank split nothing and reduce nothing."""
     if 1 not in layout.mesh.shape:
         return layout

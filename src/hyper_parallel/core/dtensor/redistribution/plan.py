@@ -31,7 +31,7 @@ class Plan:
     """Steps from one layout to another, for all ranks. `redistribute` executes it on one.
 
     Attributes:
-        received_bytes: by the rank that receives most
+        received_bytes: by the rank that receives most; of a mesh of more than 16 ranks only some are looked at
         peak_bytes: local tensors before and after a step and what is under way, on the rank that needs most
         time_us: by the cost model, an estimate to choose with
     """
