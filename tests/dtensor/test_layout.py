@@ -11,7 +11,7 @@ import pytest
 
 import hyper_parallel as hp
 from hyper_parallel import DeviceMesh, Layout, Partial, Replicate, Shard, init_device_mesh, layout
-from hyper_parallel.core.dtensor.gradients import gradient_layout, gradient_scale
+from hyper_parallel.core.dtensor.gradients import gradient_divisor, gradient_layout
 from hyper_parallel.core.dtensor.layout import check_same_mesh
 from hyper_parallel.core.dtensor.placements import REDUCE_OPS, Placement
 from support.layouts import all_layouts
@@ -155,6 +155,7 @@ def test_placements_and_layouts_convert_into_each_other() -> None:
         (lambda: Layout.from_placements(SMALL, (Shard(2), Shard(0)), 2), ValueError, "no such dim[\\s\\S]*'dp'"),
         (lambda: Layout.from_placements(SMALL, (Shard(-3), Shard(0)), 2), ValueError, "no such dim"),
         (lambda: Layout.from_placements(SMALL, (None, Shard(0)), 2), TypeError, "placement is missing"),  # type: ignore[arg-type]
+        (lambda: Layout.from_placements(SMALL, ([], Shard(0)), 2), TypeError, "placement is missing"),  # type: ignore[arg-type]
         (lambda: SMALL.layout("dp").axes_of(1), ValueError, "no such dim"),
         (lambda: SMALL.layout("dp").without_partial("pp"), ValueError, "no such axis"),
         (lambda: check_same_mesh(SMALL.layout("dp"), MESH.layout("dp")), ValueError, "different meshes"),
@@ -182,8 +183,8 @@ def test_the_text_shows_each_dim_and_what_is_partial() -> None:
 def test_the_gradient_of_a_partial_sum_is_replicated_and_the_rest_stays() -> None:
     made = MESH.layout("dp", None, partial={"cp": "sum", "tp": "avg"})
     assert gradient_layout(made) is MESH.layout("dp", None)
-    assert gradient_scale(made) == 1 / 4
-    assert gradient_scale(MESH.layout("dp", None)) == 1.0
+    assert gradient_divisor(made) == 4
+    assert gradient_divisor(MESH.layout("dp", None)) == 1
     with pytest.raises(ValueError, match="depends on its values"):
         gradient_layout(MESH.layout(None, partial={"cp": "max"}))
     assert gradient_layout(MESH.layout(None, partial={"ep": "max"})) is MESH.layout(None)

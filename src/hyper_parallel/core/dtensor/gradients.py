@@ -1,22 +1,33 @@
-"""In which layout the local gradients of a tensor are. See the README, rules G1 to G4."""
+"""In which layout local gradients are, and how they go back through a redistribution. See the README, rules G1 to G4."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.redistribution.plan import Plan, plan_redistribution
 
-__all__ = ["gradient_layout", "gradient_scale"]
+__all__ = ["GradientPlan", "gradient_divisor", "gradient_layout", "plan_gradient"]
 
 _LINEAR = ("sum", "avg")
+
+
+class GradientPlan(NamedTuple):
+    """The gradient goes through `plan`, is multiplied and divided."""
+
+    plan: Plan
+    multiplier: int
+    divisor: int
 
 
 def gradient_layout(layout: Layout) -> Layout:
     """The layout of the gradient with respect to the local tensors of a tensor of this layout.
 
     Sharded stays sharded; replicated stays replicated, each rank has the whole gradient; partial becomes replicated, since every
-    rank's summand has the gradient of the sum. For `avg` the local gradient is that times `gradient_scale`.
+    rank's summand has the gradient of the sum. For `avg` the local gradient is that over `gradient_divisor`.
 
     Raises:
         ValueError: partial by `max`, `min` or `prod`, whose gradient depends on the values.
@@ -32,6 +43,18 @@ def gradient_layout(layout: Layout) -> Layout:
     return layout.without_partial()
 
 
-def gradient_scale(layout: Layout) -> float:
-    """What the gradient is multiplied with to give the local one: 1 over the sizes of the axes that are partial by `avg`."""
-    return 1.0 / math.prod(layout.mesh.size(axis) for axis, op in layout.partial if op == "avg")
+def gradient_divisor(layout: Layout) -> int:
+    """What the gradient is divided by to give the local one: the ranks of the axes that are partial by `avg`."""
+    return math.prod(layout.mesh.size(axis) for axis, op in layout.partial if op == "avg")
+
+
+def plan_gradient(source: Layout, target: Layout, shape: Sequence[int], itemsize: int = 4) -> GradientPlan:
+    """How the local gradient of what `source -> target` gave becomes that of what it was given.
+
+    Raises:
+        ValueError: one of them is partial by `max`, `min` or `prod`.
+    """
+    multiplier, divisor = gradient_divisor(target), gradient_divisor(source)
+    common = math.gcd(multiplier, divisor)
+    plan = plan_redistribution(gradient_layout(target), gradient_layout(source), shape, itemsize)
+    return GradientPlan(plan, multiplier // common, divisor // common)

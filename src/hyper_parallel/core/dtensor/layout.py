@@ -105,31 +105,15 @@ class Layout(Interned):
         Raises:
             ValueError: another number of placements than axes, or a dim that the tensor does not have.
         """
-        if len(placements) != mesh.ndim:
-            raise ArgumentError(
-                "The placements do not match the axes of the mesh.",
-                expected=f"{mesh.ndim} placements",
-                got=f"{len(placements)}: {list(placements)}",
-                where=repr(mesh),
-                do="Give one placement per mesh axis.",
-            )
-        axes: list[list[str]] = [[] for _ in range(ndim)]
-        partial = []
-        for axis, placement in zip(mesh.axis_names, placements, strict=True):
-            if isinstance(placement, Shard):
-                if not -ndim <= placement.dim < ndim:
-                    raise ArgumentError(
-                        "The tensor has no such dim.",
-                        expected=f"a dim of the {ndim} that the tensor has", got=f"{placement}", where=f"axis {axis!r} of {mesh}",
-                    )  # fmt: skip
-                axes[placement.dim].append(axis)
-            elif isinstance(placement, Partial):
-                partial.append((axis, placement.op))
-            elif not isinstance(placement, Replicate):
-                raise ArgumentTypeError(
-                    "A placement is missing.", expected="Shard, Replicate or Partial", got=describe(placement), where=f"axis {axis!r}"
-                )  # fmt: skip
-        return cls(mesh, tuple(tuple(names) for names in axes), tuple(partial))
+        key = (tuple(placements), ndim)
+        try:
+            found = mesh._layouts.get(key)
+        except TypeError:  # something that has no hash is no placement either
+            found = None
+        if found is None:
+            found = mesh._layouts.setdefault(key, _from_placements(mesh, placements, ndim))
+        made: Layout = found
+        return made
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -297,6 +281,34 @@ def _check(mesh: DeviceMesh, axes: tuple[tuple[str, ...], ...], ops: tuple[tuple
         users[axis] = use
     for _, op in ops:
         check_op(op)
+
+
+def _from_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> Layout:
+    if len(placements) != mesh.ndim:
+        raise ArgumentError(
+            "The placements do not match the axes of the mesh.",
+            expected=f"{mesh.ndim} placements",
+            got=f"{len(placements)}: {list(placements)}",
+            where=repr(mesh),
+            do="Give one placement per mesh axis.",
+        )
+    axes: list[list[str]] = [[] for _ in range(ndim)]
+    partial = []
+    for axis, placement in zip(mesh.axis_names, placements, strict=True):
+        if isinstance(placement, Shard):
+            if not -ndim <= placement.dim < ndim:
+                raise ArgumentError(
+                    "The tensor has no such dim.",
+                    expected=f"a dim of the {ndim} that the tensor has", got=f"{placement}", where=f"axis {axis!r} of {mesh}",
+                )  # fmt: skip
+            axes[placement.dim].append(axis)
+        elif isinstance(placement, Partial):
+            partial.append((axis, placement.op))
+        elif not isinstance(placement, Replicate):
+            raise ArgumentTypeError(
+                "A placement is missing.", expected="Shard, Replicate or Partial", got=describe(placement), where=f"axis {axis!r}"
+            )  # fmt: skip
+    return Layout(mesh, tuple(tuple(names) for names in axes), tuple(partial))
 
 
 def _placements(
