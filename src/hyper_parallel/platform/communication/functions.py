@@ -6,7 +6,7 @@ rules are written once, and made into classes of the framework's own kind by `Fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import mul
 from typing import Any
@@ -25,12 +25,9 @@ from hyper_parallel.platform.communication.transport import Transport
 
 
 class Functions:
-    """The custom functions of one framework.
+    """The custom functions of one framework; `function` is its class of custom functions."""
 
-    `function` is its class of custom functions; `once` marks a backward that cannot be differentiated again.
-    """
-
-    def __init__(self, function: Any, transport: Transport, once: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Any, transport: Transport) -> None:
         def apply(which: type, *arguments: Any) -> Any:
             return which.apply(*arguments)  # type: ignore[attr-defined]
 
@@ -68,14 +65,13 @@ class Functions:
                 return output
 
             @staticmethod
-            @once
             def backward(ctx: Any, grad: Any) -> Any:
                 dim, group, call = ctx.arguments
                 data, output = ctx.saved_tensors
                 whole = gather_along(transport, output, dim, group, call)
                 holds = transport.where_equal(data, whole)
                 count = all_reduced(transport, holds, Reduction.SUM, group, call)
-                shared = gather_along(transport, grad, dim, group, call) * holds / count
+                shared = apply(AllGather, grad, dim, group, call) * holds / count
                 return shared, None, None, None, None
 
         class AllReduce(function):  # type: ignore[misc]
@@ -101,16 +97,16 @@ class Functions:
                 return output
 
             @staticmethod
-            @once
             def backward(ctx: Any, grad: Any) -> Any:
                 op, group, call = ctx.arguments
                 data, output = ctx.saved_tensors
-                total = all_reduced(transport, grad, Reduction.SUM, group, call)
+                total = apply(AllReduce, grad, Reduction.SUM, group, call)
                 if op in EXTREMES:
                     holds = transport.where_equal(data, output)
                     return total * holds / all_reduced(transport, holds, Reduction.SUM, group, call), None, None, None
                 # The others' values themselves: the product divided by this rank's own would not do where that is 0.
-                return total * product_of_others(transport, data, group, call), None, None, None
+                whole = apply(AllGather, data.reshape((1, *data.shape)), 0, group, call)
+                return total * product_of_others(transport, whole, group), None, None, None
 
         class Exchange(function):  # type: ignore[misc]
             """Equal splits."""
@@ -163,15 +159,14 @@ class Functions:
                 return joined(transport, received, concat_dim)
 
             @staticmethod
-            @once
             def backward(ctx: Any, grad: Any) -> Any:
                 shape, concat_dim, split_dim, group, box = ctx.arguments
                 sent = transport.cat(stacked(transport, grad, num_ranks_of(transport, group), concat_dim), 0)
                 call = "differentiable_async_a2a_wait"
-                buffer, handle = launch_equal_exchange(transport, sent, sent.shape, group, call)
                 if box is None:
-                    handle.wait()
-                    return joined(transport, buffer, split_dim), None, None, None, None, None
+                    received = apply(Exchange, sent, tuple(sent.shape), group, call)
+                    return joined(transport, received, split_dim), None, None, None, None, None
+                buffer, handle = launch_equal_exchange(transport, sent, sent.shape, group, call)
                 entry = (handle, buffer)
                 box.append(entry)
                 transport.at_end_of_backward(lambda: check_was_taken(box, entry))
@@ -220,14 +215,12 @@ def averaged(transport: Transport, data: Any, op: Reduction, group: Any) -> Any:
     return data / num_ranks_of(transport, group) if op is Reduction.AVG else data
 
 
-def product_of_others(transport: Transport, data: Any, group: Any, call: str) -> Any:
+def product_of_others(transport: Transport, whole: Any, group: Any) -> Any:
+    """Of values that were gathered along a new leading dim; 1 where there are no others."""
     ranks = transport.ranks_of(group)
-    if len(ranks) == 1:
-        return transport.where_equal(data, data)
-    whole = gather_along(transport, data.reshape((1, *data.shape)), 0, group, call)
     parts = transport.parts(whole, len(ranks), 0)
-    others = [part.reshape(data.shape) for rank, part in zip(ranks, parts, strict=True) if rank != transport.rank()]
-    return reduce(mul, others)
+    others = [part.reshape(part.shape[1:]) for rank, part in zip(ranks, parts, strict=True) if rank != transport.rank()]
+    return reduce(mul, others, 1)
 
 
 def exchanged(transport: Transport, data: Any, peer: int, group: Any) -> Any:

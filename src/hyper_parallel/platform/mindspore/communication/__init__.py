@@ -16,4 +16,4 @@ _transport = MindSporeTransport()
 
 class Communication(Groups, Collectives, PointToPoint, Differentiable):
     transport = _transport
-    functions = Functions(_Function, _transport, once=lambda backward: backward)
+    functions = Functions(_Function, _transport)

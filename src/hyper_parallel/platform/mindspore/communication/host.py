@@ -117,7 +117,7 @@ def copied(tensor: Tensor) -> Tensor:
     # The CPU copies a view when it joins it to something, and nowhere else for every dtype.
     rows = tensor if tensor.ndim else tensor.reshape((1,))
     joined = mint.cat([rows, mint.empty((0, *rows.shape[1:]), dtype=tensor.dtype)], 0)
-    return joined.reshape(tensor.shape)
+    return joined if tensor.ndim else joined.reshape(())
 
 
 def _gathered(tensor: Tensor, group: str) -> list[Tensor]:

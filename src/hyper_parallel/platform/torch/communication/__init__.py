@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from hyper_parallel.platform.communication.collectives import Collectives
 from hyper_parallel.platform.communication.differentiable import Differentiable
@@ -17,4 +16,4 @@ _transport = TorchTransport()
 
 class Communication(Groups, Collectives, PointToPoint, Differentiable):
     transport = _transport
-    functions = Functions(torch.autograd.Function, _transport, once_differentiable)
+    functions = Functions(torch.autograd.Function, _transport)
