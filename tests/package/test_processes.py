@@ -270,9 +270,7 @@ if sys.argv[1] == "kill":
     assert list(tmp_path.iterdir()) == []
 
 
-def test_mindspore_says_that_its_workers_come_later() -> None:
-    with pytest.raises(NotImplementedError, match="msrun"):
-        processes.pool("mindspore", 2)
+def test_a_framework_without_workers_is_an_error() -> None:
     with pytest.raises(ValueError, match="'jax'"):
         processes.pool("jax", 2)
 

@@ -26,7 +26,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from support.processes import Answer, log_of
+from support.processes import Answer, free_port, log_of
 
 _PR_SET_PDEATHSIG = 1
 _COLLECTIVE_S = 300  # longer than any test: who waits for the workers has the deadline
@@ -229,6 +229,43 @@ class Torch(Framework):
         return left
 
 
+class MindSpore(Framework):
+    """A process forked after the import of MindSpore, and before its first operator, works as one of its own does."""
+
+    def load(self) -> None:
+        import mindspore  # noqa: F401
+        import pytest  # noqa: F401 - test files import it
+
+        import support.backends  # noqa: F401
+
+    def open_world(self, rank: int, world_size: int, port: int) -> int:
+        self._port = port or free_port()  # MindSpore's store does not tell which port the kernel chose
+        return self._port
+
+    def join_world(self, rank: int, world_size: int) -> None:
+        from hyper_parallel.platform.mindspore.platform import MindSporePlatform
+
+        self._platform = MindSporePlatform()
+        method = f"tcp://127.0.0.1:{self._port}"
+        os.environ["MS_CPU_COMM_OP_TIMEOUT"] = str(MINDSPORE_CALL_S)
+        self._platform.init_process_group(
+            init_method=method, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        )
+        self._platform.barrier()  # the first communication connects the ranks, which takes seconds
+
+    def reset(self) -> None:
+        self._platform.manual_seed(0)
+
+    def left_behind(self) -> list[str]:
+        from hyper_parallel.platform.interface import EXISTING_COMM_GROUPS
+
+        left = [f"process group of ranks {key}" for key in EXISTING_COMM_GROUPS]
+        EXISTING_COMM_GROUPS.clear()
+        return left
+
+
+MINDSPORE_CALL_S = 8  # how long a call waits for the other ranks: above the 3 s that the first one of a group may take
+
 _kept_groups: set[Any] = set()
 
 
@@ -246,7 +283,15 @@ def kept_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     return mesh
 
 
-FRAMEWORKS = {"none": Framework, "torch": Torch}
+@functools.cache
+def kept_group(platform: Any, ranks: tuple[int, ...]) -> Any:
+    """A group of the platform, for functions that run here. It lives as long as the worker: making one takes MindSpore a second."""
+    group = platform._create_group(ranks)
+    _kept_groups.add(group)
+    return group
+
+
+FRAMEWORKS = {"none": Framework, "torch": Torch, "mindspore": MindSpore}
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
     pool = processes.pool("torch", 2)
     gradients = pool.run(train, "ddp", deadline_s=20)  # what train("ddp") returned, one result per rank
 
-A function is sent by module and name, its arguments and results are pickled. In the workers torch.distributed (gloo, loopback) is
-up, and the function runs on every rank at once.
+A function is sent by module and name, its arguments and results are pickled. In the workers communication over loopback is up
+(torch.distributed with gloo, or MindSpore's with mccl, which meets at a store and needs no scheduler), and the function runs on every rank at once.
 
 What this guarantees:
 
@@ -14,7 +14,7 @@ What this guarantees:
 - After each call a worker looks for what the function left behind (see `process_worker`); that is a failure, too.
 - No process and no file outlives this one, however it ends.
 
-Importing PyTorch takes seconds. So a *nursery*, one process per framework, imports it once and forks the workers. It is the only
+Importing a framework takes seconds. So a *nursery*, one process per framework, imports it once and forks the workers. It is the only
 child of this process, and the one entry in `KEPT`.
 """
 
@@ -52,10 +52,14 @@ class RankError(RuntimeError):
     Attributes:
         failures: rank -> what happened: "raised ValueError: …", "was ended by SIGKILL", "ended with exit code 3",
             "hangs", "left behind: …"
+        results: rank -> what the others returned
     """
 
-    def __init__(self, what: str, failures: dict[int, str], details: dict[int, str]) -> None:
+    def __init__(
+        self, what: str, failures: dict[int, str], details: dict[int, str], results: dict[int, Any] | None = None
+    ) -> None:
         self.failures = failures
+        self.results = results or {}
         lines = [f"{what}: {len(failures)} of the ranks failed."]
         for rank in sorted(failures):
             lines.append(f"\nrank {rank} {failures[rank]}")
@@ -66,12 +70,7 @@ class RankError(RuntimeError):
 
 def pool(framework: str, world_size: int) -> Pool:
     """The workers of a framework, `world_size` of them; always the same ones as long as they are healthy."""
-    if framework == "mindspore":
-        raise NotImplementedError(
-            "Workers on MindSpore come with its distributed part: a starter that runs each rank with msrun or with "
-            "environment variables, beside the nursery."
-        )
-    if framework not in ("torch", "none"):
+    if framework not in ("torch", "mindspore", "none"):
         raise ValueError(f"No workers for this framework.\nExpected 'torch', 'mindspore' or 'none', got {framework!r}.")
     key = framework, world_size
     if key not in _pools:
@@ -119,6 +118,7 @@ def worker_environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "HYPER_PARALLEL_PLATFORM": "torch",
         "OMP_NUM_THREADS": "1",
+        "GLOG_v": os.environ.get("GLOG_v", "3"),  # noqa: SIM112 - its name
         "GLOO_SOCKET_IFNAME": "lo",
         "CUDA_VISIBLE_DEVICES": "",  # these ranks are on the CPU, also where a GPU is
         # bfloat16 matrix products end the process on some CPUs without this; elsewhere it changes nothing.
@@ -139,8 +139,16 @@ class Pool:
         """By rank; empty while there are no workers."""
         return [worker.pid for worker in self._workers]
 
-    def run(self, function: Callable[..., Any], *args: Any, deadline_s: float = 30.0, **kwargs: Any) -> list[Any]:
-        """`function(*args, **kwargs)` on every rank at once: the results, by rank.
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        deadline_s: float = 30.0,
+        grace_s: float = _GRACE_S,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """`function(*args, **kwargs)` on every rank at once: the results, by rank. `grace_s`: how long after one rank has failed
+        the others may still answer.
 
         Raises:
             RankError: a rank raised, did not return before the deadline, ended, or left something behind.
@@ -156,7 +164,8 @@ class Pool:
                 self._start()
             for worker in self._workers:
                 worker.send(call, arguments)
-            return self._collect(f"{function.__module__}.{function.__qualname__}", time.monotonic() + deadline_s)
+            what = f"{function.__module__}.{function.__qualname__}"
+            return self._collect(what, time.monotonic() + deadline_s, grace_s=grace_s)
         except BaseException:
             self.close()
             raise
@@ -171,7 +180,7 @@ class Pool:
         nursery = _nursery(self.framework)
         for rank in range(self.world_size):
             self._workers.append(nursery.fork(rank))
-        deadline = time.monotonic() + _ANSWER_S
+        deadline = time.monotonic() + (_START_S if self.framework == "mindspore" else _ANSWER_S)
         first, *others = self._workers
         # The kernel chooses the port, and rank 0 has it already when the others hear of it: nobody else can take it.
         first.send(pickle.dumps((self.world_size, 0)))
@@ -180,7 +189,9 @@ class Pool:
             worker.send(pickle.dumps((self.world_size, port)))
         self._collect("joining the process group", deadline)
 
-    def _collect(self, what: str, deadline: float, workers: list[_Worker] | None = None) -> list[Any]:
+    def _collect(
+        self, what: str, deadline: float, workers: list[_Worker] | None = None, grace_s: float = _GRACE_S
+    ) -> list[Any]:
         """One answer of each worker."""
         __tracebackhide__ = True
         waiting = {worker.connection: worker for worker in workers or self._workers}
@@ -202,13 +213,13 @@ class Pool:
                         failures[worker.rank] = answer.failure
                         details[worker.rank] = answer.details + worker.output()
                 if worker.rank in failures:
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                    deadline = min(deadline, time.monotonic() + grace_s)
         hangs = f"hangs waiting for {_ranks(failures)}" if failures else "hangs"
         for worker in waiting.values():
             details[worker.rank] = worker.stacks()
             failures[worker.rank] = hangs
         if failures:
-            raise RankError(what, failures, details)
+            raise RankError(what, failures, details, results)
         return [results[rank] for rank in sorted(results)]
 
 
@@ -281,7 +292,10 @@ class _Nursery:
                 [sys.executable, "-c", _NURSERY, framework, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=worker_environment(),
+                env={
+                    **worker_environment(),
+                    "HYPER_PARALLEL_PLATFORM": "mindspore" if framework == "mindspore" else "torch",
+                },
                 start_new_session=True,  # Ctrl-C is for this process alone: it ends the others
             )
         self._socket = ours

@@ -18,6 +18,7 @@ __all__ = [
     "NotProvidedError",
     "UnsupportedDeviceError",
     "DamagedFileError",
+    "CommunicationError",
     "describe",
 ]
 
@@ -93,6 +94,10 @@ class UnsupportedDeviceError(HyperParallelError, RuntimeError):
 
 class DamagedFileError(HyperParallelError, ValueError):
     """A file is not what was written: cut, changed, or not of this format."""
+
+
+class CommunicationError(HyperParallelError, RuntimeError):
+    """A communication between ranks failed; says which rank is missing, and what each was calling."""
 
 
 def describe(value: object, limit: int = 80) -> str:

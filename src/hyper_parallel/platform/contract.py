@@ -37,7 +37,6 @@ class Operation(NamedTuple):
     comes_with: str | None = None
 
 
-COMMUNICATION = "the communication part"
 LAYOUTS = "distributed tensors and layouts"
 ACTIVATION = "the activation memory part"
 COORDINATOR = "dual-pipe overlap"
@@ -59,11 +58,6 @@ OPERATIONS: tuple[Operation, ...] = (
         """
         get_rank: World rank of this process; 0 in a single process.
         get_world_size: Number of processes; 1 in a single process.
-        """,
-    ),
-    *_rows(
-        Section.GROUPS,
-        """
         get_global_rank: World rank of a member of a group.
         get_group_local_rank: This process's rank inside a group.
         init_process_group: Start communication; repeating it does nothing.
@@ -76,7 +70,6 @@ OPERATIONS: tuple[Operation, ...] = (
         get_created_group: The cached group of these ranks, or None.
         mark_created_groups: Put existing groups into the cache.
         """,
-        COMMUNICATION,
     ),
     *_rows(
         Section.COLLECTIVES,
@@ -93,7 +86,6 @@ OPERATIONS: tuple[Operation, ...] = (
         all_gather_object: Every rank's object, in rank order.
         barrier: Wait until every rank is here.
         """,
-        COMMUNICATION,
     ),
     *_rows(
         Section.DIFFERENTIABLE,
@@ -107,7 +99,6 @@ OPERATIONS: tuple[Operation, ...] = (
         p2p_exchange: Exchange with one peer; backward exchanges the gradients.
         differentiable_async_a2a_wait: Finish an exchange that was launched before, inside the graph.
         """,
-        COMMUNICATION,
     ),
     *_rows(
         Section.DIFFERENTIABLE,

@@ -1,0 +1,1 @@
+"""What communication means, whatever the framework: groups, collectives, their gradients, and failures that name a rank."""

@@ -1,0 +1,249 @@
+"""Who is missing: what this process calls, kept in memory, and the exchange over the store when a call fails.
+
+Rules and reasons are in the README ("Who is missing"). Two threads meet here:
+
+- the *callers*, any threads of the program: they add to logs, and leave a request when a call of theirs fails;
+- the *clerk*, one daemon thread: it alone uses the store. It answers alarms, raises those of requests, and collects answers.
+
+What they share: a log's fields are written by callers and read by the clerk (each a single assignment; an answer that is a call late is
+still true of a moment ago), `log.since` is written by either and never unset; `_requests` is a deque, whose append and popleft are atomic.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from hyper_parallel._base import trace
+from hyper_parallel._base.errors import CommunicationError
+from hyper_parallel.platform.communication.answers import Answer, Failure, broken, explain, ranks_in_words
+
+POLL_S = 0.5  # how often the clerk looks for alarms
+GRACE_S = 3.0  # how long a failing rank waits for answers
+_NUM_RECENT = 16  # names of calls in an answer
+
+
+class Store(Protocol):
+    """What is needed of a framework's key-value store. `get` waits for the key."""
+
+    def add(self, key: str, amount: int, /) -> int: ...
+    def set(self, key: str, value: str, /) -> object: ...
+    def get(self, key: str, /) -> str | bytes: ...
+
+
+class Log:
+    """What this process has called in one group. Invariant: num_done <= number"""
+
+    __slots__ = ("is_pair", "name", "num_done", "number", "ranks", "recent", "since")
+
+    def __init__(self, name: str, ranks: tuple[int, ...], is_pair: bool = False) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.is_pair = (
+            is_pair  # sends and receives of the group: not the same on all ranks, so their count says nothing
+        )
+        self.number = 0
+        self.num_done = 0
+        self.recent: deque[str] = deque(maxlen=_NUM_RECENT)
+        self.since: str | None = None  # what broke the group
+
+    def answer(self, now: str) -> Answer:
+        return Answer(self.number, tuple(self.recent), self.num_done, now)
+
+
+class Record:
+    """One call: the `number`-th of its log. `ranks` are those who must take part."""
+
+    __slots__ = ("call", "log", "number", "ranks")
+
+    def __init__(self, log: Log, call: str, number: int, ranks: tuple[int, ...]) -> None:
+        self.log = log
+        self.call = call
+        self.number = number
+        self.ranks = ranks
+
+
+class _Request:
+    def __init__(self, record: Record, incident: str) -> None:
+        self.record = record
+        self.incident = incident
+        self.is_raised = False
+        self.answers: dict[int, Answer] = {}
+        self.done = threading.Event()
+        self.deadline = time.monotonic() + GRACE_S
+
+
+class RollCall:
+    """The logs of this process, and its clerk. `store` is None where nobody can be asked."""
+
+    def __init__(
+        self,
+        rank: int,
+        store: Store | None,
+        is_up: Callable[[], bool] = lambda: True,
+        store_holder: int | None = None,
+    ) -> None:
+        self.rank = rank
+        self.logs: dict[str, Log] = {}
+        self._store = store
+        self._is_up = is_up
+        self._store_holder = store_holder
+        self._requests: deque[_Request] = deque()
+        self._wake = threading.Event()
+        self._is_stopping = False
+        self._is_store_lost = False
+        self._num_heard = 0
+        self._num_pairs_failed = 0
+        self._clerk: threading.Thread | None = None
+
+    # What callers use
+
+    def log(self, name: str, ranks: tuple[int, ...], *, is_pair: bool = False) -> Log:
+        """The log of a group, new on its first call. The clerk starts with the first group of several ranks."""
+        found = self.logs.get(name)
+        if found is None:
+            found = self.logs[name] = Log(name, ranks, is_pair)
+            if self._clerk is None and self._store is not None and len(ranks) > 1:
+                self._start()
+        return found
+
+    def enter(self, log: Log, call: str, ranks: tuple[int, ...] | None = None) -> Record:
+        """Note that a call begins.
+
+        Raises:
+            CommunicationError: the group is broken.
+        """
+        if log.since is not None:
+            raise broken(Failure(call, log.number + 1, self.rank, ranks or log.ranks), log.since)
+        log.number = number = log.number + 1
+        log.recent.append(call)
+        trace.emit("communication.launch", call=call, number=number)
+        return Record(log, call, number, log.ranks if ranks is None else ranks)
+
+    def is_alarmed(self, record: Record) -> bool:
+        """Whether a wait for this call is in vain: another rank has reported the group as broken. Has no effect."""
+        return record.log.since is not None or (self._is_store_lost and self._store_holder in record.ranks)
+
+    def explain(self, record: Record, error: BaseException) -> CommunicationError:
+        """The error to raise for a call that failed, after asking the others; at most `GRACE_S` later. Breaks the group."""
+        failure = Failure(record.call, record.number, self.rank, record.ranks, record.log.is_pair)
+        if not record.log.is_pair and record.log.since is None:
+            record.log.since = f"`{record.call}` failed on rank {self.rank}"
+        clerk = self._clerk
+        if clerk is None or not clerk.is_alive():
+            holder = self._store_holder if self._is_store_lost else None
+            return explain(failure, None, str(error), holder)
+        incident = record.log.name
+        if record.log.is_pair:
+            self._num_pairs_failed += 1
+            incident = f"{incident}/{self.rank}/{self._num_pairs_failed}"
+        request = _Request(record, incident)
+        self._requests.append(request)
+        self._wake.set()
+        # A store that hangs leaves the clerk waiting in it: the deadline is this thread's own.
+        in_time = request.done.wait(GRACE_S + POLL_S)
+        lost = self._is_store_lost or not (in_time or request.is_raised)
+        return explain(
+            failure,
+            None if lost else dict(request.answers),
+            str(error),
+            self._store_holder if lost else None,
+        )
+
+    def forget(self, name: str) -> None:
+        """The group was destroyed."""
+        for each in [each for each in self.logs if each == name or each.startswith(name + "/")]:
+            del self.logs[each]
+
+    def stop(self) -> None:
+        """End the clerk, if it answers."""
+        self._is_stopping = True
+        self._wake.set()
+        clerk, self._clerk = self._clerk, None
+        if clerk is not None and clerk is not threading.current_thread():
+            clerk.join(2 * POLL_S)
+        atexit.unregister(self.stop)
+
+    # What the clerk does
+
+    def _start(self) -> None:
+        self._clerk = threading.Thread(target=self._serve, name="hyper_parallel roll call", daemon=True)
+        self._clerk.start()
+        # A thread that the end of the interpreter meets inside the framework's store ends the process with an error.
+        atexit.register(self.stop)
+
+    def _serve(self) -> None:
+        store = self._store
+        if store is None:
+            return
+        try:
+            self._num_heard = int(store.add(_ALARMS, 0))
+            while not self._is_stopping:
+                self._wake.wait(0.05 if self._requests else POLL_S)
+                self._wake.clear()
+                if self._is_stopping or not self._is_up():
+                    break
+                self._raise_alarms(store)
+                self._answer_alarms(store)
+                self._collect(store)
+        except Exception:  # whatever the framework's store raises when its other end has gone
+            self._is_store_lost = not self._is_stopping
+        finally:
+            for request in list(self._requests):
+                request.done.set()
+
+    def _raise_alarms(self, store: Store) -> None:
+        for request in list(self._requests):
+            if request.is_raised:
+                continue
+            record = request.record
+            if store.add(f"{_PREFIX}incident/{request.incident}", 1) == 1:  # else another rank has told everyone
+                alarm = {
+                    "incident": request.incident, "group": record.log.name, "ranks": record.ranks,
+                    "call": record.call, "rank": self.rank, "is_pair": record.log.is_pair,
+                }  # fmt: skip
+                number = int(store.add(_ALARMS, 1))
+                store.set(f"{_PREFIX}alarm/{number}", json.dumps(alarm))
+            request.is_raised = True
+
+    def _answer_alarms(self, store: Store) -> None:
+        count = int(store.add(_ALARMS, 0))
+        while self._num_heard < count:
+            self._num_heard += 1
+            alarm = json.loads(store.get(f"{_PREFIX}alarm/{self._num_heard}"))
+            if self.rank not in alarm["ranks"]:
+                continue
+            log = self.logs.get(alarm["group"])
+            answer = (log or Log(alarm["group"], ())).answer(self._now())
+            store.set(f"{_PREFIX}answer/{alarm['incident']}/{self.rank}", answer.to_json())
+            store.add(f"{_PREFIX}answered/{alarm['incident']}/{self.rank}", 1)
+            if log is not None and log.since is None and not alarm["is_pair"]:
+                log.since = f"`{alarm['call']}` failed on rank {alarm['rank']}"
+
+    def _collect(self, store: Store) -> None:
+        for request in list(self._requests):
+            for rank in request.record.ranks:
+                if rank not in request.answers and store.add(f"{_PREFIX}answered/{request.incident}/{rank}", 0):
+                    text = store.get(f"{_PREFIX}answer/{request.incident}/{rank}")
+                    request.answers[rank] = Answer.from_json(text)
+            is_complete = all(rank in request.answers for rank in request.record.ranks)
+            if is_complete or time.monotonic() > request.deadline:
+                with contextlib.suppress(ValueError):
+                    self._requests.remove(request)
+                request.done.set()
+
+    def _now(self) -> str:
+        for log in reversed(list(self.logs.values())):
+            if log.number > log.num_done and log.recent and log.since is None:
+                return f"`{log.recent[-1]}` of {ranks_in_words(log.ranks)}"
+        return ""
+
+
+_PREFIX = "hyper_parallel/"
+_ALARMS = _PREFIX + "alarms"

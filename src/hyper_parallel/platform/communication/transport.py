@@ -1,0 +1,256 @@
+"""What a framework brings: its groups, and calls that start its own communication on tensors that are contiguous.
+
+Names say whether the host blocks: `launch_x` starts and returns the result with what to wait for, `join` waits.
+Everything else about communication is built on this, once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from hyper_parallel._base.errors import ArgumentError, StateError, describe
+from hyper_parallel.platform.communication.answers import ranks_in_words
+from hyper_parallel.platform.communication.handles import Handle
+from hyper_parallel.platform.communication.reductions import Reduction
+from hyper_parallel.platform.communication.roll_call import RollCall
+
+# The result, the framework's own work (None: done already), and what is left to do on this rank once that is done.
+Launched = tuple[Any, Any, Callable[[], object] | None]
+
+
+class Transport(ABC):
+    """One framework's communication. `tensor_type` is its class of tensors, `reductions` its own names of reductions."""
+
+    tensor_type: ClassVar[type]
+    reductions: ClassVar[dict[Any, Reduction]]
+
+    # Groups
+
+    @property
+    @abstractmethod
+    def roll_call(self) -> RollCall:
+        """The logs of this process, as long as the world is the same."""
+
+    @abstractmethod
+    def is_up(self) -> bool: ...
+
+    @abstractmethod
+    def rank(self) -> int:
+        """World rank; 0 while nothing was started."""
+
+    @abstractmethod
+    def world(self) -> Any:
+        """The group of all ranks."""
+
+    @abstractmethod
+    def own_group(self, group: Any) -> Any:
+        """The framework's group that this is, or the name of; None if it is none."""
+
+    @abstractmethod
+    def ranks_of(self, group: Any) -> tuple[int, ...]:
+        """World ranks in group order."""
+
+    @abstractmethod
+    def name_of(self, group: Any) -> str:
+        """The same on all members, and another one for every group of one world."""
+
+    @abstractmethod
+    def backend_of(self, group: Any) -> str: ...
+
+    @abstractmethod
+    def start(self, backend: str | None, **settings: Any) -> None: ...
+
+    @abstractmethod
+    def end(self, group: Any) -> None:
+        """End a group; None: all of them."""
+
+    @abstractmethod
+    def new_group(
+        self, ranks: tuple[int, ...], number: int, timeout: Any, options: Any, description: str | None
+    ) -> Any:
+        """The number-th group of these ranks. Called by members only."""
+
+    # Tensors
+
+    @abstractmethod
+    def contiguous(self, tensor: Any) -> Any: ...
+
+    @abstractmethod
+    def is_writable_in_place(self, tensor: Any) -> bool:
+        """Whether the framework's collectives write into this very tensor."""
+
+    @abstractmethod
+    def copy(self, tensor: Any) -> Any:
+        """A contiguous tensor of its own."""
+
+    @abstractmethod
+    def write(self, target: Any, values: Any) -> None:
+        """Copy values into a tensor, also through a view."""
+
+    @abstractmethod
+    def zeros(self, shape: Sequence[int], like: Any) -> Any: ...
+
+    @abstractmethod
+    def is_floating(self, tensor: Any) -> bool: ...
+
+    @abstractmethod
+    def cat(self, tensors: Sequence[Any], dim: int) -> Any: ...
+
+    @abstractmethod
+    def parts(self, tensor: Any, num_parts: int, dim: int) -> list[Any]:
+        """Equal parts along a dim, as views."""
+
+    @abstractmethod
+    def where_equal(self, left: Any, right: Any) -> Any:
+        """1 where two tensors are equal, 0 elsewhere, in their dtype."""
+
+    @abstractmethod
+    def bytes_to_tensor(self, data: bytes, group: Any) -> Any: ...
+
+    @abstractmethod
+    def ints_to_tensor(self, numbers: Sequence[int], group: Any) -> Any: ...
+
+    @abstractmethod
+    def tensor_to_bytes(self, tensor: Any) -> bytes: ...
+
+    @abstractmethod
+    def pending(self, tensor: Any, handle: Handle) -> Any:
+        """A tensor that waits for its handle when it is first used, where the framework can do that; else the finished one."""
+
+    @abstractmethod
+    def at_end_of_backward(self, function: Callable[[], None]) -> None:
+        """Called inside backward: run a function once all of backward is done."""
+
+    # Communication
+
+    @abstractmethod
+    def join(self, work: Any, record: Any) -> None:
+        """Wait for the framework's work (on an accelerator: let the current stream wait)."""
+
+    @abstractmethod
+    def is_completed(self, work: Any) -> bool: ...
+
+    @abstractmethod
+    def launch_all_reduce(self, tensor: Any, op: Reduction, group: Any) -> Launched:
+        """In place; never AVG."""
+
+    @abstractmethod
+    def launch_all_gather(self, tensor: Any, group: Any) -> Launched:
+        """Concatenation along dim 0."""
+
+    @abstractmethod
+    def launch_reduce_scatter(self, tensor: Any, op: Reduction, group: Any) -> Launched:
+        """Equal parts of dim 0; never AVG."""
+
+    @abstractmethod
+    def launch_broadcast(self, tensor: Any, src: int, group: Any) -> Launched:
+        """In place."""
+
+    @abstractmethod
+    def launch_all_to_all(
+        self, tensor: Any, input_splits: Sequence[int], output_splits: Sequence[int], group: Any
+    ) -> Launched:
+        """Rows of dim 0, so many to and from each rank."""
+
+    @abstractmethod
+    def launch_send(self, tensor: Any, dst: int, group: Any, tag: int) -> Launched: ...
+
+    @abstractmethod
+    def launch_receive(self, tensor: Any, src: int, group: Any, tag: int) -> Launched:
+        """In place."""
+
+    @abstractmethod
+    def launch_barrier(self, group: Any, device_ids: Any) -> Launched: ...
+
+    # Built on the above
+
+    def group(self, group_info: Any, call: str) -> Any:
+        """The framework's group of what a caller gives: a group, None for the world, or an object that has one.
+
+        Raises:
+            RuntimeError: nothing was started.
+            ValueError: this is no group, or this rank is not in it.
+        """
+        if not self.is_up():
+            raise StateError(
+                f"`{call}` needs the other ranks, and communication was not started.",
+                where="a process of its own: rank 0 of 1",
+                do="Call `init_process_group()` first.",
+            )
+        if group_info is None:
+            return self.world()
+        found = self.own_group(group_info)
+        if found is None:
+            inner = getattr(group_info, "group", None)
+            found = self.own_group(getattr(group_info, "group_name", None) if inner is None else inner)
+            size = getattr(group_info, "rank_size", None)
+            if found is not None and size is not None and size != len(self.ranks_of(found)):
+                raise ArgumentError(
+                    f"`{call}` got a group whose size is not the one it states.",
+                    expected=f"rank_size {len(self.ranks_of(found))}",
+                    got=str(size),
+                )
+        if found is None:
+            raise ArgumentError(
+                f"`{call}` needs a group that this rank is in.",
+                expected="a group of the framework, None for all ranks, or an object with `group` or `group_name`",
+                got=describe(group_info),
+                where=f"rank {self.rank()}",
+            )
+        return found
+
+    def launch(
+        self,
+        call: str,
+        group: Any,
+        start: Callable[..., Launched],
+        *arguments: Any,
+        peer: int | None = None,
+        then: Callable[[], object] | None = None,
+    ) -> tuple[Any, Handle]:
+        """`start(*arguments)` as a call that is logged, explained when it fails, and waited for by the handle: the result and that.
+
+        `then` runs on this rank once all is there. `peer` is the other rank of a send or receive.
+        """
+        roll_call = self.roll_call
+        name = self.name_of(group)
+        if peer is None:
+            log = roll_call.logs.get(name) or roll_call.log(name, self.ranks_of(group))
+            record = roll_call.enter(log, call)
+        else:
+            name += "/pairs"
+            log = roll_call.logs.get(name) or roll_call.log(name, self.ranks_of(group), is_pair=True)
+            record = roll_call.enter(log, call, (self.rank(), peer))
+        try:
+            result, work, finish = start(*arguments)
+        except RuntimeError as error:
+            raise roll_call.explain(record, error) from error
+        if work is None:
+            log.num_done = max(log.num_done, record.number)
+        return result, Handle(self, record, work, _both(finish, then), arguments)
+
+
+def check_rank(rank: Any, ranks: Sequence[int], name: str, call: str) -> int:
+    """A world rank that is in the group."""
+    if rank is None:
+        raise ArgumentError(f"`{call}` needs `{name}`.", expected="a world rank", got="None")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank not in ranks:
+        raise ArgumentError(
+            f"`{name}` of `{call}` is not a rank of the group.",
+            expected=f"one of {ranks_in_words(ranks)}",
+            got=describe(rank),
+        )
+    return rank
+
+
+def _both(first: Callable[[], object] | None, second: Callable[[], object] | None) -> Callable[[], object] | None:
+    if first is None or second is None:
+        return first or second
+
+    def both() -> None:
+        first()
+        second()
+
+    return both

@@ -1,0 +1,87 @@
+"""Starting MindSpore's communication, without its scheduler process where the ranks are told where to meet."""
+
+from __future__ import annotations
+
+import math
+import os
+from datetime import timedelta
+from typing import Any
+
+import mindspore.communication as communication
+import mindspore.communication.comm_func as comm_func
+import mindspore.mint.distributed.distributed as mint_distributed
+from mindspore.communication import GlobalComm
+from mindspore.communication.management import _init_with_store
+from mindspore.mint.distributed import TCPStore
+
+from hyper_parallel._base.errors import ArgumentError, StateError, describe
+
+# How long a call of the CPU's backend waits for the other ranks, in seconds; 30 where it is not set. Read by MindSpore at its first use.
+OP_TIMEOUT = "MS_CPU_COMM_OP_TIMEOUT"
+
+_DEFAULT_TIMEOUT = timedelta(seconds=300)
+
+
+def start(backend: str, settings: dict[str, Any]) -> Any:
+    """Join the world; the store at which the ranks met, or None where MindSpore's launcher brought them together."""
+    timeout: timedelta = settings["timeout"] or _DEFAULT_TIMEOUT
+    if settings["timeout"] is not None and backend == "mccl":
+        os.environ.setdefault(OP_TIMEOUT, str(max(1, math.ceil(timeout.total_seconds()))))
+    store, rank, num_ranks = settings["store"], settings["rank"], settings["world_size"]
+    address = None
+    if store is None and settings["init_method"] not in (None, "env://"):
+        address = _address(settings["init_method"])
+    elif store is None and "MS_ROLE" in os.environ:  # started by msrun: its scheduler knows everyone
+        communication.init(backend)
+        _name_the_world(backend)
+        return None
+    elif store is None:
+        address, rank, num_ranks = _from_environment(rank, num_ranks)
+    if rank < 0 or num_ranks < 1:
+        raise ArgumentError(
+            "A rank joins the others by its number.", expected="rank and world_size",
+            got=f"rank {rank}, world_size {num_ranks}",
+        )  # fmt: skip
+    if store is None and address is not None:
+        store = TCPStore(*address, num_ranks, rank == 0, timeout)
+    _init_with_store(backend=backend, timeout=timeout, world_size=num_ranks, rank=rank, store=store)
+    _name_the_world(backend)
+    return store
+
+
+def connect_again(store: Any) -> Any:
+    """A connection of its own to the same store."""
+    return TCPStore(store.host, store.port, None, False, timedelta(seconds=5))
+
+
+def _name_the_world(backend: str) -> None:
+    # MindSpore froze Ascend's name of the world into these defaults when it was imported.
+    if backend != "hccl":
+        for module in (mint_distributed, comm_func):
+            for function in (module.get_cache_group_size, module.get_cache_group_rank):
+                function.__defaults__ = (GlobalComm.WORLD_COMM_GROUP,)
+
+
+def _address(init_method: Any) -> tuple[str, int]:
+    host, _, port = str(init_method).removeprefix("tcp://").rpartition(":")
+    if not str(init_method).startswith("tcp://") or not host or not port.isdigit():
+        raise ArgumentError(
+            "`init_method` says where the ranks meet.",
+            expected="'tcp://host:port' or 'env://'",
+            got=describe(init_method),
+        )
+    return host, int(port)
+
+
+def _from_environment(rank: int, num_ranks: int) -> tuple[tuple[str, int], int, int]:
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise StateError(
+            "The ranks do not know where to meet.",
+            expected="a store, an init_method, msrun, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            got=f"no {', '.join(missing)} in the environment",
+            do="Start the program with `msrun`, or pass init_method='tcp://host:port', rank and world_size.",
+        )
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank = int(os.environ["RANK"]) if rank < 0 else rank
+    return address, rank, int(os.environ["WORLD_SIZE"]) if num_ranks < 1 else num_ranks

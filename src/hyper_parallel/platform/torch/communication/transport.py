@@ -1,0 +1,276 @@
+"""`torch.distributed` as a transport."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from hyper_parallel.platform.communication.handles import Handle
+from hyper_parallel.platform.communication.reductions import Reduction
+from hyper_parallel.platform.communication.roll_call import RollCall
+from hyper_parallel.platform.communication.transport import Launched, Transport
+from hyper_parallel.platform.torch.communication.pending import PendingTensor
+from hyper_parallel.platform.torch.devices import Devices
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
+
+# A wait on the host is made of pieces this long, between which it can be told that it is in vain.
+_PIECE = timedelta(seconds=0.5)
+
+
+class TorchTransport(Transport):
+    tensor_type = torch.Tensor
+    reductions = (
+        {
+            dist.ReduceOp.SUM: Reduction.SUM,
+            dist.ReduceOp.AVG: Reduction.AVG,
+            dist.ReduceOp.MAX: Reduction.MAX,
+            dist.ReduceOp.MIN: Reduction.MIN,
+            dist.ReduceOp.PRODUCT: Reduction.PROD,
+        }
+        if dist.is_available()
+        else {}
+    )
+
+    def __init__(self) -> None:
+        self._roll_call = RollCall(0, None)
+        self._known_world: Callable[[], Any] = lambda: None
+        self._timeout: timedelta | None = None
+
+    # Groups
+
+    @property
+    def roll_call(self) -> RollCall:
+        world = dist.group.WORLD
+        if self._known_world() is not world:  # started, or ended and started again, by us or by the program itself
+            self._roll_call.stop()
+            self._known_world = weakref.ref(world)
+            self._roll_call = RollCall(dist.get_rank(), _open_store(), self.is_up, _store_holder())
+        return self._roll_call
+
+    def is_up(self) -> bool:
+        return dist.is_available() and dist.is_initialized()
+
+    def rank(self) -> int:
+        return dist.get_rank() if self.is_up() else 0
+
+    def world(self) -> Any:
+        return dist.group.WORLD
+
+    def own_group(self, group: Any) -> Any:
+        if isinstance(group, str):
+            try:
+                return c10d._resolve_process_group(group)
+            except (RuntimeError, ValueError):
+                return None
+        return group if isinstance(group, dist.ProcessGroup) and group in c10d._world.pg_map else None
+
+    def ranks_of(self, group: Any) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(group))
+
+    def name_of(self, group: Any) -> str:
+        return group.group_name
+
+    def backend_of(self, group: Any) -> str:
+        return dist.get_backend(group)
+
+    def start(self, backend: str | None, **settings: Any) -> None:
+        if backend is None:
+            backend = _BACKENDS.get(Devices.device_type(), "gloo")
+        self._timeout = settings["timeout"]
+        given = {name: value for name, value in settings.items() if value is not None}
+        dist.init_process_group(backend, **given)
+
+    def end(self, group: Any) -> None:
+        dist.destroy_process_group(group)
+
+    def new_group(
+        self, ranks: tuple[int, ...], number: int, timeout: Any, options: Any, description: str | None
+    ) -> Any:
+        # Only members meet ("local synchronization"). PyTorch then names the group by the number of groups that this process has, which is not
+        # the same on all members as soon as one of them is in another group: they would wait for each other for ever.
+        with _group_name(f"hyper_parallel_{'_'.join(map(str, ranks))}_{number}"):
+            return dist.new_group(
+                list(ranks),
+                timeout=timeout or self._timeout,
+                pg_options=options,
+                use_local_synchronization=True,
+                group_desc=description,
+            )
+
+    # Tensors
+
+    def contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().contiguous()
+
+    def is_writable_in_place(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_contiguous() and type(tensor) is not PendingTensor
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def write(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(values)
+
+    def zeros(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def is_floating(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_floating_point() or tensor.is_complex()
+
+    def cat(self, tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        return torch.cat(tuple(tensors), dim)
+
+    def parts(self, tensor: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
+        return list(tensor.split([tensor.shape[dim] // num_parts] * num_parts, dim))
+
+    def where_equal(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return (left == right).to(left.dtype)
+
+    def bytes_to_tensor(self, data: bytes, group: Any) -> torch.Tensor:
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return tensor.to(_device_of(group))
+
+    def ints_to_tensor(self, numbers: Sequence[int], group: Any) -> torch.Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int64, device=_device_of(group))
+
+    def tensor_to_bytes(self, tensor: torch.Tensor) -> bytes:
+        return tensor.cpu().numpy().tobytes()
+
+    def pending(self, tensor: torch.Tensor, handle: Handle) -> torch.Tensor:
+        return PendingTensor(tensor, handle)
+
+    def at_end_of_backward(self, function: Callable[[], None]) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(function)
+
+    # Communication
+
+    def join(self, work: Any, record: Any) -> None:
+        if type(work) is not _HostWork:
+            work.wait()
+            return
+        native = work.native
+        while True:
+            try:
+                native.wait(_PIECE)
+            except RuntimeError:
+                if native.is_completed():
+                    raise
+                if self.roll_call.is_alarmed(record):
+                    raise RuntimeError(f"the wait was ended, since {record.log.since or 'the store is gone'}") from None
+            else:
+                return
+
+    def is_completed(self, work: Any) -> bool:
+        return (work.native if type(work) is _HostWork else work).is_completed()
+
+    def launch_all_reduce(self, tensor: torch.Tensor, op: Reduction, group: Any) -> Launched:
+        work = dist.all_reduce(tensor, _NATIVE[op], group=group, async_op=True)
+        return tensor, _work(work, tensor), None
+
+    def launch_all_gather(self, tensor: torch.Tensor, group: Any) -> Launched:
+        output = tensor.new_empty((tensor.shape[0] * dist.get_world_size(group), *tensor.shape[1:]))
+        work = dist.all_gather_into_tensor(output, tensor, group=group, async_op=True)
+        return output, _work(work, tensor), None
+
+    def launch_reduce_scatter(self, tensor: torch.Tensor, op: Reduction, group: Any) -> Launched:
+        num_ranks = dist.get_world_size(group)
+        output = tensor.new_empty((tensor.shape[0] // num_ranks, *tensor.shape[1:]))
+        if tensor.device.type != "cpu":
+            work = dist.reduce_scatter_tensor(output, tensor, _NATIVE[op], group=group, async_op=True)
+            return output, work, None
+        # gloo's own is an all-reduce of which most is thrown away: twice the bytes. This adds up in the order of the ranks, too.
+        received = torch.empty_like(tensor)
+        work = dist.all_to_all_single(received, tensor, group=group, async_op=True)
+
+        def finish() -> None:
+            stacked = received.view(num_ranks, *output.shape)
+            if tensor.dtype == torch.bool:
+                (torch.all if op in (Reduction.MIN, Reduction.PROD) else torch.any)(stacked, 0, out=output)
+            elif op in (Reduction.SUM, Reduction.PROD):
+                (torch.sum if op is Reduction.SUM else torch.prod)(stacked, 0, dtype=tensor.dtype, out=output)
+            else:
+                (torch.amax if op is Reduction.MAX else torch.amin)(stacked, 0, out=output)
+
+        return output, _work(work, tensor), finish
+
+    def launch_broadcast(self, tensor: torch.Tensor, src: int, group: Any) -> Launched:
+        work = dist.broadcast(tensor, src, group=group, async_op=True)
+        return tensor, _work(work, tensor), None
+
+    def launch_all_to_all(
+        self, tensor: torch.Tensor, input_splits: Sequence[int], output_splits: Sequence[int], group: Any
+    ) -> Launched:
+        output = tensor.new_empty((sum(output_splits), *tensor.shape[1:]))
+        work = dist.all_to_all_single(
+            output, tensor, list(output_splits), list(input_splits), group=group, async_op=True
+        )
+        return output, _work(work, tensor), None
+
+    def launch_send(self, tensor: torch.Tensor, dst: int, group: Any, tag: int) -> Launched:
+        return tensor, dist.isend(tensor, dst, group=group, tag=tag), None
+
+    def launch_receive(self, tensor: torch.Tensor, src: int, group: Any, tag: int) -> Launched:
+        return tensor, dist.irecv(tensor, src, group=group, tag=tag), None
+
+    def launch_barrier(self, group: Any, device_ids: Any) -> Launched:
+        work = dist.barrier(group=group, async_op=True, device_ids=device_ids)
+        return None, _HostWork(work) if _device_of(group).type == "cpu" else work, None
+
+
+class _HostWork:
+    """A collective on the CPU, for which the host waits. Sends and receives are not: a wait for one cannot be made in pieces."""
+
+    __slots__ = ("native",)
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+
+
+_NATIVE = {reduction: native for native, reduction in TorchTransport.reductions.items()}
+
+_naming = threading.Lock()
+
+
+def _work(work: Any, tensor: torch.Tensor) -> Any:
+    return _HostWork(work) if tensor.device.type == "cpu" and work is not None else work
+
+
+def _device_of(group: Any) -> torch.device:
+    return torch.device("cpu") if "gloo" in dist.get_backend(group) else Devices.device()
+
+
+def _open_store() -> Any:
+    """A connection of its own to the store of the world where PyTorch can make one; None where there is no store."""
+    try:
+        store = c10d._get_default_store()
+    except (RuntimeError, ValueError, KeyError):
+        return None
+    with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
+        return store.clone()
+    return store
+
+
+def _store_holder() -> int | None:
+    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+
+
+@contextlib.contextmanager
+def _group_name(name: str) -> Iterator[None]:
+    with _naming:
+        original = c10d._hash_ranks_to_str
+        c10d._hash_ranks_to_str = lambda ranks: name
+        try:
+            yield
+        finally:
+            c10d._hash_ranks_to_str = original
