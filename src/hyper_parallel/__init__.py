@@ -43,7 +43,27 @@ _PUBLIC = {
     "Shard": "hyper_parallel.core.dtensor.placements",
     "Replicate": "hyper_parallel.core.dtensor.placements",
     "Partial": "hyper_parallel.core.dtensor.placements",
+    "DTensor": "hyper_parallel.core.dtensor.dtensor",
+    "distribute_tensor": "hyper_parallel.core.dtensor.dtensor",
+    "ones": "hyper_parallel.core.dtensor.dtensor",
+    "zeros": "hyper_parallel.core.dtensor.dtensor",
+    "empty": "hyper_parallel.core.dtensor.dtensor",
+    "full": "hyper_parallel.core.dtensor.dtensor",
+    "rand": "hyper_parallel.core.dtensor.dtensor",
+    "randn": "hyper_parallel.core.dtensor.dtensor",
+    "DistributedOp": "hyper_parallel.core.shard.ops.parallel_ops",
+    "DFunction": "hyper_parallel.core.shard.dfunction",
+    "shard_module": "hyper_parallel.core.shard.shard_module",
+    "ShardPlan": "hyper_parallel.core.shard.shard_module",
+    "custom_shard": "hyper_parallel.core.shard.shard_module",
+    "comm_debug": "hyper_parallel.core.shard.communication_log",
+    "explicit_communication": "hyper_parallel.core.shard.communication_log",
+    "unknown_ops": "hyper_parallel.core.shard._op_dispatch",
+    "NoRuleError": "hyper_parallel.core.shard._op_dispatch",
 }
+
+# Of these a framework has its own: they are asked for each time, as `get_platform` is.
+_OF_THE_FRAMEWORK = {"hyper_parallel.core.dtensor.dtensor", "hyper_parallel.core.shard.dfunction"}
 
 __all__ = ["__version__", *_PUBLIC]
 
@@ -55,7 +75,8 @@ def __getattr__(name: str) -> Any:
     home = importlib.import_module(module)
     # As `from home import name` does: what the module has, or else its submodule.
     value = getattr(home, name) if hasattr(home, name) else importlib.import_module(f"{module}.{name}")
-    globals()[name] = value
+    if module not in _OF_THE_FRAMEWORK:
+        globals()[name] = value
     return value
 
 

@@ -259,9 +259,10 @@ class MindSpore(Framework):
     def left_behind(self) -> list[str]:
         from hyper_parallel.platform.interface import EXISTING_COMM_GROUPS
 
-        left = [f"process group of ranks {key}" for key in EXISTING_COMM_GROUPS]
-        EXISTING_COMM_GROUPS.clear()
-        return left
+        left = [key for key, group in EXISTING_COMM_GROUPS.items() if group not in _kept_groups]
+        for key in left:
+            del EXISTING_COMM_GROUPS[key]
+        return [f"process group of ranks {key}" for key in left]
 
 
 MINDSPORE_CALL_S = 8  # how long a call waits for the other ranks: above the 3 s that the first one of a group may take
@@ -289,6 +290,13 @@ def kept_group(platform: Any, ranks: tuple[int, ...]) -> Any:
     group = platform._create_group(ranks)
     _kept_groups.add(group)
     return group
+
+
+def keep_platform_groups() -> None:
+    """The groups that the platform has cached so far live as long as the worker, for meshes of functions that run here."""
+    from hyper_parallel.platform.interface import EXISTING_COMM_GROUPS
+
+    _kept_groups.update(EXISTING_COMM_GROUPS.values())
 
 
 FRAMEWORKS = {"none": Framework, "torch": Torch, "mindspore": MindSpore}

@@ -318,14 +318,14 @@ class DeviceMesh(Interned):
 
     def to_torch(self) -> Any:
         """PyTorch's `DeviceMesh` with the same ranks, names and groups."""
-        from hyper_parallel.platform.torch.dtensor import mesh_to_torch  # type: ignore[import-not-found, unused-ignore]
+        from hyper_parallel.platform.torch.dtensor import mesh_to_torch
 
         return mesh_to_torch(self)
 
     @staticmethod
     def from_torch(mesh: Any) -> DeviceMesh:
         """The mesh of a PyTorch `DeviceMesh`; its groups are used."""
-        from hyper_parallel.platform.torch.dtensor import mesh_from_torch  # type: ignore[import-not-found, unused-ignore]
+        from hyper_parallel.platform.torch.dtensor import mesh_from_torch
 
         made = mesh_from_torch(mesh)
         if not isinstance(made, DeviceMesh):

@@ -31,6 +31,22 @@ class Parameters:
         return param if to_local is None else to_local()
 
     @staticmethod
+    def set_layout_into_parameter(param: nn.Parameter, layout: Any) -> nn.Parameter:
+        """A new parameter: this rank's part of the whole one, under the layout."""
+        from hyper_parallel.platform.torch.dtensor import DTensor, distribute_tensor
+
+        check_tensor(param, torch.Tensor, "set_layout_into_parameter")
+        if isinstance(param, DTensor):
+            raise ArgumentError(
+                "The parameter has a layout already.",
+                expected="a plain parameter",
+                got=repr(param.layout),
+                do="Use `redistribute` on its data.",
+            )
+        made = distribute_tensor(nn.Parameter(param.detach(), requires_grad=param.requires_grad), layout)
+        return nn.Parameter(made, requires_grad=param.requires_grad)
+
+    @staticmethod
     def get_param_type_size(param: torch.Tensor) -> int:
         return check_tensor(param, torch.Tensor, "get_param_type_size").element_size()
 

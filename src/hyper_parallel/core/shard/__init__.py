@@ -1,0 +1,1 @@
+"""Operators on distributed tensors: rules, dispatcher, users' own functions. See README.md."""

@@ -1,0 +1,333 @@
+"""`_OP_DISPATCHER`: operators on DTensors, of either framework. See the README, rules D1 to D5."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError, describe
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.shard import registry
+from hyper_parallel.core.shard.communication_log import check_may_move, why
+from hyper_parallel.core.shard.decision import Decision, tied_axes
+from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.core.shard.user_rule import decide_by_user_rule
+
+__all__ = ["NoRuleError", "OpDispatcher", "unknown_ops", "_OP_DISPATCHER"]
+
+
+class NoRuleError(HyperParallelError, NotImplementedError):
+    """An operator on DTensors has no rule."""
+
+
+class Glue(Protocol):
+    """What a framework adds. Its DTensor class has it as `_glue`."""
+
+    def is_tensor(self, value: Any) -> bool: ...  # of the framework, plain or not
+    def is_plain_scalar(self, value: Any) -> bool: ...  # a tensor without dims that needs no gradient
+    def op_name(self, func: Any) -> str: ...
+    def decide(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Prepared | None: ...
+    def wrap(self, local: Any, spec: Spec) -> Any: ...
+    def redistribute(self, tensor: Any, layout: Layout) -> Any: ...
+    def coordinate(self, layout: Layout) -> tuple[int, ...]: ...
+    def anchored(self, result: Any, locals_: Sequence[Any]) -> Any: ...  # rule G7
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for a DTensor among the arguments while a rule is asked."""
+
+    index: int  # among the DTensors of the call
+    spec: Spec
+
+
+class Prepared(NamedTuple):
+    """What a framework's table makes of a rule's decision."""
+
+    decision: Decision
+    order: Sequence[int]  # for each tensor of the decision, its index among the DTensors of the call
+    local: Callable[..., Any] | None = None  # takes (func, args, kwargs), all local; None: func itself
+    returns_argument: int | None = None  # an operator in place answers the DTensor that it was given
+    is_sequence: bool = False  # the outputs come in a list or tuple
+    is_raw: bool = False  # `local` answers what the caller gets
+
+
+class Call(NamedTuple):
+    """A decision made ready to be carried out, again and again."""
+
+    moves: tuple[
+        tuple[Layout | None, tuple[str, ...]], ...
+    ]  # per DTensor: where to, if it must be moved; axes to be tied on
+    positions: tuple[int, ...] | None  # of the DTensors among the arguments; None: some are nested or named
+    outputs: tuple[Spec | None, ...]
+    is_sequence: bool  # the outputs come in a list or tuple
+    local: Callable[..., Any] | None
+    returns_argument: int | None
+    wrap_output: Callable[[Any], Any] | None  # None: by `outputs`
+    has_empty_parts: bool  # on some rank
+    name: str
+
+
+_PLAIN = (int, str, bool, type(None))
+_state = threading.local()
+
+
+class OpDispatcher:
+    """Finds or makes the decision for a call, and carries it out."""
+
+    LIMIT = 16384  # decisions that are kept
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[Any, ...], Call] = {}
+        self._dtensors: dict[type, Glue] = {}
+        registry.on_change(self._calls.clear)
+
+    def add_dtensor(self, kind: type, glue: Glue) -> None:
+        """A class of DTensors; exactly this class is looked for, not its subclasses."""
+        self._dtensors[kind] = glue
+
+    def dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
+        """The result of an operator with DTensors among its arguments.
+
+        Raises:
+            NotImplementedError: the operator has no rule.
+            ValueError: meshes differ, shapes do not fit, or a plain tensor is among the arguments of a built-in operator.
+        """
+        dtensors = self._dtensors
+        key = [func]
+        tensors: list[Any] = []
+        for value in args:
+            kind = type(value)
+            if kind in dtensors:
+                key.append(value._spec)
+                tensors.append(value)
+            elif kind in _PLAIN:
+                key.append(value)
+            elif kind is float:
+                key.append(float)
+            else:
+                self._look_into(value, key, tensors)
+        if kwargs:
+            for name, value in kwargs.items():
+                key.append(name)
+                self._look_into(value, key, tensors)
+        known = tuple(key)
+        try:
+            call = self._calls.get(known)
+        except TypeError:  # an argument that cannot be hashed: decided every time
+            known, call = (), None
+        if call is None:
+            call = self._decide(func, args, kwargs or {}, tensors)
+            if known:
+                if len(self._calls) >= self.LIMIT:
+                    self._calls.clear()
+                self._calls[known] = call
+        return self._carry_out(call, func, args, kwargs, tensors)
+
+    def _look_into(self, value: Any, key: list[Any], tensors: list[Any]) -> None:
+        kind = type(value)
+        if kind in self._dtensors:
+            key.append(value._spec)
+            tensors.append(value)
+        elif kind is float or kind is complex:
+            key.append(kind)
+        elif isinstance(value, (list, tuple)):
+            key.append(kind)
+            for each in value:
+                self._look_into(each, key, tensors)
+            key.append(len(value))
+        elif isinstance(value, dict):
+            key.append(kind)
+            for name, each in value.items():
+                key.append(name)
+                self._look_into(each, key, tensors)
+        elif isinstance(value, slice):
+            key.append((slice, value.start, value.stop, value.step))
+        elif any(glue.is_tensor(value) for glue in self._dtensors.values()):
+            # Another tensor of the same look is decided alike; holding it would keep its memory.
+            key.append((kind, tuple(value.shape)))
+        else:
+            key.append(value)
+
+    def _carry_out(self, call: Call, func: Any, args: Sequence[Any], kwargs: Any, tensors: list[Any]) -> Any:
+        locals_ = []
+        for tensor, (target, tied) in zip(tensors, call.moves):  # noqa: B905 - as long as each other, and every call comes here
+            if target is not None:
+                tensor = self._moved(tensor, target, call.name)
+            locals_.append(tensor._tied(tied) if tied else tensor._local)
+        if call.positions is not None:
+            given = list(args)
+            for position, local in zip(call.positions, locals_):  # noqa: B905
+                given[position] = local
+        else:
+            given, kwargs = self._rebuilt((args, kwargs or {}), iter(locals_))
+        if call.local is not None:
+            result = call.local(func, given, kwargs or {})
+        elif kwargs:
+            result = func(*given, **kwargs)
+        else:
+            result = func(*given)
+        if call.has_empty_parts:
+            result = self._dtensors[type(tensors[0])].anchored(result, locals_)
+        if call.returns_argument is not None:
+            return tensors[call.returns_argument]._changed_in_place()
+        wrap = self._dtensors[type(tensors[0])].wrap
+        if call.wrap_output is not None:
+            return call.wrap_output(result)
+        if not call.is_sequence:
+            spec = call.outputs[0]
+            return result if spec is None else wrap(result, spec)
+        return type_of_sequence(result)(
+            each if spec is None else wrap(each, spec) for each, spec in zip(result, call.outputs, strict=True)
+        )
+
+    def _moved(self, tensor: Any, target: Layout, name: str) -> Any:
+        check_may_move(name, tensor._spec.layout, target)
+        with why("implied", name):
+            return self._dtensors[type(tensor)].redistribute(tensor, target)
+
+    def _rebuilt(self, value: Any, locals_: Iterator[Any]) -> Any:
+        """The arguments with the local tensors in their places, in the order in which `_look_into` found them."""
+        if type(value) in self._dtensors:
+            return next(locals_)
+        if isinstance(value, (list, tuple)):
+            return type_of_sequence(value)(self._rebuilt(each, locals_) for each in value)
+        if isinstance(value, dict):
+            return {name: self._rebuilt(each, locals_) for name, each in value.items()}
+        return value
+
+    # -- deciding -----------------------------------------------------------------------------------------------------
+
+    def _decide(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any]) -> Call:
+        glue = self._dtensors[type(tensors[0])]
+        name = glue.op_name(func)
+        mesh = tensors[0]._spec.layout.mesh
+        for tensor in tensors[1:]:
+            if tensor._spec.layout.mesh is not mesh:
+                raise ArgumentError(
+                    f"The arguments of `{name}` lie on different meshes.",
+                    expected=f"all on {mesh}",
+                    got=f"one on {tensor._spec.layout.mesh}",
+                    do="Make all of them on one mesh; a sub-mesh is another mesh than the whole.",
+                )
+        rule = registry.by_name(name)
+        if rule is not None:
+            return decide_by_user_rule(rule, func, args, kwargs, tensors, glue)
+        slots = [Slot(index, tensor._spec) for index, tensor in enumerate(tensors)]
+        slotted_args, slotted_kwargs = self._rebuilt((list(args), kwargs), iter(slots))
+        self._check_no_plain(name, (slotted_args, slotted_kwargs), glue)
+        try:
+            prepared = glue.decide(func, slotted_args, slotted_kwargs)
+        except HyperParallelError as error:
+            if error.where is None:
+                raise type(error)(
+                    error.what, expected=error.expected, got=error.got, do=error.do,
+                    where=f"{name}({', '.join(repr(tensor._spec) for tensor in tensors)})",
+                ) from None  # fmt: skip
+            raise
+        if prepared is None:
+            raise NoRuleError(
+                f"The operator `{name}` has no rule for distributed tensors.",
+                got=", ".join(repr(tensor._spec) for tensor in tensors),
+                do=(
+                    f"Register one (a subclass of `hp.DistributedOp`, made with the name {name!r}), or compute it on whole tensors: "
+                    '`with hp.unknown_ops("replicate"):`.'
+                ),
+            )
+        decision = prepared.decision
+        moves: list[tuple[Layout | None, tuple[str, ...]]] = [(None, ())] * len(tensors)
+        for index, target in zip(prepared.order, decision.inputs, strict=True):
+            is_moved = target is not tensors[index]._spec.layout
+            moves[index] = (target if is_moved else None, tied_axes(target, decision.outputs))
+        return Call(
+            tuple(moves), _positions(args, kwargs, self._dtensors), decision.outputs, prepared.is_sequence, prepared.local,
+            prepared.returns_argument, _as_it_is if prepared.is_raw else None,
+            prepared.returns_argument is None and has_empty_parts(tensors, decision), name,
+        )  # fmt: skip
+
+    def _check_no_plain(self, name: str, value: Any, glue: Glue) -> None:
+        if isinstance(value, Slot):
+            return
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                self._check_no_plain(name, each, glue)
+        elif isinstance(value, dict):
+            self._check_no_plain(name, list(value.values()), glue)
+        elif glue.is_tensor(value) and not glue.is_plain_scalar(value) and not name.startswith(("_foreach", "_fused")):
+            raise ArgumentTypeError(
+                f"`{name}` has a plain tensor among its distributed ones.",
+                expected="DTensors alone (numbers, and tensors without dims, may be mixed in)",
+                got=describe(value),
+                do="Say how it lies: `hp.distribute_tensor(tensor, mesh, placements)`, or `DTensor.from_local`.",
+            )
+
+
+def has_empty_parts(tensors: Sequence[Any], decision: Decision | None) -> bool:
+    """Whether a rank computes with nothing. All ranks answer alike."""
+    specs = [tensor._spec for tensor in tensors]
+    if decision is not None:
+        specs += decision.outputs
+        specs += [
+            Spec(layout, spec.shape)
+            for layout, spec in zip(decision.inputs, specs, strict=False)
+            if layout.ndim == spec.ndim
+        ]
+    return any(spec.has_empty_parts for spec in specs)
+
+
+def _as_it_is(result: Any) -> Any:
+    return result
+
+
+def type_of_sequence(value: Any) -> Callable[[Any], Any]:
+    """What makes the same kind of list or tuple from an iterable; the framework's named results become tuples of their kind."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind
+    if hasattr(kind, "_fields"):
+        return lambda values: kind(*values)
+    if isinstance(value, tuple):
+        return lambda values: kind(tuple(values))
+    return list
+
+
+def _positions(args: Sequence[Any], kwargs: dict[str, Any], dtensors: dict[type, Glue]) -> tuple[int, ...] | None:
+    def is_nested(value: Any) -> bool:
+        if type(value) in dtensors:
+            return True
+        if isinstance(value, (list, tuple)):
+            return any(map(is_nested, value))
+        return isinstance(value, dict) and any(map(is_nested, value.values()))
+
+    if is_nested(kwargs) or any(type(value) not in dtensors and is_nested(value) for value in args):
+        return None
+    return tuple(index for index, value in enumerate(args) if type(value) in dtensors)
+
+
+@contextlib.contextmanager
+def unknown_ops(what: str) -> Iterator[None]:
+    """`with hp.unknown_ops("replicate"):` operators without a rule compute on whole tensors inside; `"error"` is the default.
+
+    Raises:
+        ValueError: any other word.
+    """
+    if what not in ("replicate", "error"):
+        raise ArgumentError(
+            "There is no such way with unknown operators.", expected="'replicate' or 'error'", got=repr(what)
+        )
+    before = getattr(_state, "unknown", "error")
+    _state.unknown = what
+    try:
+        yield
+    finally:
+        _state.unknown = before
+
+
+def are_unknown_ops_replicated() -> bool:
+    return bool(getattr(_state, "unknown", "error") == "replicate")
+
+
+_OP_DISPATCHER = OpDispatcher()

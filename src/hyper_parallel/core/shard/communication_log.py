@@ -1,0 +1,124 @@
+"""What DTensors send: counted under `comm_debug`, and refused under `explicit_communication` where nobody asked for it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from hyper_parallel._base.errors import StateError
+from hyper_parallel.core.dtensor.layout import Layout
+
+__all__ = ["CommLog", "Communication", "check_may_move", "comm_debug", "explicit_communication", "note", "why"]
+
+
+class Communication(NamedTuple):
+    """One collective of this rank."""
+
+    kind: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all", …
+    axes: tuple[str, ...]
+    num_bytes: int  # that this rank receives
+    why: str  # "asked" (redistribute, full_tensor, …), "implied" by an operator, or "gradient"
+    where: str  # the operator, or the two layouts
+
+
+class CommLog:
+    """What was sent while it was open.
+
+    Example:
+        >>> with comm_debug() as log:
+        ...     pass
+        >>> log.total
+        0
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Communication] = []
+
+    @property
+    def total(self) -> int:
+        """How many collectives."""
+        return len(self.entries)
+
+    @property
+    def num_bytes(self) -> int:
+        """What this rank received, all together."""
+        return sum(each.num_bytes for each in self.entries)
+
+    def counts(self, why: str | None = None) -> dict[str, int]:
+        """Collectives by kind; `why` is "asked", "implied" or "gradient"."""
+        return dict(Counter(each.kind for each in self.entries if why is None or each.why == why))
+
+    def __str__(self) -> str:
+        if not self.entries:
+            return "No communication."
+        lines = [f"{self.total} collectives, {self.num_bytes:,} bytes received by this rank"]
+        lines += [
+            f"  {each.kind:<16}{'·'.join(each.axes):<12}{each.num_bytes:>14,} B  {each.why:<9}{each.where}"
+            for each in self.entries
+        ]
+        return "\n".join(lines)
+
+
+_logs: list[CommLog] = []  # of the process: backward may run in another thread than the `with`
+_state = threading.local()
+
+
+@contextlib.contextmanager
+def comm_debug() -> Iterator[CommLog]:
+    """Counts the communication of DTensors inside, backward included: `with hp.comm_debug() as c: ...; print(c)`."""
+    log = CommLog()
+    _logs.append(log)
+    try:
+        yield log
+    finally:
+        _logs.remove(log)
+
+
+@contextlib.contextmanager
+def explicit_communication() -> Iterator[None]:
+    """Inside, an operator that would have to move its arguments raises; what is asked for by name is allowed."""
+    before = getattr(_state, "is_explicit", False)
+    _state.is_explicit = True
+    try:
+        yield
+    finally:
+        _state.is_explicit = before
+
+
+def check_may_move(operator: str, source: Layout, target: Layout) -> None:
+    """Raises inside `explicit_communication`."""
+    if getattr(_state, "is_explicit", False):
+        raise StateError(
+            f"`{operator}` would have to move one of its arguments.",
+            expected=repr(target),
+            got=repr(source),
+            where="hp.explicit_communication()",
+            do="Call `redistribute` on it first.",
+        )
+
+
+@contextlib.contextmanager
+def why(reason: str, where: str) -> Iterator[None]:
+    """What is sent inside is for this reason."""
+    before = getattr(_state, "why", None)
+    _state.why = reason, where
+    try:
+        yield
+    finally:
+        _state.why = before
+
+
+def is_open() -> bool:
+    return bool(_logs)
+
+
+def note(kind: str, axes: tuple[str, ...], num_bytes: int) -> None:
+    """Every collective is told here."""
+    if _logs:
+        reason, where = getattr(_state, "why", None) or ("asked", "")
+        entry = Communication(kind, axes, num_bytes, reason, where)
+        for log in _logs:
+            log.entries.append(entry)

@@ -1,0 +1,110 @@
+"""What `DFunction` is on every framework: a name, a rule looked up by it, and arguments bound to `forward`'s parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError
+from hyper_parallel.core.shard import registry
+from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, NoRuleError
+
+__all__ = ["FunctionOnShards", "_LocalCallable"]
+
+
+class _LocalCallable:
+    """Calls a function on local tensors, under the operator's name, which is both `__name__` and `.name`."""
+
+    def __init__(self, fn: Callable[..., Any], op_name: str) -> None:
+        self._fn = fn
+        self.name = op_name
+        self.__name__ = op_name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fn(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"_LocalCallable({self.name!r})"
+
+
+class FunctionOnShards:
+    """Mixed into each framework's class of autograd functions. Its `apply` decides; this has what it decides between."""
+
+    _op_name: ClassVar[str | None] = None
+    _dtensor_types: ClassVar[tuple[type, ...]] = ()
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("A DFunction has a static `forward(ctx, ...)` on local tensors.")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            "A DFunction has a static `backward(ctx, *grads)`, with a gradient for each argument of `forward`."
+        )
+
+    @classmethod
+    def _has_dtensor(cls, value: Any) -> bool:
+        if isinstance(value, cls._dtensor_types):
+            return True
+        if type(value) in (list, tuple):
+            return any(cls._has_dtensor(each) for each in value)
+        return type(value) is dict and any(cls._has_dtensor(each) for each in value.values())
+
+    @classmethod
+    def _apply_anything(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        bound = cls._bound(args, kwargs) if kwargs else args
+        if not cls._has_dtensor(bound):
+            return cls._apply_natively(*bound)
+        if cls._op_name is None:
+            raise ArgumentError(
+                f"`{cls.__name__}` was called with a DTensor and has no name under which its rule could be found.",
+                expected='a class attribute such as `_op_name = "ScaleAdd"`',
+                got="None",
+                do='Set it, and register a rule: `MyRule("ScaleAdd")`, with `MyRule` a subclass of `hp.DistributedOp`.',
+            )
+        if registry.by_name(cls._op_name) is None:
+            raise NoRuleError(
+                f"`{cls.__name__}` has no rule for distributed tensors.",
+                expected=f"a rule with the name {cls._op_name!r}",
+                got="none",
+                do=f'Make one: a subclass of `hp.DistributedOp` with `infer_layout`, made with the name "{cls._op_name}".',
+            )
+        return _OP_DISPATCHER.dispatch(cls._get_local_callable(), bound, None)
+
+    @classmethod
+    def _apply_natively(cls, *args: Any) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    def _get_local_callable(cls) -> _LocalCallable:
+        """Re-enters `apply` with local tensors. Of this very class: one that is inherited would run the parent's `forward`."""
+        found = cls.__dict__.get("_local_callable")
+        if found is None:
+            found = _LocalCallable(cls._apply_natively, str(cls._op_name))
+            cls._local_callable = found  # type: ignore[attr-defined]
+        made: _LocalCallable = found
+        return made
+
+    @classmethod
+    def _bound(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Keywords by their place among `forward`'s parameters: the frameworks' own `apply` takes none, or loses their gradients."""
+        signature = inspect.signature(cls.forward)
+        try:
+            # The first parameter is the context.
+            bound = signature.bind(None, *args, **kwargs)
+        except TypeError as error:
+            raise ArgumentTypeError(
+                f"`{cls.__name__}.apply` does not take these arguments.",
+                expected=f"those of `forward{signature}`, without the context",
+                got=str(error),
+            ) from None
+        bound.apply_defaults()
+        if bound.kwargs:
+            raise ArgumentTypeError(
+                f"`{cls.__name__}.forward` has keyword-only parameters, which autograd functions cannot have.",
+                got=", ".join(bound.kwargs),
+                do="Make them positional.",
+            )
+        return tuple(bound.args[1:])

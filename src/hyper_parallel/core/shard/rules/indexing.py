@@ -1,0 +1,175 @@
+"""Parts of a tensor: slices, splits, gathers and scatters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel._base.errors import ArgumentError
+from hyper_parallel.core.shard.decision import Decision, decided
+from hyper_parallel.core.shard.dims import dim_in
+from hyper_parallel.core.shard.rules.elementwise import broadcast_shape
+from hyper_parallel.core.shard.rules.views import remap
+from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.core.shard.strategies import P, Place, R, S, Strategy
+
+__all__ = [
+    "getitem",
+    "index_by_tensor",
+    "lines_by_index",
+    "narrow",
+    "pad",
+    "scatter_lines",
+    "select",
+    "split",
+    "unbind",
+]
+
+_PARTIAL: tuple[Place, ...] = (P("sum"), P("avg"), P("max"), P("min"), P("prod"))
+
+
+def split(x: Spec, sizes: int | Sequence[int], dim: int = 0) -> Decision:
+    """Pieces of given sizes along a whole dim."""
+    at = dim_in(dim, x.ndim)
+    length = x.shape[at]
+    if isinstance(sizes, int):
+        if sizes <= 0:
+            raise ArgumentError("A piece has a positive size.", expected="1 or more", got=str(sizes))
+        lengths = [min(sizes, length - start) for start in range(0, length, sizes)] or [0]
+    else:
+        lengths = list(sizes)
+    if sum(lengths) != length or min(lengths) < 0:
+        raise ArgumentError("The pieces do not add up.", expected=f"{length} in dim {dim}", got=str(lengths))
+    return _pieces(x, at, [[*x.shape[:at], each, *x.shape[at + 1 :]] for each in lengths], {at})
+
+
+def chunk(x: Spec, chunks: int, dim: int = 0) -> Decision:
+    length = x.shape[dim_in(dim, x.ndim)]
+    return split(x, max(-(-length // chunks), 1), dim)
+
+
+def unbind(x: Spec, dim: int = 0) -> Decision:
+    at = dim_in(dim, x.ndim)
+    return _pieces(x, at, [[*x.shape[:at], *x.shape[at + 1 :]]] * x.shape[at], {at}, is_dropped=True)
+
+
+def _pieces(x: Spec, at: int, shapes: list[list[int]], whole: set[int], is_dropped: bool = False) -> Decision:
+    strategies = [Strategy((R,), (R,) * len(shapes))]
+    strategies += [
+        Strategy((S(each),), (S(each - (is_dropped and each > at)),) * len(shapes))
+        for each in range(x.ndim)
+        if each not in whole
+    ]
+    strategies += [Strategy((place,), (place,) * len(shapes)) for place in _PARTIAL]
+    return decided([x], strategies, *shapes)
+
+
+def narrow(x: Spec, dim: int, length: int) -> Decision:
+    at = dim_in(dim, x.ndim)
+    places = {each: each for each in range(x.ndim) if each != at or length == x.shape[at]}
+    return remap(x, places, [*x.shape[:at], length, *x.shape[at + 1 :]])
+
+
+def select(x: Spec, dim: int) -> Decision:
+    at = dim_in(dim, x.ndim)
+    places = {each: each - (each > at) for each in range(x.ndim) if each != at}
+    return remap(x, places, [*x.shape[:at], *x.shape[at + 1 :]])
+
+
+def getitem(x: Spec, index: Any) -> Decision:
+    """Ints, slices, None and `...`. A dim that is not taken whole must be whole; the rest stays split."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    used = sum(item is not None and item is not Ellipsis for item in items)
+    if used > x.ndim or items.count(Ellipsis) > 1:
+        raise ArgumentError(
+            "The index does not fit the tensor.", expected=f"at most {x.ndim} dims and one `...`", got=repr(index)
+        )
+    if Ellipsis not in items:
+        items.append(Ellipsis)
+    at = items.index(Ellipsis)
+    items[at : at + 1] = [slice(None)] * (x.ndim - used)
+    places: dict[int, int] = {}
+    shape: list[int] = []
+    dim = 0
+    for item in items:
+        if item is None:
+            shape.append(1)
+            continue
+        if isinstance(item, slice):
+            start, stop, step = item.indices(x.shape[dim])
+            length = len(range(start, stop, step))
+            if (start, length, step) == (0, x.shape[dim], 1):
+                places[dim] = len(shape)
+            shape.append(length)
+        elif not -x.shape[dim] <= item < x.shape[dim]:
+            raise ArgumentError(
+                f"The index is out of range in dim {dim}.", expected=f"{-x.shape[dim]} to {x.shape[dim] - 1}", got=str(item)
+            )  # fmt: skip
+        dim += 1
+    return remap(x, places, shape)
+
+
+def index_by_tensor(x: Spec, index: Spec, dim: int = 0) -> Decision:
+    """`x[..., index, ...]`, one tensor of positions for a whole dim: the output has the dims of the index in its place."""
+    at = dim_in(dim, x.ndim)
+    shape = [*x.shape[:at], *index.shape, *x.shape[at + 1 :]]
+    strategies = [Strategy((R, R), (R,))]
+    strategies += [
+        Strategy((S(each), R), (S(each + (index.ndim - 1) * (each > at)),)) for each in range(x.ndim) if each != at
+    ]
+    strategies += [Strategy((R, S(each)), (S(at + each),)) for each in range(index.ndim)]
+    strategies += [Strategy((place, R), (place,)) for place in _PARTIAL]
+    return decided([x, index], strategies, shape)
+
+
+def lines_by_index(x: Spec, dim: int, index: Spec) -> Decision:
+    """`gather`: positions along a whole dim; other dims are split together where their lengths are equal."""
+    at = dim_in(dim, x.ndim)
+    strategies = [Strategy((R, R), (R,)), Strategy((R, S(at)), (S(at),))]
+    strategies += [
+        Strategy((S(each), S(each)), (S(each),))
+        for each in range(x.ndim)
+        if each != at and x.shape[each] == index.shape[each]
+    ]
+    strategies += [Strategy((place, R), (place,)) for place in _PARTIAL[:2]]
+    return decided([x, index], strategies, index.shape)
+
+
+def scatter_lines(x: Spec, dim: int, index: Spec, source: Spec | None = None, in_place: bool = False) -> Decision:
+    """`scatter`: values go to positions along a whole dim."""
+    at = dim_in(dim, x.ndim)
+    tensors = [x, index] if source is None else [x, index, source]
+    strategies = [Strategy((R,) * len(tensors), (R,))]
+    strategies += [
+        Strategy((S(each),) * len(tensors), (S(each),))
+        for each in range(x.ndim)
+        if each != at and all(spec.shape[each] == x.shape[each] for spec in tensors)
+    ]
+    return decided(tensors, strategies, x.shape, pinned=[0] if in_place else [])
+
+
+def pad(x: Spec, widths: Sequence[int]) -> Decision:
+    """Pairs of widths from the last dim on; padded dims must be whole."""
+    shape = list(x.shape)
+    whole = set()
+    for pair in range(len(widths) // 2):
+        before, after = widths[2 * pair : 2 * pair + 2]
+        dim = x.ndim - 1 - pair
+        shape[dim] += before + after
+        if before or after:
+            whole.add(dim)
+    strategies = [Strategy((R,), (R,))]
+    strategies += [Strategy((S(each),), (S(each),)) for each in range(x.ndim) if each not in whole]
+    return decided([x], strategies, shape)
+
+
+def index_rows(x: Spec, indices: Sequence[Spec]) -> Decision:
+    """Several tensors of positions for the first dims, broadcast together: all of them and those dims whole."""
+    positions = broadcast_shape([spec.shape for spec in indices])
+    shape = [*positions, *x.shape[len(indices) :]]
+    count = len(indices)
+    strategies = [Strategy((R,) * (count + 1), (R,))]
+    strategies += [
+        Strategy((S(each), *(R,) * count), (S(each - count + len(positions)),)) for each in range(count, x.ndim)
+    ]
+    return decided([x, *indices], strategies, shape)

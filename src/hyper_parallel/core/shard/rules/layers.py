@@ -1,0 +1,92 @@
+"""What layers of a transformer compute: embeddings, norms, attention, the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hyper_parallel._base.errors import ArgumentError
+from hyper_parallel.core.shard.decision import Decision, decided
+from hyper_parallel.core.shard.rules.elementwise import broadcast_shape
+from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.core.shard.strategies import P, Place, R, S, Strategy
+
+__all__ = ["attention", "cross_entropy", "embedding", "norm_over_last"]
+
+
+def embedding(ids: Spec, table: Spec) -> Decision:
+    """Rows of a table. Where the rows are split, each rank looks up its own and leaves zeros: the parts are summed."""
+    if table.ndim != 2:
+        raise ArgumentError("An embedding table has two dims.", expected="[rows, width]", got=str(table.shape))
+    strategies = [Strategy((R, R), (R,)), Strategy((R, S(1)), (S(ids.ndim),))]
+    strategies += [Strategy((S(each), R), (S(each),)) for each in range(ids.ndim)]
+    strategies.append(Strategy((R, S(0)), (P("sum"),)))
+    decision = decided([ids, table], strategies, [*ids.shape, table.shape[1]])
+    is_split = any(table.layout.mesh.size(axis) > 1 for axis in decision.inputs[1].axes_of(0))
+    return decision._replace(how="rows_of_a_part") if is_split else decision
+
+
+def norm_over_last(x: Spec, count: int, *weights: Spec) -> Decision:
+    """Layer and RMS norm over the last `count` dims, which must be whole; so must the weights."""
+    tensors = [x, *weights]
+    strategies = [Strategy((R,) * len(tensors), (R,))]
+    strategies += [Strategy((S(each), *(R,) * len(weights)), (S(each),)) for each in range(x.ndim - count)]
+    return decided(tensors, strategies, x.shape)
+
+
+def attention(
+    query: Spec, key: Spec, value: Spec, mask: Spec | None = None, is_causal: bool = False, is_random: bool = False
+) -> Decision:
+    """Scaled dot-product attention, [..., heads, positions, width]: split by batch and heads; by query position where no mask
+    depends on it. With fewer key heads than query heads, heads are split where both divide."""
+    tensors = [query, key, value] if mask is None else [query, key, value, mask]
+    lead = broadcast_shape([query.shape[:-2], value.shape[:-2]]) if _are_stretched(query, value) else query.shape[:-2]
+    shape = [*lead, query.shape[-2], value.shape[-1]]
+    strategies = [Strategy((R,) * len(tensors), (R,))]
+    for dim in range(query.ndim - 2):
+        lengths = {spec.shape[dim] for spec in (query, key, value)}
+        parts = max(_num_parts(spec, dim) for spec in (query, key, value))
+        if len(lengths) > 1 and any(length % parts for length in lengths):
+            continue  # a rank would have query heads whose key heads are elsewhere
+        places: list[Place] = [S(dim)] * 3
+        if mask is not None:
+            own = dim - (query.ndim - mask.ndim)
+            places.append(S(own) if own >= 0 and mask.shape[own] == query.shape[dim] else R)
+        strategies.append(Strategy(tuple(places), (S(dim),)))
+    if not is_causal:
+        places = [S(query.ndim - 2), R, R]
+        if mask is not None:
+            own = mask.ndim - 2
+            places.append(S(own) if own >= 0 and mask.shape[own] == query.shape[-2] else R)
+        strategies.append(Strategy(tuple(places), (S(query.ndim - 2),)))
+    strategies.append(Strategy((R, R, S(value.ndim - 1), *(R,) * (len(tensors) - 3)), (S(query.ndim - 1),)))
+    return decided(tensors, strategies, shape, how="random" if is_random else None)
+
+
+def _num_parts(spec: Spec, dim: int) -> int:
+    return math.prod(spec.layout.mesh.size(axis) for axis in spec.layout.axes_of(dim))
+
+
+def _are_stretched(query: Spec, value: Spec) -> bool:
+    return any(1 in pair and pair != (1, 1) for pair in zip(query.shape[:-2], value.shape[:-2], strict=False))
+
+
+def cross_entropy(
+    logits: Spec, target: Spec, *, reduction: str = "mean", is_by_index: bool = True, can_split_classes: bool = True
+) -> Decision:
+    """Split by rows, or by classes where targets are indices: each rank then has its part of the softmax.
+
+    By rows, `mean` divides the local sum by the global number of rows that count, and `sum` leaves the sum: the parts are summed.
+    """
+    dims = logits.ndim
+    classes = 0 if dims == 1 else 1
+    rows = [each for each in range(dims) if each != classes]
+    shape: Sequence[int] = [logits.shape[each] for each in rows] if reduction == "none" else []
+    strategies = [Strategy((R, R), (R,))]
+    for index, each in enumerate(rows):
+        own = index if is_by_index else each
+        out: Place = S(index) if reduction == "none" else P("sum")
+        strategies.append(Strategy((S(each), S(own)), (out,)))
+    if is_by_index and can_split_classes:
+        strategies.append(Strategy((S(classes), R), (R,)))
+    return decided([logits, target], strategies, shape, how="cross_entropy", classes=classes)

@@ -1,0 +1,64 @@
+"""Reductions over dims, and operators that need some dims whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel.core.shard.decision import Decision, decided
+from hyper_parallel.core.shard.dims import dims_in
+from hyper_parallel.core.shard.rules.views import has_empty_part
+from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.core.shard.strategies import P, Place, R, S, Strategy
+
+__all__ = ["reduction", "whole_dims"]
+
+
+def reduction(
+    x: Spec, dim: Any = None, keepdim: bool = False, op: str | None = None, how: str | None = None
+) -> Decision:
+    """A reduction over `dim` (None: all). `op` is what combines the parts of a split dim; without one that dim must be whole.
+
+    `mean` divides a local sum by the global count, so that uneven parts weigh what they should: the parts are summed.
+    """
+    dims = dims_in(dim, x.ndim)
+    kept = [each for each in range(x.ndim) if each not in dims]
+    if keepdim:
+        shape = [1 if each in dims else length for each, length in enumerate(x.shape)]
+        position = {each: each for each in kept}
+    else:
+        shape = [x.shape[each] for each in kept]
+        position = {each: index for index, each in enumerate(kept)}
+    strategies = [Strategy((R,), (R,))]
+    strategies += [Strategy((S(each),), (S(position[each]),)) for each in kept]
+    combined = "sum" if op == "mean" else op
+    if combined is not None:
+        # The framework refuses the maximum of nothing: a dim of which a rank holds nothing is gathered.
+        strategies += [
+            Strategy((S(each),), (P(combined),))
+            for each in dims
+            if combined not in ("max", "min") or not has_empty_part(x, each)
+        ]
+    if op in ("sum", "mean"):
+        strategies += [Strategy((P(each),), (P(each),)) for each in ("sum", "avg")]
+    elif op in ("max", "min"):
+        strategies.append(Strategy((P(op),), (P(op),)))
+    count = 1
+    for each in dims:
+        count *= x.shape[each]
+    return decided([x], strategies, shape, how="mean" if op == "mean" else how, count=count)
+
+
+def whole_dims(x: Spec, dims: Any, *shapes: Sequence[int], is_linear: bool = False, how: str | None = None) -> Decision:
+    """An operator on each line along `dims` by itself: softmax, sort, cumsum. Outputs have the dims of the input, in its order.
+
+    Without `shapes` there is one output of the shape of `x`; with `how="random"` ranks with the same part draw the same numbers.
+    """
+    needed = dims_in(dims, x.ndim) if dims != () else ()
+    results = shapes or (x.shape,)
+    strategies = [Strategy((R,), (R,) * len(results))]
+    strategies += [Strategy((S(each),), (S(each),) * len(results)) for each in range(x.ndim) if each not in needed]
+    if is_linear:
+        partial: list[Place] = [P("sum"), P("avg")]
+        strategies += [Strategy((place,), (place,) * len(results)) for place in partial]
+    return decided([x], strategies, *results, how=how)

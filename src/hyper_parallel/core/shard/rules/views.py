@@ -1,0 +1,221 @@
+"""Operators that rearrange: reshape, permute, expand, squeeze, slices, joining and splitting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hyper_parallel._base.errors import ArgumentError
+from hyper_parallel.core.dtensor.boxes import chunk_range
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.shard.decision import Decision, decided
+from hyper_parallel.core.shard.dims import dim_in, dims_in
+from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.core.shard.strategies import P, Place, R, S, Strategy
+
+__all__ = ["expand", "has_empty_part", "join", "permute", "remap", "repeat", "reshape", "squeeze", "stack", "unsqueeze"]
+
+_PARTIAL: tuple[Place, ...] = (
+    P("sum"),
+    P("avg"),
+    P("max"),
+    P("min"),
+    P("prod"),
+)  # moving values about is right for all of them
+
+
+def remap(x: Spec, places: dict[int, int], shape: Sequence[int], *, how: str | None = None, **facts: Any) -> Decision:
+    """An output whose dims `places[dim]` are the input's, whole or split; the input's other dims must be whole."""
+    strategies = [Strategy((R,), (R,))]
+    strategies += [Strategy((S(source),), (S(target),)) for source, target in places.items()]
+    strategies += [Strategy((place,), (place,)) for place in _PARTIAL]
+    return decided([x], strategies, shape, how=how, **facts)
+
+
+def permute(x: Spec, dims: Sequence[int]) -> Decision:
+    order = [dim_in(dim, x.ndim) for dim in dims]
+    if sorted(order) != list(range(x.ndim)):
+        raise ArgumentError("These are not all dims, each once.", expected=f"{x.ndim} dims", got=str(tuple(dims)))
+    return remap(x, {source: target for target, source in enumerate(order)}, [x.shape[source] for source in order])
+
+
+def unsqueeze(x: Spec, dim: int) -> Decision:
+    at = dim_in(dim, x.ndim + 1)
+    return remap(x, {each: each + (each >= at) for each in range(x.ndim)}, [*x.shape[:at], 1, *x.shape[at:]])
+
+
+def squeeze(x: Spec, dim: Any = None) -> Decision:
+    """Drops dims of length 1. A dim that is split over several ranks is gathered first: elsewhere its local length is 0."""
+    asked = dims_in(dim, x.ndim) if x.ndim else ()
+    dropped = {each for each in asked if x.shape[each] == 1}
+    kept = [each for each in range(x.ndim) if each not in dropped]
+    # The global dims are named to the local call: a local length of 1 that is no global one must stay.
+    return remap(
+        x, {source: target for target, source in enumerate(kept)}, [x.shape[each] for each in kept],
+        how="squeeze", dims=tuple(sorted(dropped)),
+    )  # fmt: skip
+
+
+def expand(x: Spec, shape: Sequence[int]) -> Decision:
+    """Stretched dims must be whole; the local call gets local lengths."""
+    wanted = list(shape)
+    new = len(wanted) - x.ndim
+    if new < 0:
+        raise ArgumentError(
+            "A tensor cannot be expanded to fewer dims.", expected=f"{x.ndim} or more", got=str(tuple(shape))
+        )
+    places = {}
+    for dim, length in enumerate(x.shape):
+        asked = wanted[new + dim]
+        if asked not in (-1, length) and length != 1:
+            raise ArgumentError(
+                "The tensor cannot be expanded to this shape.", expected=f"{length} or -1 in dim {new + dim}", got=str(asked)
+            )  # fmt: skip
+        if asked in (-1, length):
+            wanted[new + dim] = length
+            places[dim] = new + dim
+    return remap(x, places, wanted, how="to_local_shape")
+
+
+def repeat(x: Spec, sizes: Sequence[int]) -> Decision:
+    new = len(sizes) - x.ndim
+    if new < 0:
+        raise ArgumentError("Too few repetitions.", expected=f"{x.ndim} or more", got=str(tuple(sizes)))
+    lengths = (*(1,) * new, *x.shape)
+    places = {dim: new + dim for dim in range(x.ndim) if sizes[new + dim] == 1}
+    return remap(x, places, [length * count for length, count in zip(lengths, sizes, strict=True)])
+
+
+def reshape(x: Spec, shape: Sequence[int]) -> Decision:
+    """A reshape keeps a split where the local reshape gives the same parts; elsewhere the dim is gathered first.
+
+    Lengths are cut into the smallest groups of equal product: [2, 6, 4] to [12, 2, 2] is [2, 6] to [12] and [4] to [2, 2]. Within a group
+    only the first dim of both sides may be split, and only where the parts begin and end at the same elements.
+    """
+    target = _without_minus_one(x, shape)
+    pairs = []  # (source dim, elements of one of its rows, target dim, elements of one of its rows)
+    for sources, targets in _groups(x.shape, target):
+        if sources and targets:
+            source, result = _head(sources, x.shape), _head(targets, target)
+            inner = math.prod(x.shape[each] for each in sources if each > source)
+            rest = math.prod(target[each] for each in targets if each > result)
+            pairs.append((source, inner, result, rest))
+    while True:
+        strategies = [Strategy((R,), (R,)), *(Strategy((S(pair[0]),), (S(pair[2]),)) for pair in pairs)]
+        strategies += [Strategy((place,), (place,)) for place in _PARTIAL]
+        decision = decided([x], strategies, target, how="to_local_shape")
+        # Which axes split a dim is known only now, and with them where its parts begin and end.
+        right = [pair for pair in pairs if _same_parts(x, decision.inputs[0].axes_of(pair[0]), pair, target)]
+        if right == pairs:
+            return decision
+        pairs = right
+
+
+def _head(dims: Sequence[int], lengths: Sequence[int]) -> int:
+    """The outermost dim that has more than one element."""
+    return next((dim for dim in dims if lengths[dim] != 1), dims[0])
+
+
+def _same_parts(x: Spec, axes: Sequence[str], pair: tuple[int, int, int, int], target: Sequence[int]) -> bool:
+    """Whether the parts of the source dim, split by these axes, are parts of the target dim."""
+    source, inner, result, rest = pair
+    before = [(begin * inner, end * inner) for begin, end in _parts(x.layout, axes, x.shape[source])]
+    after = [(begin * rest, end * rest) for begin, end in _parts(x.layout, axes, target[result])]
+    return before == after
+
+
+def _parts(layout: Layout, axes: Sequence[str], length: int) -> list[tuple[int, int]]:
+    parts = [(0, length)]
+    for axis in axes:
+        count = layout.mesh.size(axis)
+        parts = [
+            (begin + start, begin + start + size)
+            for begin, end in parts
+            for start, size in (chunk_range(end - begin, count, index) for index in range(count))
+        ]
+    return parts
+
+
+def has_empty_part(x: Spec, dim: int) -> bool:
+    """Whether a rank holds nothing of a split dim."""
+    return any(begin == end for begin, end in _parts(x.layout, x.layout.axes_of(dim), x.shape[dim]))
+
+
+def _without_minus_one(x: Spec, shape: Sequence[int]) -> list[int]:
+    target = list(shape)
+    if target.count(-1) == 1:
+        rest = -math.prod(target)
+        target[target.index(-1)] = x.num_elements // rest if rest else 0
+    if math.prod(target) != x.num_elements or min(target, default=0) < 0:
+        raise ArgumentError(
+            "The tensor cannot have this shape.", expected=f"{x.num_elements} elements, of {x.shape}", got=str(tuple(shape))
+        )  # fmt: skip
+    return target
+
+
+def _groups(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Dims of both sides with equal products, as small as possible; dims of length 1 join nobody who needs none."""
+    i = j = 0
+    while i < len(source) or j < len(target):
+        left, right = [], []
+        product_left = product_right = 1
+        if i < len(source):
+            left.append(i)
+            product_left = source[i]
+            i += 1
+        if j < len(target) and not (product_left == 1 and left and target[j] != 1):
+            right.append(j)
+            product_right = target[j]
+            j += 1
+        while product_left != product_right and (i < len(source) or j < len(target)):
+            if product_left < product_right and i < len(source):
+                left.append(i)
+                product_left *= source[i]
+                i += 1
+            elif j < len(target):
+                right.append(j)
+                product_right *= target[j]
+                j += 1
+            else:
+                left.append(i)
+                product_left *= source[i]
+                i += 1
+        yield left, right
+
+
+def join(tensors: Sequence[Spec], dim: int) -> Decision:
+    """`cat`: whole along `dim`, split alike elsewhere."""
+    # Old programs join an empty vector to anything; it has no dims to be split.
+    ndim = max(spec.ndim for spec in tensors)
+    at = dim_in(dim, ndim)
+    first = next(spec for spec in tensors if spec.ndim == ndim)
+    for spec in tensors:
+        differs = spec.ndim != ndim or any(
+            a != b for each, (a, b) in enumerate(zip(spec.shape, first.shape, strict=False)) if each != at
+        )
+        if differs:
+            raise ArgumentError(
+                f"Tensors to be joined along dim {dim} differ elsewhere.", expected=f"{first.shape}", got=str(spec.shape)
+            )  # fmt: skip
+    shape = [*first.shape]
+    shape[at] = sum(spec.shape[at] for spec in tensors)
+    strategies = [Strategy((R,) * len(tensors), (R,))]
+    strategies += [Strategy((S(each),) * len(tensors), (S(each),)) for each in range(ndim) if each != at]
+    strategies += [Strategy((place,) * len(tensors), (place,)) for place in _PARTIAL]
+    return decided(tensors, strategies, shape)
+
+
+def stack(tensors: Sequence[Spec], dim: int) -> Decision:
+    first = tensors[0]
+    if any(spec.shape != first.shape for spec in tensors):
+        raise ArgumentError(
+            "Tensors to be stacked have different shapes.", got=", ".join(str(spec.shape) for spec in tensors)
+        )
+    at = dim_in(dim, first.ndim + 1)
+    strategies = [Strategy((R,) * len(tensors), (R,))]
+    strategies += [
+        Strategy((S(each),) * len(tensors), (S(each + (each >= at)),)) for each in range(first.ndim)
+    ]  # fmt: skip
+    strategies += [Strategy((place,) * len(tensors), (place,)) for place in _PARTIAL]
+    return decided(tensors, strategies, [*first.shape[:at], len(tensors), *first.shape[at:]])

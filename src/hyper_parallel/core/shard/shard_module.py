@@ -1,0 +1,209 @@
+"""`shard_module`: layouts for the parameters, inputs and outputs of a module, by dotted name or pattern. `custom_shard`: a local function on shards."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel.core.dtensor.framework import framework_folder
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.mesh import DeviceMesh
+from hyper_parallel.core.dtensor.placements import Placement
+
+__all__ = ["ShardPlan", "custom_shard", "shard_module"]
+
+
+@dataclass
+class ShardPlan:
+    """Which layouts a module's parameters, inputs and outputs have.
+
+    Keys are dotted names, `*` and `?` stand for anything (`"layers.*.attention.wq.weight"`); of several that match, the last wins. A layout is a
+    `Layout`, a list of placements, or axis names per dim such as `("tp", None)`.
+
+    Attributes:
+        parameters: by the parameter's name. Others are replicated.
+        inputs: by the module's name (`""` is the module itself): one layout per positional argument, None to leave one as it is; or a dict by keyword.
+        outputs: by the module's name: one layout, or one per output.
+    """
+
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def shard_module(module: Any, mesh: DeviceMesh, plan: ShardPlan | Mapping[str, Mapping[str, Any]]) -> Any:
+    """Makes every parameter of a module a DTensor, and lays out what goes in and comes out. The module itself is changed and returned.
+
+    Every rank has the same whole parameters when it calls this. A plain tensor that goes in is taken to be the same on all ranks.
+
+    Raises:
+        ValueError: a name or pattern that matches nothing, or a layout that does not fit.
+
+    Example:
+        shard_module(mlp, mesh, ShardPlan(parameters={"up.weight": ("tp", None), "down.weight": (None, "tp")}, outputs={"": (None, None)}))
+    """
+    from hyper_parallel.platform import platform_of
+
+    if not isinstance(plan, ShardPlan):
+        wrong = set(plan) - {"parameters", "inputs", "outputs"}
+        if wrong:
+            raise ArgumentError(
+                "A plan has three parts.", expected="parameters, inputs and outputs", got=", ".join(sorted(wrong))
+            )
+        plan = ShardPlan(**plan)
+    platform = platform_of(module)
+    parameters = platform.parameters_dict(module)
+    cells = dict(platform.get_cells_and_names(module))
+    chosen = _matches(plan.parameters, list(parameters), "parameter")
+    inputs = _matches(plan.inputs, list(cells), "module")
+    outputs = _matches(plan.outputs, list(cells), "module")
+    tensors = importlib.import_module(f"hyper_parallel.platform.{platform.platform_type.value}.dtensor")
+    shared: dict[int, Any] = {}  # a parameter that stands in two places stays one
+    for name, parameter in parameters.items():
+        if isinstance(parameter, tensors.DTensor):
+            continue
+        if id(parameter) not in shared:
+            wanted = chosen.get(name)
+            layout = as_layout(wanted, mesh, len(parameter.shape), f"parameter {name}") if wanted is not None else None
+            whole = Layout(mesh, ((),) * len(parameter.shape))
+            shared[id(parameter)] = platform.set_layout_into_parameter(parameter, layout or whole)
+        platform.update_parameter_by_name(module, (name, parameter), shared[id(parameter)])
+    tensors.distribute_buffers(module, mesh)
+    for name, wanted in inputs.items():
+        hook = functools.partial(_lay_out_inputs, tensors, mesh, wanted, name or "the module")
+        platform.register_forward_pre_hook(cells[name], hook, with_kwargs=True)
+    for name, wanted in outputs.items():
+        cells[name].register_forward_hook(
+            functools.partial(_lay_out_outputs, tensors, mesh, wanted, name or "the module")
+        )
+    return module
+
+
+def custom_shard(
+    fn: Callable[..., Any],
+    mesh: DeviceMesh,
+    in_placements: Sequence[Any],
+    out_placements: Any,
+) -> Callable[..., Any]:
+    """A function of local tensors as one of DTensors: arguments are laid out as said and passed locally, results are wrapped as said.
+
+    Args:
+        fn: the function on this rank's parts.
+        mesh: where the tensors lie.
+        in_placements: one layout per positional argument, None for what is no tensor.
+        out_placements: a layout, or a tuple with one per result; a list is one layout's placements.
+
+    Gradients of an argument that is replicated on an axis on which results vary are summed over it, as for every operator.
+    """
+
+    @functools.wraps(fn)
+    def on_shards(*args: Any, **kwargs: Any) -> Any:
+        tensors = importlib.import_module(framework_folder())
+        if len(args) != len(in_placements):
+            raise ArgumentError(
+                f"`{getattr(fn, '__name__', 'the function')}` was called with other arguments than it has layouts.",
+                expected=f"{len(in_placements)} positional arguments",
+                got=str(len(args)),
+            )
+        laid_out = [
+            arg if wanted is None else _laid_out(tensors, arg, wanted, mesh, f"argument {index}")
+            for index, (arg, wanted) in enumerate(zip(args, in_placements, strict=True))
+        ]
+        return tensors.call_on_shards(fn, laid_out, kwargs, mesh, out_placements)
+
+    return on_shards
+
+
+def as_layout(wanted: Any, mesh: DeviceMesh, ndim: int, what: str) -> Layout:
+    """A layout as users write it: a `Layout`, placements, or axis names per dim.
+
+    Raises:
+        ValueError: it does not fit the mesh or the tensor.
+    """
+    if isinstance(wanted, Layout):
+        layout = wanted
+    elif isinstance(wanted, (list, tuple)):
+        # Placements and axis names are not mixed: an empty list is the layout of a tensor without dims.
+        if any(isinstance(each, Placement) for each in wanted):
+            layout = Layout.from_placements(mesh, list(wanted), ndim)
+        else:
+            layout = Layout(mesh, tuple(wanted))
+    else:
+        raise ArgumentTypeError(
+            f"This is no layout for {what}.",
+            expected='a Layout, placements such as [Shard(0)], or axis names per dim such as ("tp", None)',
+            got=describe(wanted),
+        )
+    if layout.ndim != ndim:
+        raise ArgumentError(
+            f"The layout for {what} has other dims than the tensor.", expected=f"{ndim} dims", got=repr(layout)
+        )
+    return layout
+
+
+def _matches(wanted: Mapping[str, Any], names: Sequence[str], what: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pattern, value in wanted.items():
+        matching = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        if not matching:
+            near = ", ".join(list(names)[:8]) + (", …" if len(names) > 8 else "")
+            raise ArgumentError(
+                f"No {what} has a name that fits {pattern!r}.",
+                expected=f"one of {near}",
+                got="none",
+                do="Check the plan.",
+            )
+        found.update(dict.fromkeys(matching, value))
+    return found
+
+
+def _laid_out(tensors: Any, value: Any, wanted: Any, mesh: DeviceMesh, what: str) -> Any:
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        raise ArgumentTypeError(f"{what} has a layout and is no tensor.", expected="a tensor", got=describe(value))
+    layout = as_layout(wanted, mesh, len(shape), what)
+    if isinstance(value, tensors.DTensor):
+        return value.redistribute(layout)
+    return tensors.distribute_tensor(value, layout)
+
+
+def _lay_out_inputs(tensors: Any, mesh: DeviceMesh, wanted: Any, name: str, module: Any, args: Any, kwargs: Any) -> Any:
+    by_name = wanted if isinstance(wanted, Mapping) else {}
+    by_place = [] if isinstance(wanted, Mapping) else _per_value(wanted, len(args))
+    laid_out = list(args)
+    for index, layout in enumerate(by_place):
+        if layout is not None:
+            laid_out[index] = _laid_out(tensors, args[index], layout, mesh, f"input {index} of {name}")
+    named = {
+        key: _laid_out(tensors, value, by_name[key], mesh, f"input {key!r} of {name}") if key in by_name else value
+        for key, value in kwargs.items()
+    }
+    return tuple(laid_out), named
+
+
+def _lay_out_outputs(
+    tensors: Any, mesh: DeviceMesh, wanted: Any, name: str, module: Any, args: Any, output: Any
+) -> Any:
+    if not isinstance(output, (tuple, list)):
+        return _laid_out(tensors, output, wanted, mesh, f"the output of {name}")
+    layouts = _per_value(wanted, len(output))
+    return type(output)(
+        value if layout is None else _laid_out(tensors, value, layout, mesh, f"output {index} of {name}")
+        for index, (value, layout) in enumerate(zip(output, layouts, strict=True))
+    )
+
+
+def _per_value(wanted: Any, count: int) -> list[Any]:
+    """One layout per value: a list of layouts, or one layout, which is for the first."""
+    is_one = isinstance(wanted, Layout) or (
+        isinstance(wanted, (list, tuple)) and all(each is None or isinstance(each, (str, Placement)) for each in wanted)
+    )
+    listed = [wanted] if is_one else list(wanted)
+    if len(listed) > count:
+        raise ArgumentError("There are more layouts than values.", expected=f"at most {count}", got=str(len(listed)))
+    return listed + [None] * (count - len(listed))

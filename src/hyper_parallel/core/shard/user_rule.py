@@ -1,0 +1,202 @@
+"""From a user's `DistributedOp` to a call: what it is asked, and how its answer is understood."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.shard.decision import tied_axes
+from hyper_parallel.core.shard.spec import Spec
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.shard._op_dispatch import Call, Glue
+
+__all__ = ["decide_by_user_rule"]
+
+
+def decide_by_user_rule(
+    rule: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any], glue: Glue
+) -> Call:
+    """The call that a rule of a user's own describes: its arguments stay where they are."""
+    from hyper_parallel.core.shard._op_dispatch import Call, has_empty_parts
+
+    layouts, extra_args = _seen(args, kwargs, glue)
+    local: Any = None
+    if rule.preprocess is not None:
+        _, _, cache_values = rule.preprocess(args, kwargs)
+        answer = rule.infer_layout(cache_values)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise _wrong_answer(rule, "a pair (layouts, extra), because the rule has a `preprocess`", answer)
+        answered, extra_args = answer
+        local = _Preprocessed(rule)
+    else:
+        answered = rule.infer_layout(layouts, extra_args)
+    is_sequence = isinstance(answered, (tuple, list))
+    outputs = tuple(answered) if is_sequence else (answered,)
+    for layout in outputs:
+        if layout is not None and not isinstance(layout, Layout):
+            raise _wrong_answer(rule, "a Layout, None, or a tuple of these", answered)
+    if rule.get_expand_impl is not None:
+        replacement = rule.get_expand_impl(func, answered, layouts, extra_args)
+        if replacement is not None:
+            local = _Replaced(replacement, local)
+    specs = _ShapesFromInputs(rule, tensors, layouts, extra_args)
+    moves = tuple(
+        (None, tied_axes(tensor._spec.layout, [_anything(layout) for layout in outputs])) for tensor in tensors
+    )
+    wrapper = _Wrapper(rule, glue, specs, outputs, is_sequence)
+    return Call(moves, None, (), is_sequence, local, None, wrapper, has_empty_parts(tensors, None), rule.op_name)
+
+
+def _anything(layout: Layout | None) -> Spec | None:
+    """A spec of that layout whose shape says nothing."""
+    return None if layout is None else Spec(layout, (1,) * layout.ndim)
+
+
+def _seen(args: Sequence[Any], kwargs: dict[str, Any], glue: Glue) -> tuple[list[Layout | None], list[Any]]:
+    layouts: list[Layout | None] = []
+    others: list[Any] = []
+
+    def look(value: Any, is_nested: bool) -> None:
+        if hasattr(value, "_spec"):
+            layouts.append(value._spec.layout)
+        elif glue.is_tensor(value):
+            layouts.append(None)
+        elif isinstance(value, (list, tuple)) and _has_tensors(value, glue):
+            for each in value:
+                look(each, True)
+        elif not is_nested:
+            others.append(value)
+
+    for value in (*args, *kwargs.values()):
+        look(value, False)
+    return layouts, others
+
+
+def _has_tensors(value: Any, glue: Glue) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_has_tensors(each, glue) for each in value)
+    return glue.is_tensor(value)
+
+
+def _wrong_answer(rule: Any, expected: str, got: Any) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        f"The rule of {rule.op_name!r} answered what is no layout.",
+        expected=expected,
+        got=describe(got),
+        where=f"{type(rule).__name__}.infer_layout",
+    )
+
+
+class _Preprocessed:
+    """The local call of a rule that prepares its arguments itself."""
+
+    def __init__(self, rule: Any) -> None:
+        self._rule = rule
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        local_args, local_kwargs, _ = self._rule.preprocess(args, kwargs)
+        return func(*local_args, **local_kwargs)
+
+
+class _Replaced:
+    """A replacement of the local operation."""
+
+    def __init__(self, replacement: Any, inner: Any) -> None:
+        self._replacement = replacement
+        self._inner = inner
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._inner is not None:
+            return self._inner(self._replacement, args, kwargs)
+        return self._replacement(*args, **kwargs)
+
+
+class _ShapesFromInputs:
+    """The global shape of an output, from its local one: by the rule's own `infer_shape`, else from inputs that are split alike.
+
+    A dim that no axis splits is as long as it is locally. A split one is as long as that of an input that is split by the same axes and is
+    locally as long as this one. Where there is none, the parts are taken to be equal if all parts of the inputs are; else the rule is asked for
+    `infer_shape`, since a rank that holds less than others cannot know how much they hold.
+    """
+
+    def __init__(self, rule: Any, tensors: Sequence[Any], layouts: Sequence[Layout | None], extra_args: Any) -> None:
+        self._rule = rule
+        self._inputs = [tensor._spec for tensor in tensors]
+        self._extra_args = extra_args
+
+    def global_shape(self, index: int, layout: Layout, local_shape: Sequence[int], coordinate: tuple[int, ...]) -> Any:
+        if self._rule.infer_shape is not None:
+            answer = self._rule.infer_shape([spec.shape for spec in self._inputs], self._extra_args)
+            return tuple(answer[index]) if answer and isinstance(answer[0], (tuple, list)) else tuple(answer)
+        if layout.ndim != len(local_shape):
+            raise ArgumentError(
+                f"The rule of {self._rule.op_name!r} answered a layout of other dims than the output has.",
+                expected=f"{len(local_shape)} dims, for the local shape {tuple(local_shape)}",
+                got=repr(layout),
+                where=f"{type(self._rule).__name__}.infer_layout",
+            )
+        return tuple(self._length(layout, dim, length, coordinate) for dim, length in enumerate(local_shape))
+
+    def _length(self, layout: Layout, dim: int, local_length: int, coordinate: tuple[int, ...]) -> int:
+        axes = layout.axes_of(dim)
+        parts = math.prod(layout.mesh.size(axis) for axis in axes)
+        if parts == 1:
+            return local_length
+        for spec in self._inputs:
+            own = spec.local_shape_at(coordinate)
+            for each in range(spec.ndim):
+                if spec.layout.axes_of(each) == axes and own[each] == local_length:
+                    return int(spec.shape[each])
+        for spec in self._inputs:
+            for each, length in enumerate(spec.shape):
+                if length % math.prod(spec.layout.mesh.size(axis) for axis in spec.layout.axes_of(each)):
+                    raise ArgumentError(
+                        f"The global shape of what {self._rule.op_name!r} returns is not known: its inputs are split unevenly.",
+                        expected="`infer_shape(self, shapes, extra_args)` in the rule", got=f"none, and {spec}", where=type(self._rule).__name__,
+                        do="Let it answer the global shape of each output.",
+                    )  # fmt: skip
+        return local_length * parts
+
+
+class _Wrapper:
+    """Makes DTensors of local results."""
+
+    def __init__(
+        self, rule: Any, glue: Glue, shapes: _ShapesFromInputs, layouts: tuple[Layout | None, ...], is_sequence: bool
+    ) -> None:
+        self._rule, self._glue, self._shapes, self._layouts = rule, glue, shapes, layouts
+        self._is_sequence = is_sequence
+
+    def __call__(self, result: Any) -> Any:
+        layouts = self._layouts
+        if self._rule.wrap_output is not None:
+            return self._rule.wrap_output(result, layouts if self._is_sequence else layouts[0])
+        if not self._is_sequence:
+            if isinstance(result, (tuple, list)):
+                raise _wrong_answer(self._rule, f"{len(result)} layouts, one per output", "one layout")
+            return self._wrapped(result, 0, layouts[0])
+        if not isinstance(result, (tuple, list)) or len(result) != len(layouts):
+            outputs = f"{len(result)} outputs" if isinstance(result, (tuple, list)) else "one output"
+            raise _wrong_answer(self._rule, f"as many layouts as there are outputs: {outputs}", list(layouts))
+        return type(result)(
+            self._wrapped(each, i, layout) for i, (each, layout) in enumerate(zip(result, layouts, strict=True))
+        )
+
+    def _wrapped(self, value: Any, index: int, layout: Layout | None) -> Any:
+        if layout is None or not self._glue.is_tensor(value):
+            return value
+        coordinate = self._glue.coordinate(layout)
+        shape = self._shapes.global_shape(index, layout, tuple(value.shape), coordinate)
+        spec = Spec(layout, shape)
+        if spec.local_shape_at(coordinate) != tuple(value.shape):
+            raise ArgumentError(
+                f"An output of {self._rule.op_name!r} does not have the shape that its layout gives it.",
+                expected=f"{spec.local_shape_at(coordinate)}, for {spec}",
+                got=str(tuple(value.shape)),
+                do="Let `infer_layout` answer the layout that the output has, or give the rule an `infer_shape`.",
+            )
+        return self._glue.wrap(value, spec)

@@ -1,0 +1,652 @@
+"""Which rule a PyTorch function follows.
+
+One entry per function: an adaptor that has the function's own parameters and answers a decision. While a rule is asked, a `Spec`
+stands for each DTensor. Tensors are given to the rule in the order of the adaptor's parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError
+from hyper_parallel.core.shard.decision import Decision
+from hyper_parallel.core.shard.rules import indexing, layers, products, views
+from hyper_parallel.core.shard.rules.elementwise import DIVIDE, LINEAR, MULTIPLY, elementwise
+from hyper_parallel.core.shard.rules.reductions import reduction, whole_dims
+from hyper_parallel.core.shard.spec import Spec
+
+__all__ = ["Entry", "TABLE", "bound_arguments", "names"]
+
+
+class Entry(NamedTuple):
+    adaptor: Callable[..., Decision]
+    signature: inspect.Signature
+    is_sequence: bool  # the result is a list or tuple, also where it has one member
+    is_in_place: bool
+
+
+TABLE: dict[Any, Entry] = {}
+_OWNERS = (torch, torch.Tensor, F, torch.special, torch.linalg)
+
+
+def names() -> set[str]:
+    return {function.__name__ for function in TABLE}
+
+
+def functions_named(name: str) -> list[Any]:
+    """All public functions and methods of that name."""
+    found = [getattr(owner, name) for owner in _OWNERS if callable(getattr(owner, name, None))]
+    return list({id(function): function for function in found}.values())
+
+
+def of(*functions: Any, is_sequence: bool = False, is_in_place: bool = False) -> Callable[[Any], Any]:
+    """Registers an adaptor for functions, or for all that have a name."""
+
+    def register(adaptor: Callable[..., Decision]) -> Callable[..., Decision]:
+        entry = Entry(adaptor, inspect.signature(adaptor), is_sequence, is_in_place)
+        for function in functions:
+            for each in functions_named(function) if isinstance(function, str) else [function]:
+                TABLE[each] = entry
+        return adaptor
+
+    return register
+
+
+def bound_arguments(entry: Entry, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    """The arguments by the adaptor's parameters.
+
+    Raises:
+        TypeError: the rule knows no such argument.
+    """
+    try:
+        return entry.signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"`{name}` of distributed tensors does not take these arguments.",
+            expected=f"{name}{entry.signature}",
+            got=str(error),
+        ) from None
+
+
+def as_shape(shape: Sequence[Any]) -> tuple[int, ...]:
+    """A size given as one sequence or as numbers."""
+    if len(shape) == 1 and not isinstance(shape[0], int):
+        shape = shape[0]
+    return tuple(int(length) for length in shape)
+
+
+# -- elementwise --------------------------------------------------------------------------------------------------------
+
+_NONLINEAR = """
+abs absolute acos acosh asin asinh atan atan2 arctan2 atanh cos cosh sin sinh sinc tan tanh exp exp2 expm1 log log10 log1p log2 logit sigmoid
+expit erf erfc erfinv lgamma digamma floor ceil round trunc fix frac sign sgn signbit sqrt rsqrt square reciprocal pow float_power clamp clamp_min
+clamp_max clip eq ne lt le gt ge equal_ less less_equal greater greater_equal not_equal logical_and logical_or logical_not logical_xor
+bitwise_and bitwise_or bitwise_xor bitwise_not isnan isinf isfinite isposinf isneginf nan_to_num maximum minimum fmax fmin fmod remainder
+floor_divide hypot copysign logaddexp logaddexp2 xlogy xlog1py nextafter heaviside where masked_fill addcmul addcdiv rsub
+relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus logsigmoid softsign tanhshrink hardshrink softshrink
+threshold deg2rad rad2deg gcd lcm ldexp isclose bool
+"""
+_LINEAR = "neg negative positive clone contiguous real conj type_as float double half bfloat16 cpu cuda detach alias lift_fresh"
+_DUNDER_NONLINEAR = "pow rpow eq ne lt le gt ge and or xor invert floordiv rfloordiv mod rmod rsub rtruediv rdiv abs"
+
+
+def _specs(values: Sequence[Any]) -> list[Spec]:
+    return [value for value in values if isinstance(value, Spec)]
+
+
+def _nonlinear(*args: Any, **kwargs: Any) -> Decision:
+    return elementwise(*_specs([*args, *kwargs.values()]))
+
+
+def _nonlinear_in_place(*args: Any, **kwargs: Any) -> Decision:
+    return elementwise(*_specs([*args, *kwargs.values()]), in_place=True)
+
+
+def _linear_unary(x: Any, *args: Any, **kwargs: Any) -> Decision:
+    return elementwise(x, kind=LINEAR)
+
+
+for _name in _NONLINEAR.split():
+    of(_name)(_nonlinear)
+    of(_name + "_", is_in_place=True)(_nonlinear_in_place)
+for _name in _DUNDER_NONLINEAR.split():
+    of(f"__{_name}__")(_nonlinear)
+for _name in _LINEAR.split():
+    of(_name)(_linear_unary)
+
+
+@of("to")
+def _to(x: Spec, *args: Any, **kwargs: Any) -> Decision:
+    if _specs([*args, *kwargs.values()]):
+        raise ArgumentTypeError("`to` takes a dtype here, not another tensor.", do="Use `x.to(other.dtype)`.")
+    return elementwise(x, kind=LINEAR)
+
+
+@of("type")
+def _type(x: Spec, dtype: Any) -> Decision:
+    return elementwise(x, kind=LINEAR)
+
+
+def _sum_kind(*values: Any) -> str:
+    # A number would be added on every rank of a partial sum.
+    return LINEAR if all(isinstance(value, Spec) for value in values) else ""
+
+
+@of("add", "sub", "subtract", "__add__", "__radd__", "__sub__")
+def _add(input: Any, other: Any, *, alpha: Any = 1) -> Decision:
+    return elementwise(*_specs([input, other]), kind=_sum_kind(input, other))
+
+
+@of("add_", "sub_", "__iadd__", "__isub__", is_in_place=True)
+def _add_in_place(input: Any, other: Any, *, alpha: Any = 1) -> Decision:
+    return elementwise(*_specs([input, other]), kind=_sum_kind(input, other), in_place=True)
+
+
+@of("mul", "multiply", "__mul__", "__rmul__")
+def _mul(input: Any, other: Any) -> Decision:
+    specs = _specs([input, other])
+    return elementwise(*specs, kind=MULTIPLY if len(specs) > 1 else LINEAR)
+
+
+@of("div", "divide", "true_divide", "__truediv__", "__div__")
+def _div(input: Any, other: Any, *, rounding_mode: Any = None) -> Decision:
+    specs = _specs([input, other])
+    kind = DIVIDE if len(specs) > 1 else LINEAR
+    is_linear = rounding_mode is None and isinstance(input, Spec)
+    return elementwise(*specs, kind=kind if is_linear else "")
+
+
+@of("mul_", "multiply_", "__imul__", is_in_place=True)
+def _mul_in_place(input: Any, other: Any) -> Decision:
+    specs = _specs([input, other])
+    return elementwise(*specs, kind=MULTIPLY if len(specs) > 1 else LINEAR, in_place=True)
+
+
+@of("div_", "divide_", "__itruediv__", is_in_place=True)
+def _div_in_place(input: Any, other: Any, *, rounding_mode: Any = None) -> Decision:
+    specs = _specs([input, other])
+    kind = "" if rounding_mode is not None else DIVIDE if len(specs) > 1 else LINEAR
+    return elementwise(*specs, kind=kind, in_place=True)
+
+
+@of("zero_", is_in_place=True)
+def _zero_in_place(x: Spec) -> Decision:
+    return elementwise(x, kind=LINEAR, in_place=True)
+
+
+@of("fill_", is_in_place=True)
+def _fill_in_place(x: Spec, value: Any) -> Decision:
+    return elementwise(x, in_place=True)
+
+
+@of("copy_", is_in_place=True)
+def _copy_in_place(x: Spec, src: Any, non_blocking: bool = False) -> Decision:
+    return elementwise(*_specs([x, src]), kind=_sum_kind(x, src), in_place=True)
+
+
+@of("lerp")
+def _lerp(input: Any, end: Any, weight: Any) -> Decision:
+    return elementwise(*_specs([input, end, weight]))
+
+
+@of("lerp_", is_in_place=True)
+def _lerp_in_place(input: Any, end: Any, weight: Any) -> Decision:
+    return elementwise(*_specs([input, end, weight]), in_place=True)
+
+
+@of("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like")
+def _like(x: Spec, *args: Any, **kwargs: Any) -> Decision:
+    # What is filled in is the value itself, not a summand: it is whole where the original is partial.
+    whole = Spec(x.layout.without_partial(), x.shape)
+    return Decision((x.layout,), (whole,), "like")
+
+
+@of("dropout", "feature_dropout", "alpha_dropout")
+def _dropout(input: Spec, p: float = 0.5, training: bool = True, inplace: bool = False) -> Decision:
+    if inplace:
+        raise ArgumentError("`dropout` in place is not there for distributed tensors.", do="Leave `inplace` out.")
+    return elementwise(input, kind="" if training else LINEAR, how="random" if training else None)
+
+
+@of("bernoulli")
+def _bernoulli(input: Spec) -> Decision:
+    return elementwise(input, how="random")
+
+
+# -- products -----------------------------------------------------------------------------------------------------------
+
+
+@of("matmul", "__matmul__")
+def _matmul(input: Spec, other: Spec) -> Decision:
+    return products.matmul(input, other)
+
+
+@of("mm")
+def _mm(input: Spec, mat2: Spec) -> Decision:
+    return products.contraction("m k, k n -> m n", input, mat2)
+
+
+@of("bmm")
+def _bmm(input: Spec, mat2: Spec) -> Decision:
+    return products.contraction("b m k, b k n -> b m n", input, mat2)
+
+
+@of("mv")
+def _mv(input: Spec, vec: Spec) -> Decision:
+    return products.contraction("m k, k -> m", input, vec)
+
+
+@of("dot", "vdot")
+def _dot(input: Spec, other: Spec) -> Decision:
+    return products.contraction("k, k ->", input, other)
+
+
+@of("outer", "ger")
+def _outer(input: Spec, vec2: Spec) -> Decision:
+    return products.contraction("m, n -> m n", input, vec2)
+
+
+@of("addmm")
+def _addmm(input: Spec, mat1: Spec, mat2: Spec, *, beta: Any = 1, alpha: Any = 1) -> Decision:
+    return products.summand_and_product("m k, k n -> m n", input, mat1, mat2)
+
+
+@of("baddbmm")
+def _baddbmm(input: Spec, batch1: Spec, batch2: Spec, *, beta: Any = 1, alpha: Any = 1) -> Decision:
+    return products.summand_and_product("b m k, b k n -> b m n", input, batch1, batch2)
+
+
+@of(F.linear)
+def _linear(input: Spec, weight: Spec, bias: Spec | None = None) -> Decision:
+    return products.linear(input, weight, bias)
+
+
+@of(torch.einsum)
+def _einsum(equation: str, *operands: Any) -> Decision:
+    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    return products.einsum(equation, *tensors)
+
+
+# -- reductions ---------------------------------------------------------------------------------------------------------
+
+
+@of("sum", "nansum")
+def _sum(input: Spec, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Decision:
+    return reduction(input, dim, keepdim, "sum")
+
+
+@of("mean")
+def _mean(input: Spec, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Decision:
+    return reduction(input, dim, keepdim, "mean")
+
+
+@of("prod")
+def _prod(input: Spec, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Decision:
+    return reduction(input, dim, keepdim, "prod")
+
+
+@of("amax")
+def _amax(input: Spec, dim: Any = (), keepdim: bool = False) -> Decision:
+    return reduction(input, dim, keepdim, "max")
+
+
+@of("amin")
+def _amin(input: Spec, dim: Any = (), keepdim: bool = False) -> Decision:
+    return reduction(input, dim, keepdim, "min")
+
+
+def _extreme(op: str) -> Callable[..., Decision]:
+    def decide(input: Spec, dim: Any = None, keepdim: bool = False) -> Decision:
+        if isinstance(dim, Spec):
+            return elementwise(input, dim)
+        if dim is None:
+            return reduction(input, None, False, op)
+        values = reduction(input, dim, keepdim, None)  # with positions: the dim must be whole
+        return values._replace(outputs=values.outputs * 2)
+
+    return decide
+
+
+of("max")(_extreme("max"))
+of("min")(_extreme("min"))
+
+
+@of("median", "mode", "kthvalue_")
+def _median(input: Spec, dim: Any = None, keepdim: bool = False) -> Decision:
+    values = reduction(input, dim, keepdim, None)
+    return values if dim is None else values._replace(outputs=values.outputs * 2)
+
+
+@of("argmax", "argmin", "any", "all", "logsumexp", "std", "var", "count_nonzero")
+def _whole_reduction(input: Spec, dim: Any = None, keepdim: bool = False, **options: Any) -> Decision:
+    return reduction(input, dim, keepdim, None)
+
+
+@of("norm")
+def _norm(input: Spec, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Decision:
+    return reduction(input, dim, keepdim, None)
+
+
+@of(torch.linalg.vector_norm)
+def _vector_norm(x: Spec, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Decision:
+    return reduction(x, dim, keepdim, None)
+
+
+@of("softmax", "log_softmax", "softmin")
+def _softmax(input: Spec, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Decision:
+    if dim is None:
+        raise ArgumentError("`softmax` of distributed tensors needs its dim.", expected="dim=...", got="None")
+    return whole_dims(input, dim)
+
+
+@of("cumsum")
+def _cumsum(input: Spec, dim: int, *, dtype: Any = None) -> Decision:
+    return whole_dims(input, dim, is_linear=True)
+
+
+@of("cumprod", "logcumsumexp")
+def _cumprod(input: Spec, dim: int, *, dtype: Any = None) -> Decision:
+    return whole_dims(input, dim)
+
+
+@of("sort")
+def _sort(input: Spec, dim: int = -1, descending: bool = False, stable: Any = None) -> Decision:
+    return whole_dims(input, dim, input.shape, input.shape)
+
+
+@of("argsort")
+def _argsort(input: Spec, dim: int = -1, descending: bool = False, stable: Any = None) -> Decision:
+    return whole_dims(input, dim)
+
+
+@of("topk")
+def _topk(input: Spec, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Decision:
+    shape = list(input.shape)
+    shape[dim] = k
+    return whole_dims(input, dim, shape, shape)
+
+
+@of("flip")
+def _flip(input: Spec, *dims: Any) -> Decision:
+    return whole_dims(input, as_shape(dims), is_linear=True)
+
+
+@of("roll")
+def _roll(input: Spec, shifts: Any, dims: Any = None) -> Decision:
+    return whole_dims(input, dims, is_linear=True)
+
+
+@of("tril", "triu")
+def _triangle(input: Spec, diagonal: int = 0) -> Decision:
+    return whole_dims(input, (-2, -1), is_linear=True)
+
+
+@of("normalize")
+def _normalize(input: Spec, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None) -> Decision:
+    return whole_dims(input, dim)
+
+
+# -- views --------------------------------------------------------------------------------------------------------------
+
+
+@of("view", "reshape")
+def _view(x: Spec, *shape: Any) -> Decision:
+    if len(shape) == 1 and isinstance(shape[0], torch.dtype):
+        raise ArgumentError("A distributed tensor cannot be viewed as another dtype.", do="Use `x.to(dtype)`.")
+    return views.reshape(x, as_shape(shape))
+
+
+@of("view_as", "reshape_as")
+def _view_as(x: Spec, other: Spec) -> Decision:
+    decision = views.reshape(x, other.shape)
+    return decision._replace(inputs=(*decision.inputs, other.layout))
+
+
+@of("flatten")
+def _flatten(input: Spec, start_dim: int = 0, end_dim: int = -1) -> Decision:
+    begin, end = start_dim % max(input.ndim, 1), end_dim % max(input.ndim, 1)
+    return views.reshape(input, (*input.shape[:begin], -1, *input.shape[end + 1 :]))
+
+
+@of("unflatten")
+def _unflatten(input: Spec, dim: int, sizes: Sequence[int]) -> Decision:
+    at = dim % input.ndim
+    rest = 1
+    for length in sizes:
+        rest *= length if length != -1 else 1
+    spelt = [length if length != -1 else input.shape[at] // rest for length in sizes]
+    return views.reshape(input, (*input.shape[:at], *spelt, *input.shape[at + 1 :]))
+
+
+@of("permute")
+def _permute(input: Spec, *dims: Any) -> Decision:
+    return views.permute(input, as_shape(dims))
+
+
+@of("transpose", "swapaxes", "swapdims")
+def _transpose(input: Spec, dim0: int, dim1: int) -> Decision:
+    order = list(range(input.ndim))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return views.permute(input, order)
+
+
+@of("movedim", "moveaxis")
+def _movedim(input: Spec, source: Any, destination: Any) -> Decision:
+    sources = [each % input.ndim for each in ((source,) if isinstance(source, int) else source)]
+    targets = [each % input.ndim for each in ((destination,) if isinstance(destination, int) else destination)]
+    order = [each for each in range(input.ndim) if each not in sources]
+    for target, each in sorted(zip(targets, sources, strict=True)):
+        order.insert(target, each)
+    return views.permute(input, order)
+
+
+@of("t", torch.Tensor.T.__get__, torch.Tensor.mT.__get__, torch.Tensor.H.__get__, torch.Tensor.mH.__get__, "adjoint")
+def _t(input: Spec) -> Decision:
+    return views.permute(input, [*range(input.ndim - 2), *reversed(range(input.ndim)[-2:])])
+
+
+@of("unsqueeze")
+def _unsqueeze(input: Spec, dim: int) -> Decision:
+    return views.unsqueeze(input, dim)
+
+
+@of("squeeze")
+def _squeeze(input: Spec, dim: Any = None) -> Decision:
+    return views.squeeze(input, dim)
+
+
+@of("expand", "broadcast_to")
+def _expand(input: Spec, *size: Any, **named: Any) -> Decision:
+    return views.expand(input, as_shape(named.get("size", size)))
+
+
+@of("expand_as")
+def _expand_as(input: Spec, other: Spec) -> Decision:
+    decision = views.expand(input, other.shape)
+    return decision._replace(inputs=(*decision.inputs, other.layout))
+
+
+@of("repeat", "tile")
+def _repeat(input: Spec, *sizes: Any) -> Decision:
+    counts = as_shape(sizes)
+    return views.repeat(input, (*(1,) * (input.ndim - len(counts)), *counts))
+
+
+@of("repeat_interleave")
+def _repeat_interleave(input: Spec, repeats: int, dim: int | None = None, *, output_size: Any = None) -> Decision:
+    if not isinstance(repeats, int) or dim is None:
+        raise ArgumentError(
+            "`repeat_interleave` of distributed tensors takes a number and a dim.", got=f"{repeats!r}, {dim!r}"
+        )
+    shape = list(input.shape)
+    shape[dim] *= repeats
+    return whole_dims(input, dim, shape, is_linear=True)
+
+
+@of("cat", "concat", "concatenate")
+def _cat(tensors: Sequence[Spec], dim: int = 0) -> Decision:
+    return views.join(tensors, dim)
+
+
+@of("stack")
+def _stack(tensors: Sequence[Spec], dim: int = 0) -> Decision:
+    return views.stack(tensors, dim)
+
+
+# -- parts --------------------------------------------------------------------------------------------------------------
+
+
+@of("split", is_sequence=True)
+def _split(tensor: Spec, split_size_or_sections: Any, dim: int = 0) -> Decision:
+    return indexing.split(tensor, split_size_or_sections, dim)
+
+
+@of(torch.Tensor.split, "split_with_sizes", is_sequence=True)
+def _split_method(x: Spec, split_size: Any, dim: int = 0) -> Decision:
+    return indexing.split(x, split_size, dim)
+
+
+@of("chunk", is_sequence=True)
+def _chunk(input: Spec, chunks: int, dim: int = 0) -> Decision:
+    return indexing.chunk(input, chunks, dim)
+
+
+@of("unbind", is_sequence=True)
+def _unbind(input: Spec, dim: int = 0) -> Decision:
+    return indexing.unbind(input, dim)
+
+
+@of("narrow")
+def _narrow(input: Spec, dim: int, start: int, length: int) -> Decision:
+    return indexing.narrow(input, dim, length)
+
+
+@of("select")
+def _select(input: Spec, dim: int, index: int) -> Decision:
+    return indexing.select(input, dim)
+
+
+@of("__getitem__")
+def _getitem(x: Spec, index: Any) -> Decision:
+    items = index if isinstance(index, tuple) else (index,)
+    positions = [item for item in items if isinstance(item, Spec)]
+    if not positions:
+        return indexing.getitem(x, index)
+    if len(positions) == len(items):
+        return indexing.index_rows(x, positions) if len(positions) > 1 else indexing.index_by_tensor(x, positions[0])
+    before = [item for item in items if not isinstance(item, Spec)]
+    if len(positions) == 1 and all(item == slice(None) for item in before):
+        return indexing.index_by_tensor(x, positions[0], items.index(positions[0]))
+    raise ArgumentError(
+        "A distributed tensor is indexed by numbers and slices, or by tensors beside whole slices.", got=repr(index)
+    )
+
+
+@of("index_select")
+def _index_select(input: Spec, dim: int, index: Spec) -> Decision:
+    return indexing.index_by_tensor(input, index, dim)
+
+
+@of("gather")
+def _gather(input: Spec, dim: int, index: Spec, *, sparse_grad: bool = False) -> Decision:
+    return indexing.lines_by_index(input, dim, index)
+
+
+@of("scatter", "scatter_add", "scatter_reduce")
+def _scatter(input: Spec, dim: int, index: Spec, src: Any, *args: Any, **options: Any) -> Decision:
+    return indexing.scatter_lines(input, dim, index, src if isinstance(src, Spec) else None)
+
+
+@of("pad")
+def _pad(input: Spec, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Decision:
+    return indexing.pad(input, pad)
+
+
+# -- layers -------------------------------------------------------------------------------------------------------------
+
+
+@of(F.one_hot)
+def _one_hot(tensor: Spec, num_classes: int = -1) -> Decision:
+    if num_classes < 0:
+        raise ArgumentError(
+            "`one_hot` of distributed tensors needs the number of classes.", expected="num_classes=...", got="none"
+        )
+    return views.remap(tensor, {dim: dim for dim in range(tensor.ndim)}, [*tensor.shape, num_classes])
+
+
+@of(F.embedding)
+def _embedding(
+    input: Spec,
+    weight: Spec,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Decision:
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise ArgumentError(
+            "An embedding of distributed tensors has no `max_norm`, `scale_grad_by_freq` or `sparse`.",
+            do="Leave them out.",
+        )
+    return layers.embedding(input, weight)
+
+
+@of(F.layer_norm)
+def _layer_norm(
+    input: Spec,
+    normalized_shape: Sequence[int],
+    weight: Spec | None = None,
+    bias: Spec | None = None,
+    eps: float = 1e-5,
+) -> Decision:
+    return layers.norm_over_last(input, len(tuple(normalized_shape)), *_specs([weight, bias]))
+
+
+@of("rms_norm")
+def _rms_norm(
+    input: Spec,
+    normalized_shape: Sequence[int],
+    weight: Spec | None = None,
+    eps: float | None = None,
+) -> Decision:
+    return layers.norm_over_last(input, len(tuple(normalized_shape)), *_specs([weight]))
+
+
+@of(F.scaled_dot_product_attention)
+def _attention(
+    query: Spec,
+    key: Spec,
+    value: Spec,
+    attn_mask: Spec | None = None,
+    dropout_p: float = 0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Decision:
+    # Not its value: decisions are kept without numbers that have a fraction (rule D1).
+    return layers.attention(query, key, value, attn_mask, is_causal, is_random=isinstance(dropout_p, float))
+
+
+@of(F.cross_entropy)
+def _cross_entropy(
+    input: Spec,
+    target: Spec,
+    weight: Spec | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Decision:
+    if weight is not None:
+        raise ArgumentError("`cross_entropy` of distributed tensors has no weights of classes.", do="Leave them out.")
+    is_by_index = target.ndim == input.ndim - 1
+    return layers.cross_entropy(
+        input, target, reduction=reduction, is_by_index=is_by_index, can_split_classes=input.ndim <= 2
+    )

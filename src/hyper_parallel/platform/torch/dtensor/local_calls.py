@@ -1,0 +1,140 @@
+"""Local calls that differ from the global ones: local shapes, counts of the whole tensor, parts of a table, random numbers.
+
+Each takes the function and its arguments with local tensors in the places of the distributed ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+
+from hyper_parallel.core.dtensor.boxes import box_of
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.shard.decision import Decision
+from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform.torch.dtensor.losses import cross_entropy_call
+from hyper_parallel.platform.torch.dtensor.movement import coordinate_on
+
+__all__ = ["drawn_alike", "local_call"]
+
+LocalCall = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+
+
+def local_call(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    """The local implementation that a decision names; None: the function itself."""
+    if decision.how is None:
+        return None
+    if decision.how == "cross_entropy":
+        return cross_entropy_call(decision, inputs)
+    return _MAKERS[decision.how](decision, inputs, name)
+
+
+def _to_local_shape(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
+    layout = decision.outputs[0].layout
+    shape = decision.outputs[0].local_shape_at(coordinate_on(layout))
+    if name in ("expand", "broadcast_to", "expand_as"):
+        return lambda func, args, kwargs: args[0].expand(shape)
+    if name == "view":
+        return lambda func, args, kwargs: args[0].view(shape)
+    return lambda func, args, kwargs: args[0].reshape(shape)
+
+
+def _squeeze(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
+    dims = decision.facts["dims"]
+    return lambda func, args, kwargs: args[0].squeeze(dims) if dims else args[0]
+
+
+def _mean(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
+    """A local sum over the global count: uneven parts weigh what they should."""
+    count = decision.facts["count"]
+    if not decision.outputs[0].layout.partial or not _newly_partial(decision):
+        return lambda func, args, kwargs: func(*args, **kwargs)
+
+    def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+        return torch.sum(*args, **kwargs) / count
+
+    return call
+
+
+def _newly_partial(decision: Decision) -> bool:
+    before = {axis for axis, _ in decision.inputs[0].partial}
+    return any(axis not in before for axis, _ in decision.outputs[0].layout.partial)
+
+
+def _like(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    return _random(decision, inputs, name) if name in ("rand_like", "randn_like") else None
+
+
+def _random(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    layout = decision.outputs[0].layout
+    if layout.is_replicated:
+        return None  # ranks with the same seed draw the same numbers, those of a single device
+    shape = decision.outputs[0].shape
+
+    def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with drawn_alike(layout, shape):
+            return func(*args, **kwargs)
+
+    return call
+
+
+def _rows_of_a_part(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
+    """Each rank looks up the rows it has, and leaves zeros for the others; the parts are then summed."""
+    table = inputs[1]
+    layout = decision.inputs[1]
+    box = box_of(layout, table.shape, coordinate_on(layout))
+    first, count = box.starts[0], box.sizes[0]
+
+    def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+        given = dict(zip(("input", "weight", "padding_idx"), args, strict=False)) | kwargs
+        ids, weight, padding = given["input"], given["weight"], given.get("padding_idx")
+        if torch.any((ids < 0) | (ids >= table.shape[0])) if ids.device.type == "cpu" else False:
+            return func(*args, **kwargs)  # the framework's own error, for the ids as they are
+        is_here = (ids >= first) & (ids < first + count)
+        if count == 0:
+            return weight.new_zeros((*ids.shape, weight.shape[1]))
+        if padding is not None:
+            padding = padding % table.shape[0] - first
+            padding = padding if 0 <= padding < count else None
+        rows = F.embedding((ids - first).masked_fill(~is_here, 0), weight, padding)
+        return rows * is_here.unsqueeze(-1).to(rows.dtype)
+
+    return call
+
+
+_MAKERS: dict[str, Callable[..., LocalCall | None]] = {
+    "to_local_shape": _to_local_shape,
+    "squeeze": _squeeze,
+    "mean": _mean,
+    "like": _like,
+    "random": _random,
+    "rows_of_a_part": _rows_of_a_part,
+}
+
+
+@contextlib.contextmanager
+def drawn_alike(layout: Layout, shape: tuple[int, ...]) -> Iterator[None]:
+    """Inside, ranks that hold the same part draw the same numbers, and others draw others.
+
+    One number is drawn from the process's own generator, which has the same state on all ranks of a program that was seeded alike. Together with
+    the place of the part it seeds the generators for the time of the call; afterwards they go on as if one number had been drawn.
+    """
+    box = box_of(layout, shape, coordinate_on(layout))
+    seed = int(torch.randint(0, 2**48, (), dtype=torch.int64, device="cpu"))
+    for start in box.starts:
+        seed = (seed * 6364136223846793005 + start + 1442695040888963407) % 2**63
+    cpu = torch.get_rng_state()
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module = torch.get_device_module(device) if device is not None else None
+    on_device = module.get_rng_state() if module is not None else None
+    try:
+        torch.manual_seed(seed)
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if module is not None:
+            module.set_rng_state(on_device)

@@ -1,0 +1,209 @@
+"""Values from one layout to another, and what gradients do on the way back. Rules G5 and G6 of `core/shard/README.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hyper_parallel._base.errors import StateError
+from hyper_parallel.core.dtensor.gradients import gradient_divisor, gradient_layout
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.mesh import DeviceMesh
+from hyper_parallel.core.dtensor.redistribution import plan_redistribution, redistribute
+from hyper_parallel.core.dtensor.redistribution.platform_transport import PlatformTransport
+from hyper_parallel.core.shard.communication_log import note, why
+from hyper_parallel.platform.torch.dtensor.local_tensors import TorchTensors
+
+__all__ = ["Move", "Tie", "anchored", "coordinate_on", "extremes_reduced", "move_values", "reduce_values", "tied_to"]
+
+
+def coordinate_on(layout: Layout) -> tuple[int, ...]:
+    """Where this process is on the layout's mesh.
+
+    Raises:
+        RuntimeError: the mesh does not have it.
+    """
+    return mesh_coordinate(layout.mesh)
+
+
+def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
+    found = mesh.get_coordinate()
+    if found is None:
+        raise StateError(
+            "A distributed tensor was used by a process that its mesh does not have.",
+            expected=f"one of the ranks {list(mesh.ranks)}",
+            got=str(mesh.get_rank()),
+            where=repr(mesh),
+            do="Leave this process out of the call, or make the mesh larger.",
+        )
+    return found
+
+
+def move_values(local: torch.Tensor, source: Layout, target: Layout, shape: tuple[int, ...]) -> torch.Tensor:
+    """The local tensor under the target layout; no graph. It may be the same tensor, or share its memory."""
+    if source is target:
+        return local
+    plan = plan_redistribution(source, target, shape, local.element_size())
+    if not plan.steps:
+        return local
+    coordinate = coordinate_on(source)
+    with torch.no_grad():
+        return redistribute(local, plan, coordinate, transport_for(local, source.mesh))
+
+
+def transport_for(local: torch.Tensor, mesh: DeviceMesh) -> PlatformTransport:
+    """The collectives for tensors like this one, told to the communication log."""
+    from hyper_parallel.platform import get_torch_platform
+
+    def noted(kind: str, ranks: tuple[int, ...], num_bytes: int) -> None:
+        coordinates = [mesh.coordinate_of(rank) for rank in ranks]
+        axes = tuple(axis for i, axis in enumerate(mesh.axis_names) if len({each[i] for each in coordinates}) > 1)
+        note(kind, axes, num_bytes)
+
+    return PlatformTransport(get_torch_platform(), TorchTensors(local), noted)
+
+
+def reduce_values(tensor: torch.Tensor, mesh: DeviceMesh, axes: tuple[str, ...], op: str) -> torch.Tensor:
+    """The reduction over the ranks of some axes, as a new tensor; no graph."""
+    ranks = mesh.ranks_along(axes, mesh.rank_at(mesh_coordinate(mesh)))
+    return transport_for(tensor, mesh).all_reduce(tensor.detach(), ranks, op)
+
+
+class Move(torch.autograd.Function):
+    """A redistribution that autograd records; its backward goes from the gradient layout of the target to that of the source."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, source: Layout, target: Layout, shape: tuple[int, ...]) -> torch.Tensor:
+        ctx.route = source, target, shape
+        return move_values(local, source, target, shape).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        source, target, shape = ctx.route
+        factor = gradient_divisor(target) / gradient_divisor(source)
+        grad = grad if factor == 1.0 else grad * factor
+        with why("gradient", f"{source} -> {target}"):
+            return Move.apply(grad, gradient_layout(target), gradient_layout(source), shape), None, None, None
+
+
+class Tie(torch.autograd.Function):
+    """The values of a tensor, tied to its source: what comes back in the layout `given` goes to the source in the layout `wanted`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        source: torch.Tensor,
+        values: torch.Tensor | None,
+        given: Layout,
+        wanted: Layout,
+        shape: tuple[int, ...],
+        scale: float,
+    ) -> torch.Tensor:
+        ctx.route = given, wanted, shape, scale
+        # `detach`: to autograd this is a new tensor, not a view, and so may be changed in place; the version counter is shared.
+        return (source if values is None else values).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        given, wanted, shape, scale = ctx.route
+        if scale != 1.0:
+            grad = grad * scale
+        with why("gradient", f"{given} -> {wanted}"):
+            return Move.apply(grad, given, wanted, shape), None, None, None, None, None
+
+
+def tied_to(
+    source: torch.Tensor,
+    values: torch.Tensor | None,
+    source_layout: Layout,
+    layout: Layout,
+    axes: tuple[str, ...],
+    shape: tuple[int, ...],
+) -> torch.Tensor:
+    """`values` (None: the source's own) of a tensor of this layout, for uses whose gradient is partial on `axes`."""
+    whole = gradient_layout(layout)
+    given = Layout(whole.mesh, whole.axes_per_dim, tuple((axis, "sum") for axis in axes)) if axes else whole
+    tied: torch.Tensor = Tie.apply(
+        source,
+        values,
+        given,
+        gradient_layout(source_layout),
+        shape,
+        gradient_divisor(layout) / gradient_divisor(source_layout),
+    )
+    return tied
+
+
+class _Anchor(torch.autograd.Function):
+    """Outputs as they are; inputs get a gradient of zeros beside whatever else they get."""
+
+    @staticmethod
+    def forward(ctx: Any, num_outputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.shapes = [(each.shape, each.dtype, each.device) for each in tensors[num_outputs:]]
+        return tuple(each.clone() for each in tensors[:num_outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes]
+        return (None, *grads, *zeros)
+
+
+def anchored(result: Any, locals_: Sequence[torch.Tensor]) -> Any:
+    """The result of a local operation on nothing, in a graph with all of its inputs (rule G7)."""
+    inputs = [each for each in locals_ if each.requires_grad]
+    outputs = list(result) if isinstance(result, (list, tuple)) else [result]
+    is_empty = any(isinstance(each, torch.Tensor) and each.numel() == 0 for each in (*locals_, *outputs))
+    if not inputs or not is_empty or not torch.is_grad_enabled():
+        return result
+    chosen = [i for i, each in enumerate(outputs) if isinstance(each, torch.Tensor) and each.is_floating_point()]
+    if not chosen:
+        return result
+    tied = _Anchor.apply(len(chosen), *(outputs[i] for i in chosen), *inputs)
+    for index, each in zip(chosen, tied, strict=True):
+        outputs[index] = each
+    if not isinstance(result, (list, tuple)):
+        return outputs[0]
+    return type(result)(outputs) if type(result) in (list, tuple) else type(result)(tuple(outputs))
+
+
+class _Extremes(torch.autograd.Function):
+    """The reduction of `max`, `min` or `prod` over an axis, with the gradient that depends on the values.
+
+    The gradient of the result is whole on every rank. It goes to the ranks that hold the extreme value, ties share it equally; of a product each
+    rank gets it times the product of the others.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, mesh: DeviceMesh, axis: str, op: str) -> torch.Tensor:
+        ranks = mesh.ranks_along(axis, mesh.rank_at(mesh_coordinate(mesh)))
+        everyone = transport_for(local, mesh).all_gather(local.detach().unsqueeze(0), ranks, 0)
+        me = ranks.index(mesh.rank_at(mesh_coordinate(mesh)))
+        ctx.op, ctx.me = op, me
+        ctx.save_for_backward(everyone)
+        if op == "prod":
+            return everyone.prod(0)
+        return everyone.amax(0) if op == "max" else everyone.amin(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (everyone,) = ctx.saved_tensors
+        if ctx.op == "prod":
+            others = [everyone[index] for index in range(everyone.shape[0]) if index != ctx.me]
+            return grad * torch.stack(others).prod(0), None, None, None
+        extreme = everyone.amax(0) if ctx.op == "max" else everyone.amin(0)
+        holders = everyone == extreme
+        return grad * holders[ctx.me] / holders.sum(0), None, None, None
+
+
+def extremes_reduced(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+    """The tensor with `max`, `min` and `prod` of its partial axes carried out, in the order that the layout says."""
+    for axis, op in reversed(layout.partial):
+        if op in ("max", "min", "prod"):
+            if layout.mesh.size(axis) > 1:
+                local = _Extremes.apply(local, layout.mesh, axis, op)
+            layout = layout.without_partial(axis)
+    return local, layout
