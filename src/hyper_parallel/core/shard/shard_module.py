@@ -62,7 +62,8 @@ def shard_module(module: Any, mesh: DeviceMesh, plan: ShardPlan | Mapping[str, M
     chosen = _matches(plan.parameters, list(parameters), "parameter")
     inputs = _matches(plan.inputs, list(cells), "module")
     outputs = _matches(plan.outputs, list(cells), "module")
-    tensors = importlib.import_module(f"hyper_parallel.platform.{platform.platform_type.value}.dtensor")
+    folder = f"hyper_parallel.platform.{platform.platform_type.value}.dtensor"  # by name: a module is copied with its hooks
+    tensors = importlib.import_module(folder)
     shared: dict[int, Any] = {}  # a parameter that stands in two places stays one
     for name, parameter in parameters.items():
         if isinstance(parameter, tensors.DTensor):
@@ -75,11 +76,11 @@ def shard_module(module: Any, mesh: DeviceMesh, plan: ShardPlan | Mapping[str, M
         platform.update_parameter_by_name(module, (name, parameter), shared[id(parameter)])
     tensors.distribute_buffers(module, mesh)
     for name, wanted in inputs.items():
-        hook = functools.partial(_lay_out_inputs, tensors, mesh, wanted, name or "the module")
+        hook = functools.partial(_lay_out_inputs, folder, mesh, wanted, name or "the module")
         platform.register_forward_pre_hook(cells[name], hook, with_kwargs=True)
     for name, wanted in outputs.items():
         cells[name].register_forward_hook(
-            functools.partial(_lay_out_outputs, tensors, mesh, wanted, name or "the module")
+            functools.partial(_lay_out_outputs, folder, mesh, wanted, name or "the module")
         )
     return module
 
@@ -172,7 +173,8 @@ def _laid_out(tensors: Any, value: Any, wanted: Any, mesh: DeviceMesh, what: str
     return tensors.distribute_tensor(value, layout)
 
 
-def _lay_out_inputs(tensors: Any, mesh: DeviceMesh, wanted: Any, name: str, module: Any, args: Any, kwargs: Any) -> Any:
+def _lay_out_inputs(folder: str, mesh: DeviceMesh, wanted: Any, name: str, module: Any, args: Any, kwargs: Any) -> Any:
+    tensors = importlib.import_module(folder)
     by_name = wanted if isinstance(wanted, Mapping) else {}
     by_place = [] if isinstance(wanted, Mapping) else _per_value(wanted, len(args))
     laid_out = list(args)
@@ -187,8 +189,9 @@ def _lay_out_inputs(tensors: Any, mesh: DeviceMesh, wanted: Any, name: str, modu
 
 
 def _lay_out_outputs(
-    tensors: Any, mesh: DeviceMesh, wanted: Any, name: str, module: Any, args: Any, output: Any
+    folder: str, mesh: DeviceMesh, wanted: Any, name: str, module: Any, args: Any, output: Any
 ) -> Any:
+    tensors = importlib.import_module(folder)
     if not isinstance(output, (tuple, list)):
         return _laid_out(tensors, output, wanted, mesh, f"the output of {name}")
     layouts = _per_value(wanted, len(output))
