@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.backends import Backend
+from hyper_parallel.platform import contract
+from support.backends import THERE, Backend
 
 covers = pytest.mark.covers
 
@@ -176,3 +177,23 @@ def test_a_negative_stage_is_an_error_with_the_number(backend: Backend, platform
     for wrong in (-1, None, 1.5):
         with pytest.raises(ValueError, match="(?s)at least 0.*got"):
             platform.init_parameters(backend.model(), wrong)
+
+
+@covers("set_layout_into_parameter")
+def test_a_layout_makes_a_parameter_of_this_ranks_part_and_keeps_whether_it_learns(
+    backend: Backend, platform: Any
+) -> None:
+    if backend not in THERE[contract.LAYOUTS]:
+        pytest.skip("comes with distributed tensors and layouts")
+    from hyper_parallel import init_device_mesh
+
+    layout = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)).layout("tp", None)
+    for learns in (True, False):
+        whole = platform.new_zero_parameter((4, 2), "float32", learns, None)
+        made = platform.set_layout_into_parameter(whole, layout)
+        assert isinstance(made, platform.Parameter)
+        assert made.layout is layout
+        assert made.requires_grad == learns
+        assert tuple(made.shape) == tuple(platform.get_param_local_shape(made)) == (4, 2)
+        with pytest.raises(ValueError, match="layout already"):
+            platform.set_layout_into_parameter(made, layout)

@@ -426,3 +426,12 @@ def test_the_name_of_the_frameworks_own_operators(backend: Backend, platform: An
         assert platform.get_op_name(ms.ops.MatMul()) == "MatMul"
         assert platform.get_op_name(ms.ops.auto_generate.AddExt()) == "AddExt"
         assert platform.get_op_name(ms.ops.gelu) == "gelu"
+
+
+@covers("get_tensor_transform")
+def test_the_redistribution_planner_is_that_of_the_package(platform: Any) -> None:
+    from hyper_parallel import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    plan = platform.get_tensor_transform().plan_redistribution(mesh.layout("tp", None), mesh.layout(None, "tp"), (8, 8))
+    assert [step.kind.value for step in plan.steps] == ["all-to-all"]

@@ -299,6 +299,13 @@ def keep_platform_groups() -> None:
     _kept_groups.update(EXISTING_COMM_GROUPS.values())
 
 
+def keep_all_groups() -> None:
+    """All groups of torch.distributed that exist live as long as the worker: those of its meshes cannot be ended."""
+    import torch.distributed as dist
+
+    _kept_groups.update(dist.distributed_c10d._world.pg_names)
+
+
 FRAMEWORKS = {"none": Framework, "torch": Torch, "mindspore": MindSpore}
 
 

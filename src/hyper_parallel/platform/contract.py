@@ -137,12 +137,8 @@ OPERATIONS: tuple[Operation, ...] = (
         str_to_dtype*: The dtype of a name such as `torch.float32`, `mindspore.float32` or `float32`.
         list_to_size*: A list of ints as the framework's size type.
         get_op_name: The name under which rules for an operator are registered.
+        get_tensor_transform: The redistribution planner of this package.
         """,
-    ),
-    *_rows(
-        Section.TENSORS,
-        "get_tensor_transform: The redistribution planner of this package.",
-        LAYOUTS,
     ),
     *_rows(
         Section.MODULES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError
@@ -23,6 +24,7 @@ class GradientPlan(NamedTuple):
     divisor: int
 
 
+@lru_cache(maxsize=4096)
 def gradient_layout(layout: Layout) -> Layout:
     """The layout of the gradient with respect to the local tensors of a tensor of this layout.
 

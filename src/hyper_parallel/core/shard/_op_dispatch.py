@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError, describe
+from hyper_parallel._base.errors import ArgumentError, HyperParallelError, describe
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard import registry
 from hyper_parallel.core.shard.communication_log import check_may_move, why
@@ -69,6 +69,7 @@ class Call(NamedTuple):
     wrap_output: Callable[[Any], Any] | None  # None: by `outputs`
     has_empty_parts: bool  # on some rank
     name: str
+    simple: Spec | None = None  # of the one output, where arguments only have to be replaced by their local tensors
 
 
 _PLAIN = (int, str, bool, type(None))
@@ -119,6 +120,12 @@ class OpDispatcher:
             call = self._calls.get(known)
         except TypeError:  # an argument that cannot be hashed: decided every time
             known, call = (), None
+        if call is not None and call.simple is not None:  # most calls: nothing to move, to tie or to replace
+            given = list(args)
+            for position, tensor in zip(call.positions, tensors):  # type: ignore[arg-type]  # noqa: B905 - as many as tensors
+                given[position] = tensor._local
+            result = func(*given, **kwargs) if kwargs else func(*given)
+            return dtensors[type(tensors[0])].wrap(result, call.simple)
         if call is None:
             call = self._decide(func, args, kwargs or {}, tensors)
             if known:
@@ -242,11 +249,20 @@ class OpDispatcher:
         for index, target in zip(prepared.order, decision.inputs, strict=True):
             is_moved = target is not tensors[index]._spec.layout
             moves[index] = (target if is_moved else None, tied_axes(target, decision.outputs))
-        return Call(
+        call = Call(
             tuple(moves), _positions(args, kwargs, self._dtensors), decision.outputs, prepared.is_sequence, prepared.local,
             prepared.returns_argument, _as_it_is if prepared.is_raw else None,
             prepared.returns_argument is None and has_empty_parts(tensors, decision), name,
         )  # fmt: skip
+        is_simple = (
+            call.positions is not None
+            and len(call.outputs) == 1
+            and not (call.is_sequence or call.has_empty_parts or any(target or tied for target, tied in moves))
+            and call.local is None
+            and call.returns_argument is None
+            and call.wrap_output is None
+        )
+        return call._replace(simple=call.outputs[0]) if is_simple else call
 
     def _check_no_plain(self, name: str, value: Any, glue: Glue) -> None:
         if isinstance(value, Slot):
@@ -257,7 +273,8 @@ class OpDispatcher:
         elif isinstance(value, dict):
             self._check_no_plain(name, list(value.values()), glue)
         elif glue.is_tensor(value) and not glue.is_plain_scalar(value) and not name.startswith(("_foreach", "_fused")):
-            raise ArgumentTypeError(
+            # Not a TypeError: PyTorch's operators swallow one, and say that they do not support the operands.
+            raise ArgumentError(
                 f"`{name}` has a plain tensor among its distributed ones.",
                 expected="DTensors alone (numbers, and tensors without dims, may be mixed in)",
                 got=describe(value),

@@ -62,7 +62,9 @@ def shard_module(module: Any, mesh: DeviceMesh, plan: ShardPlan | Mapping[str, M
     chosen = _matches(plan.parameters, list(parameters), "parameter")
     inputs = _matches(plan.inputs, list(cells), "module")
     outputs = _matches(plan.outputs, list(cells), "module")
-    folder = f"hyper_parallel.platform.{platform.platform_type.value}.dtensor"  # by name: a module is copied with its hooks
+    folder = (
+        f"hyper_parallel.platform.{platform.platform_type.value}.dtensor"  # by name: a module is copied with its hooks
+    )
     tensors = importlib.import_module(folder)
     shared: dict[int, Any] = {}  # a parameter that stands in two places stays one
     for name, parameter in parameters.items():
@@ -188,9 +190,7 @@ def _lay_out_inputs(folder: str, mesh: DeviceMesh, wanted: Any, name: str, modul
     return tuple(laid_out), named
 
 
-def _lay_out_outputs(
-    folder: str, mesh: DeviceMesh, wanted: Any, name: str, module: Any, args: Any, output: Any
-) -> Any:
+def _lay_out_outputs(folder: str, mesh: DeviceMesh, wanted: Any, name: str, module: Any, args: Any, output: Any) -> Any:
     tensors = importlib.import_module(folder)
     if not isinstance(output, (tuple, list)):
         return _laid_out(tensors, output, wanted, mesh, f"the output of {name}")

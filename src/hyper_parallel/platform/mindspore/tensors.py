@@ -23,6 +23,13 @@ from hyper_parallel.platform.mindspore.dtypes import check_computable, to_dtype,
 
 class Tensors:
     @staticmethod
+    def get_tensor_transform() -> Any:
+        """`plan_redistribution(source, target, shape)` gives the steps from one layout to another, `redistribute` carries them out."""
+        from hyper_parallel.core.dtensor import redistribution
+
+        return redistribution
+
+    @staticmethod
     def is_tensor(obj: Any) -> bool:
         return isinstance(obj, Tensor)
 

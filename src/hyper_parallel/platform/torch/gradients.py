@@ -27,7 +27,14 @@ class Gradients:
         """
         norm_type = check_norm_arguments(max_norm, norm_type)
         grads = [p.grad for p in _as_parameters(parameters) if p.grad is not None]
-        total = nn.utils.get_total_norm(grads, norm_type) if grads else torch.tensor(0.0)
+        is_distributed = any(hasattr(grad, "_local_tensor") for grad in grads)
+        if is_distributed:
+            from hyper_parallel.platform.torch.dtensor.norms import local_part, total_norm
+
+            total = total_norm(grads, norm_type)
+            grads = [local_part(grad) for grad in grads]
+        else:
+            total = nn.utils.get_total_norm(grads, norm_type) if grads else torch.tensor(0.0)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise StateError(
                 "The total norm of the gradients is not finite.",

@@ -17,6 +17,13 @@ from hyper_parallel.platform.torch.dtypes import to_dtype, to_dtype_or
 
 class Tensors:
     @staticmethod
+    def get_tensor_transform() -> Any:
+        """`plan_redistribution(source, target, shape)` gives the steps from one layout to another, `redistribute` carries them out."""
+        from hyper_parallel.core.dtensor import redistribution
+
+        return redistribution
+
+    @staticmethod
     def is_tensor(obj: Any) -> bool:
         return isinstance(obj, torch.Tensor)
 

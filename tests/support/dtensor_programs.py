@@ -1,0 +1,373 @@
+"""Programs with distributed tensors that run inside the worker processes of `support.processes`, on PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
+
+import hyper_parallel as hp
+from hyper_parallel import Layout, Partial, Replicate, Shard, ShardPlan, init_device_mesh
+from hyper_parallel.platform.torch.dtensor import DTensor
+from support.dtensor_cases import MESHES, layouts_of
+from support.process_worker import keep_all_groups, keep_platform_groups
+
+
+def mesh_named(name: str) -> hp.DeviceMesh:
+    shape, axes = MESHES[name]
+    return init_device_mesh("cpu", shape, mesh_dim_names=axes)
+
+
+# -- training -----------------------------------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, groups: int) -> None:
+        super().__init__()
+        self.size = width // heads
+        self.wq = nn.Linear(width, width, bias=False)
+        self.wk = nn.Linear(width, groups * self.size, bias=False)
+        self.wv = nn.Linear(width, groups * self.size, bias=False)
+        self.wo = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Any, cosine: Any, sine: Any) -> Any:
+        batch, length, _ = x.shape
+        q, k, v = (w(x).view(batch, length, -1, self.size) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (each.transpose(1, 2) for each in (rotated(q, cosine, sine), rotated(k, cosine, sine), v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(attended.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, width: int = 16, hidden: int = 24, heads: int = 4, groups: int = 2) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width)
+        self.attention = Attention(width, heads, groups)
+        self.mlp_norm = nn.RMSNorm(width)
+        self.mlp = SwiGLU(width, hidden)
+
+    def forward(self, x: Any, cosine: Any, sine: Any) -> Any:
+        x = x + self.attention(self.attention_norm(x), cosine, sine)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def rotated(x: Any, cosine: Any, sine: Any) -> Any:
+    left, right = x.chunk(2, -1)
+    return torch.cat([left * cosine - right * sine, left * sine + right * cosine], -1)
+
+
+TENSOR_PARALLEL = ShardPlan(
+    parameters={
+        "attention.w[qkv].weight": ("tp", None), "attention.wo.weight": (None, "tp"),
+        "mlp.gate.weight": ("tp", None), "mlp.up.weight": ("tp", None), "mlp.down.weight": (None, "tp"),
+    },
+    outputs={"attention": (None, None, None), "mlp": (None, None, None)},
+)  # fmt: skip
+SEQUENCE_PARALLEL = ShardPlan(
+    parameters=TENSOR_PARALLEL.parameters,
+    inputs={"attention": [(None, None, None)], "mlp": (None, None, None)},
+    outputs={"attention": (None, "tp", None), "mlp": (None, "tp", None)},
+)
+
+
+def tensor_parallel_mlp() -> dict[str, Any]:
+    """Gradients beside those of one device, and what was sent."""
+    mesh = mesh_named("2")
+    plain = MLP()
+    sharded = hp.shard_module(
+        copy.deepcopy(plain), mesh,
+        ShardPlan(parameters={"up.*": ("tp",), "up.weight": ("tp", None), "down.weight": (None, "tp")}, outputs={"": (None, None)}),
+    )  # fmt: skip
+    x = torch.randn(5, 6, requires_grad=True)
+    plain(x).square().sum().backward()
+    mine = hp.distribute_tensor(x.detach(), mesh).requires_grad_()
+    with hp.comm_debug() as forward:
+        out = sharded(mine)
+    with hp.comm_debug() as backward:
+        out.square().sum().backward()
+    keep_platform_groups()
+    return {
+        "difference": max(_differences(plain, sharded).values()),
+        "input": (mine.grad.full_tensor() - x.grad).abs().max().item(),
+        "forward": forward.counts(), "backward": backward.counts(),
+        "why": sorted({each.why for each in (*forward.entries, *backward.entries)}), "text": str(forward),
+    }  # fmt: skip
+
+
+def llama_block(is_sequence_parallel: bool, num_ranks: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tp",))
+    plain = LlamaBlock(groups=max(2, num_ranks))  # each rank has its own key heads
+    plan = SEQUENCE_PARALLEL if is_sequence_parallel else TENSOR_PARALLEL
+    sharded = hp.shard_module(copy.deepcopy(plain), mesh, plan)
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    angle = torch.randn(1, 8, 1, 2)
+    plain(x, angle.cos(), angle.sin()).square().sum().backward()
+    where = mesh.layout(None, "tp" if is_sequence_parallel else None, None)
+    mine = hp.distribute_tensor(x.detach(), where).requires_grad_()
+    inputs = [hp.distribute_tensor(each, mesh) for each in (angle.cos(), angle.sin())]
+    with hp.comm_debug() as forward:
+        out = sharded(mine, *inputs)
+    with hp.comm_debug() as backward:
+        out.square().sum().backward()
+    keep_platform_groups()
+    return {
+        "difference": max(_differences(plain, sharded).values()),
+        "input": (mine.grad.full_tensor() - x.grad).abs().max().item(),
+        "forward": forward.counts(), "backward": backward.counts(),
+    }  # fmt: skip
+
+
+def _differences(plain: nn.Module, sharded: nn.Module) -> dict[str, float]:
+    right = dict(plain.named_parameters())
+    found = {}
+    for name, parameter in sharded.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert isinstance(parameter, nn.Parameter)
+        scale = max(right[name].grad.abs().max().item(), 1.0)
+        found[name] = (parameter.grad.full_tensor() - right[name].grad).abs().max().item() / scale
+    return found
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=False),
+    "SGD foreach": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),
+    "Adam": lambda p: torch.optim.Adam(p, 0.01, foreach=False),
+    "Adam foreach": lambda p: torch.optim.Adam(p, 0.01, foreach=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, 0.01, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+}
+
+
+def trained(optimizer: str, clip: bool) -> float:
+    """The largest difference of parameters after some steps on a 2x2 mesh, sharded both ways, beside one device."""
+    mesh = mesh_named("2x2")
+    plain = MLP()
+    plan = ShardPlan(
+        parameters={"up.weight": ("tp", "dp"), "up.bias": ("tp",), "down.weight": (("dp", "tp"), None)},
+        inputs={"": ("dp", None)},
+    )
+    sharded = hp.shard_module(copy.deepcopy(plain), mesh, plan)
+    steps = [OPTIMIZERS[optimizer](list(module.parameters())) for module in (plain, sharded)]
+    platform = hp.get_torch_platform()
+    for _ in range(4):
+        x = torch.randn(6, 6)
+        norms = []
+        for module, step in zip((plain, sharded), steps, strict=True):
+            step.zero_grad()
+            module(x).square().mean().backward()
+            if clip:
+                norms.append(float(platform.clip_grad_norm_(module, 0.05)))
+            step.step()
+        if clip:
+            assert abs(norms[0] - norms[1]) < 1e-6 * norms[0], norms
+    keep_platform_groups()
+    right = dict(plain.named_parameters())
+    return max((p.full_tensor() - right[name]).abs().max().item() for name, p in sharded.named_parameters())
+
+
+# -- redistribution -----------------------------------------------------------------------------------------------------
+
+
+def random_redistributions(mesh_name: str, shape: tuple[int, ...], seed: int, count: int) -> int:
+    """Random pairs of layouts: the values, and the gradient of a sum with random weights."""
+    mesh = mesh_named(mesh_name)
+    choice = random.Random(seed)
+    torch.manual_seed(seed)
+    layouts = sorted(set(layouts_of(mesh, len(shape), True)), key=repr)
+    for _ in range(count):
+        source, target = choice.choice(layouts), choice.choice(layouts)
+        x, weights = torch.randn(shape), torch.randn(shape)
+        start = hp.distribute_tensor(x, source).detach().requires_grad_()
+        moved = start.redistribute(target)
+        assert moved.layout is target
+        where = f"{source} -> {target}"
+        assert torch.allclose(moved.full_tensor(), x, rtol=0, atol=1e-6), where
+        (moved * hp.distribute_tensor(weights, mesh)).sum().backward()
+        assert torch.allclose(start.grad.full_tensor(), weights, rtol=0, atol=1e-6), where
+    keep_platform_groups()
+    return count
+
+
+# -- the tensor itself --------------------------------------------------------------------------------------------------
+
+
+def one_stream_of_random_numbers() -> list[bool]:
+    """Factories on three meshes draw what one device draws, and leave the generator where it leaves it."""
+    found = []
+    for name in ("4", "2x2"):
+        mesh = mesh_named(name)
+        layout = mesh.layout(mesh.axis_names, None)
+        for ours, theirs in ((hp.rand, torch.rand), (hp.randn, torch.randn)):
+            torch.manual_seed(5)
+            mine = ours((6, 3), layout)
+            after = torch.rand(3)
+            torch.manual_seed(5)
+            found.append(torch.equal(mine.full_tensor(), theirs(6, 3)) and torch.equal(after, torch.rand(3)))
+    keep_platform_groups()
+    return found
+
+
+def dropout_by_part() -> dict[str, Any]:
+    """Replicas draw the same numbers, parts draw others, and the gradient has the mask of the value."""
+    mesh = mesh_named("2x2")
+    x = hp.distribute_tensor(torch.ones(8, 64), mesh.layout("dp", None)).requires_grad_()
+    torch.manual_seed(3)
+    y = F.dropout(x, 0.5)
+    after = torch.rand(2).tolist()
+    y.sum().backward()
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, (y.to_local().detach(), after))
+    keep_platform_groups()
+    parts, states = [each[0] for each in everyone], [each[1] for each in everyone]
+    return {
+        "replicas agree": torch.equal(parts[0], parts[1]) and torch.equal(parts[2], parts[3]),
+        "parts differ": not torch.equal(parts[0], parts[2]),
+        "generators agree": all(state == states[0] for state in states),
+        "share": torch.stack(parts[::2]).count_nonzero().item() / (8 * 64),
+        "gradient": torch.equal(x.grad.to_local(), y.to_local().detach()),
+    }
+
+
+def to_torch_and_back() -> dict[str, Any]:
+    mesh = mesh_named("2x2")
+    whole = torch.arange(20.0).reshape(5, 4)
+    x = hp.distribute_tensor(whole, mesh, [Shard(0), Shard(1)]).detach().requires_grad_()
+    native = x.to_torch()
+    back = DTensor.from_torch(native)
+    result = {
+        "same memory": native.to_local().data_ptr() == x.to_local().data_ptr() == back.to_local().data_ptr(),
+        "whole": torch.equal(native.full_tensor(), whole),
+        "layout": back.layout is x.layout,
+        "mesh": mesh.to_torch().mesh.tolist() == [[0, 1], [2, 3]],
+    }
+    (native * 2).sum().full_tensor().backward()
+    keep_all_groups()
+    result["gradient"] = torch.equal(x.grad.to_local(), torch.full_like(x.to_local(), 2.0))
+    return result
+
+
+def errors() -> dict[str, str]:
+    """What each mistake says, on this rank; nobody waits for anybody."""
+    mesh, other = mesh_named("2x2"), mesh_named("4")
+    x = hp.distribute_tensor(torch.randn(4, 6), mesh, [Shard(0), Replicate()])
+    said: dict[str, str] = {}
+
+    def note(name: str, call: Any) -> None:
+        try:
+            call()
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+        else:
+            said[name] = "nothing"
+
+    note("no rule", lambda: torch.fft.fft(x))
+    note("two meshes", lambda: x + hp.distribute_tensor(torch.randn(4, 6), other, [Shard(0)]))
+    note("plain", lambda: x + torch.randn(4, 6))
+    note("shapes", lambda: x @ x)
+    note("axis", lambda: mesh.layout("pp", None))
+    note("dims", lambda: x.redistribute(mesh.layout("dp")))
+    note("numpy", lambda: x.numpy())
+    with torch._C.DisableTorchFunctionSubclass():
+        note("below", lambda: x + x)
+    note(
+        "uneven",
+        lambda: DTensor.from_local(
+            torch.zeros(2 - mesh.get_local_rank("dp"), 6), mesh, [Shard(0), Replicate()], run_check=True
+        ),
+    )
+    rank = mesh.get_rank()
+    note(
+        "one rank is wrong",
+        lambda: DTensor.from_local(
+            torch.zeros(2 if rank == 3 else 1, 6), mesh, [Shard(0), Replicate()], shape=(2, 6), run_check=True
+        ),
+    )
+    note("in place", lambda: hp.distribute_tensor(torch.zeros(4), mesh, [Partial(), Replicate()]).exp_())
+    with hp.explicit_communication():
+        note("implicit", lambda: F.softmax(x, 0))
+    note("class", lambda: DTensor(torch.zeros(2)))
+    keep_platform_groups()
+    return said
+
+
+def unknown_ops_on_whole_tensors() -> dict[str, Any]:
+    mesh = mesh_named("2x2")
+    whole = torch.randn(4, 6)
+    x = hp.distribute_tensor(whole, mesh, [Shard(0), Shard(1)]).detach().requires_grad_()
+    with hp.unknown_ops("replicate"):
+        y = torch.diff(x)
+        y.square().sum().backward()
+    right = whole.clone().requires_grad_()
+    torch.diff(right).square().sum().backward()
+    keep_platform_groups()
+    return {
+        "value": torch.equal(y.full_tensor(), torch.diff(whole)),
+        "layout": y.layout.is_replicated,
+        "gradient": torch.allclose(x.grad.full_tensor(), right.grad),
+    }
+
+
+def gradients_of_every_kind() -> dict[str, bool]:
+    """`autograd.grad`, a second backward, double backward, hooks: as on one device."""
+    mesh = mesh_named("2x2")
+    whole, weight = torch.randn(4, 6), torch.randn(6, 6)
+    results = []
+    for is_sharded in (False, True):
+        x, w = whole.clone().requires_grad_(), weight.clone().requires_grad_()
+        if is_sharded:
+            x = hp.distribute_tensor(whole, mesh, [Shard(0), Replicate()]).detach().requires_grad_()
+            w = hp.distribute_tensor(weight, mesh, [Replicate(), Shard(1)]).detach().requires_grad_()
+        seen: list[Any] = []
+        hidden = x @ w
+        hidden.register_hook(lambda grad, seen=seen: seen.append(grad))
+        loss = hidden.pow(3).sum()
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        accumulated = x.grad
+        (second,) = torch.autograd.grad(first.pow(2).sum(), w)
+        results.append([_whole(each) for each in (first, accumulated, second, seen[0], w.grad)])
+    keep_platform_groups()
+    names = ("autograd.grad", "twice", "double backward", "hook", "weight")
+    return {name: torch.allclose(a, b, rtol=1e-4, atol=1e-4) for name, a, b in zip(names, *results, strict=True)}
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def layouts_in_any_order() -> bool:
+    """A dim split by the inner axis first: another rank holds the part, and everything else is the same."""
+    mesh = mesh_named("2x2")
+    layout = Layout(mesh, (("tp", "dp"), None))
+    x = hp.distribute_tensor(torch.arange(8.0).reshape(4, 2), layout)
+    right = torch.arange(8.0).reshape(4, 2)[2 * mesh.get_local_rank("tp") + mesh.get_local_rank("dp")]
+    keep = torch.equal(x.to_local()[0], right) and torch.equal(x.full_tensor(), torch.arange(8.0).reshape(4, 2))
+    keep_platform_groups()
+    return keep
