@@ -221,6 +221,19 @@ def test_a_failed_pair_breaks_no_group_and_can_fail_again(world: World) -> None:
     assert world.enter(1, "all_reduce").number == 2
 
 
+def test_where_one_failure_breaks_everything_later_calls_in_any_group_are_refused(world: World) -> None:
+    for roll_call in world.calls:
+        roll_call._breaks_all = True
+    all_ready(world)
+    record = world.enter(0, "all_reduce")
+    world.calls[0].explain(record, RuntimeError("x"))
+    for rank in (0, 1):
+        with pytest.raises(
+            CommunicationError, match="(?s)cannot run: `all_reduce` failed on rank 0 before.*End the program"
+        ):
+            world.enter(rank, "barrier", "pair", (0, 1))
+
+
 def test_a_store_that_hangs_holds_nobody_up(world: World) -> None:
     all_ready(world)
     world.store.hangs.set()
@@ -256,6 +269,13 @@ def test_a_group_that_was_destroyed_is_forgotten(world: World) -> None:
     world.calls[0].log("pair/pairs", (0, 1), is_pair=True)
     world.calls[0].forget("pair")
     assert list(world.calls[0].logs) == ["world"]
+
+
+def test_a_rank_that_has_destroyed_the_group_still_tells_what_it_called_in_it(world: World) -> None:
+    all_ready(world)
+    records = [world.enter(rank, "all_reduce") for rank in world.ranks]
+    world.calls[2].forget("world")
+    assert "though every rank called it" in str(world.calls[0].explain(records[0], RuntimeError("x")))
 
 
 def test_without_a_store_the_error_says_that_nobody_could_be_asked() -> None:
