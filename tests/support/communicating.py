@@ -255,6 +255,12 @@ def _broadcast(here: Here, x: Any) -> Any:
     return x
 
 
+def _broadcast_reshaped(here: Here, x: Any) -> Any:
+    reshaped = x.reshape((SHAPE[1], SHAPE[0]))
+    here.platform.broadcast(reshaped, here.ranks[-1], here.group)
+    return reshaped.reshape(SHAPE)
+
+
 def _broadcast_async(here: Here, x: Any) -> tuple[Any, Any]:
     return here.platform.broadcast(x, src=here.ranks[0], group=here.group, async_op=True)
 
@@ -339,6 +345,7 @@ def _cases() -> dict[str, Case]:
         "broadcast": Case(
             _broadcast, lambda xs: [xs[-1]] * len(xs), dtypes=("float32", "bfloat16", "int64", "float64")
         ),
+        "broadcast, into a reshaped tensor": Case(_broadcast_reshaped, lambda xs: [xs[-1]] * len(xs)),
         "broadcast, async": Case(_launched(_broadcast_async), lambda xs: [xs[0]] * len(xs)),
         "all_to_all_single": Case(_all_to_all_single, _exchanged),
         "all_to_all_single, async": Case(

@@ -265,7 +265,7 @@ class MindSpore(Framework):
         return [f"process group of ranks {key}" for key in left]
 
 
-MINDSPORE_CALL_S = 8  # how long a call waits for the other ranks: above the 3 s that the first one of a group may take
+MINDSPORE_CALL_S = 7  # how long a call waits for the other ranks: above the 3 s that the first one of a group may take
 
 _kept_groups: set[Any] = set()
 

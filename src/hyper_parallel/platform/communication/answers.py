@@ -73,12 +73,19 @@ def explain(
     )
 
 
-def broken(failure: Failure, since: str) -> CommunicationError:
-    """A call in a group in which another one has failed."""
+def broken(failure: Failure, since: str, *, is_all: bool = False) -> CommunicationError:
+    """A call in a group in which another one has failed, or (`is_all`) in a process that cannot communicate any more."""
+    if is_all:
+        where, do = "before", "End the program: this backend cannot tell messages of the failed call from new ones."
+    else:
+        where, do = (
+            "in this group before",
+            "Destroy the group on all of its ranks and create it again, or end the program.",
+        )
     return CommunicationError(
-        f"`{failure.call}` cannot run: {since} in this group before.",
+        f"`{failure.call}` cannot run: {since} {where}.",
         where=f"rank {failure.rank}, group of {ranks_in_words(failure.ranks)}",
-        do="Destroy the group on all of its ranks and create it again, or end the program.",
+        do=do,
     )
 
 

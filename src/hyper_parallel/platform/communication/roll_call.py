@@ -27,6 +27,7 @@ from hyper_parallel.platform.communication.answers import Answer, Failure, broke
 POLL_S = 0.5  # how often the clerk looks for alarms
 GRACE_S = 3.0  # how long a failing rank waits for answers
 _NUM_RECENT = 16  # names of calls in an answer
+_NUM_RETIRED = 64  # logs of destroyed groups that are kept
 
 
 class Store(Protocol):
@@ -88,12 +89,16 @@ class RollCall:
         store: Store | None,
         is_up: Callable[[], bool] = lambda: True,
         store_holder: int | None = None,
+        breaks_all: bool = False,
     ) -> None:
         self.rank = rank
+        self.since: str | None = None  # what broke every group of this process
+        self._breaks_all = breaks_all  # one failure makes all groups unusable, not only its own
         self.logs: dict[str, Log] = {}
         self._store = store
         self._is_up = is_up
         self._store_holder = store_holder
+        self._retired: deque[Log] = deque(maxlen=_NUM_RETIRED)
         self._requests: deque[_Request] = deque()
         self._wake = threading.Event()
         self._is_stopping = False
@@ -119,8 +124,9 @@ class RollCall:
         Raises:
             CommunicationError: the group is broken.
         """
-        if log.since is not None:
-            raise broken(Failure(call, log.number + 1, self.rank, ranks or log.ranks), log.since)
+        if log.since is not None or self.since is not None:
+            failure = Failure(call, log.number + 1, self.rank, ranks or log.ranks)
+            raise broken(failure, self.since or log.since or "", is_all=self.since is not None)
         log.number = number = log.number + 1
         log.recent.append(call)
         trace.emit("communication.launch", call=call, number=number)
@@ -133,8 +139,7 @@ class RollCall:
     def explain(self, record: Record, error: BaseException) -> CommunicationError:
         """The error to raise for a call that failed, after asking the others; at most `GRACE_S` later. Breaks the group."""
         failure = Failure(record.call, record.number, self.rank, record.ranks, record.log.is_pair)
-        if not record.log.is_pair and record.log.since is None:
-            record.log.since = f"`{record.call}` failed on rank {self.rank}"
+        self._break(record.log, f"`{record.call}` failed on rank {self.rank}", record.log.is_pair)
         clerk = self._clerk
         if clerk is None or not clerk.is_alive():
             holder = self._store_holder if self._is_store_lost else None
@@ -157,9 +162,9 @@ class RollCall:
         )
 
     def forget(self, name: str) -> None:
-        """The group was destroyed."""
+        """The group was destroyed. Its name does not come again, and what was called in it can still be asked."""
         for each in [each for each in self.logs if each == name or each.startswith(name + "/")]:
-            del self.logs[each]
+            self._retired.append(self.logs.pop(each))
 
     def stop(self) -> None:
         """End the clerk, if it answers."""
@@ -219,12 +224,12 @@ class RollCall:
             alarm = json.loads(store.get(f"{_PREFIX}alarm/{self._num_heard}"))
             if self.rank not in alarm["ranks"]:
                 continue
-            log = self.logs.get(alarm["group"])
+            log = self.logs.get(alarm["group"]) or self._retired_log(alarm["group"])
             answer = (log or Log(alarm["group"], ())).answer(self._now())
             store.set(f"{_PREFIX}answer/{alarm['incident']}/{self.rank}", answer.to_json())
             store.add(f"{_PREFIX}answered/{alarm['incident']}/{self.rank}", 1)
-            if log is not None and log.since is None and not alarm["is_pair"]:
-                log.since = f"`{alarm['call']}` failed on rank {alarm['rank']}"
+            if log is not None:
+                self._break(log, f"`{alarm['call']}` failed on rank {alarm['rank']}", alarm["is_pair"])
 
     def _collect(self, store: Store) -> None:
         for request in list(self._requests):
@@ -237,6 +242,15 @@ class RollCall:
                 with contextlib.suppress(ValueError):
                     self._requests.remove(request)
                 request.done.set()
+
+    def _break(self, log: Log, since: str, is_pair: bool) -> None:
+        if self._breaks_all and self.since is None:
+            self.since = since
+        if log.since is None and not is_pair:
+            log.since = since
+
+    def _retired_log(self, name: str) -> Log | None:
+        return next((log for log in reversed(list(self._retired)) if log.name == name), None)
 
     def _now(self) -> str:
         for log in reversed(list(self.logs.values())):

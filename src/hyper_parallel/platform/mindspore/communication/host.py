@@ -69,7 +69,8 @@ def broadcast(tensor: Tensor, src: int, group: str) -> None:
     """In place, into a tensor that is all of its memory."""
     if tensor.numel() == 0:
         return
-    whole = _sendable(tensor)
+    # Into memory of its own: what is received into the result of `reshape` is lost without a word.
+    whole = copied(_sendable(tensor))
     dist.broadcast(whole, src, group)
     _take(tensor, whole)
 

@@ -23,6 +23,10 @@ from hyper_parallel.platform.torch.devices import Devices
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 
+# The names changed in PyTorch 2.13, where the older ones warn.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+
 # A wait on the host is made of pieces this long, between which it can be told that it is in vain.
 _PIECE = timedelta(seconds=0.5)
 
@@ -180,14 +184,14 @@ class TorchTransport(Transport):
 
     def launch_all_gather(self, tensor: torch.Tensor, group: Any) -> Launched:
         output = tensor.new_empty((tensor.shape[0] * dist.get_world_size(group), *tensor.shape[1:]))
-        work = dist.all_gather_into_tensor(output, tensor, group=group, async_op=True)
+        work = _all_gather(output, tensor, group=group, async_op=True)
         return output, _work(work, tensor), None
 
     def launch_reduce_scatter(self, tensor: torch.Tensor, op: Reduction, group: Any) -> Launched:
         num_ranks = dist.get_world_size(group)
         output = tensor.new_empty((tensor.shape[0] // num_ranks, *tensor.shape[1:]))
         if tensor.device.type != "cpu":
-            work = dist.reduce_scatter_tensor(output, tensor, _NATIVE[op], group=group, async_op=True)
+            work = _reduce_scatter(output, tensor, _NATIVE[op], group=group, async_op=True)
             return output, work, None
         # gloo's own is an all-reduce of which most is thrown away: twice the bytes. This adds up in the order of the ranks, too.
         received = torch.empty_like(tensor)
