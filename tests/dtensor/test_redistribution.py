@@ -30,6 +30,7 @@ MESH_2X4 = init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))
 MESH_2X3 = init_device_mesh("cpu", (2, 3), mesh_dim_names=("a", "b"), rank_list=[9, 3, 4, 0, 7, 2])
 MESH_2X2X2 = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
 MESH_2X1X3 = init_device_mesh("cpu", (2, 1, 3), mesh_dim_names=("a", "b", "c"))
+MESH_2X3X2 = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("a", "b", "c"))
 
 
 class Family(NamedTuple):
@@ -61,6 +62,7 @@ FAMILIES = [
     Family(MESH_2X2X2, (5, 7), ("sum", "avg", "max", "prod"), 600),
     *(Family(mesh, shape, ("sum",), 400) for mesh in (MESH_2X4, MESH_2X3) for shape in ((8, 12, 12), (3, 5, 7))),
     *(Family(MESH_2X2X2, shape, ("sum",), 300) for shape in ((8, 4, 8), (5, 3, 7))),
+    *(Family(MESH_2X3X2, shape, ("sum",), 300) for shape in ((12, 24), (7, 10))),
     Family(MESH_2X1X3, (5, 7), ("sum", "max"), 300),
     Family(MESH_2X4, (0, 5), ("sum", "max"), 100),
     Family(MESH_2X2X2, (), ("sum", "avg", "max", "prod"), 1000),
@@ -222,6 +224,12 @@ def test_a_large_tensor_is_scattered_by_the_framework_axis_by_axis_and_a_small_o
     source, target = MESH_2X4.layout(None, None, partial=("a", "b")), MESH_2X4.layout("a", "b")
     assert kinds(plan_redistribution(source, target, (4096, 4096))) == ["reduce-scatter", "reduce-scatter"]
     assert kinds(plan_redistribution(source, target, (8, 8))) == ["all-to-all-v"]
+
+
+def test_what_can_be_sliced_after_a_reduction_is_not_received_first() -> None:
+    source, target = MESH_2X2X2.layout(None, partial=("a", "c")), MESH_2X2X2.layout(("a", "b"))
+    plan = plan_redistribution(source, target, (64,), 1)
+    assert plan.received_bytes == 16 + 16  # a quarter over `a`, and the same again to reduce it over `c`
 
 
 def test_no_rank_of_a_large_mesh_sends_more_than_its_box_to_each_of_its_group() -> None:
