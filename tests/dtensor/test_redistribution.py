@@ -13,7 +13,7 @@ import pytest
 
 from hyper_parallel import DeviceMesh, Layout, init_device_mesh
 from hyper_parallel.core.dtensor.boxes import box_of
-from hyper_parallel.core.dtensor.gradients import gradient_divisor, gradient_layout, plan_gradient
+from hyper_parallel.core.dtensor.gradients import gradient_divisor, gradient_layout, plan_gradient, value_reductions
 from hyper_parallel.core.dtensor.redistribution import CostModel, Plan, plan_redistribution, redistribute
 from hyper_parallel.core.dtensor.redistribution.cost import received_elements
 from hyper_parallel.core.dtensor.redistribution.partial import partial_work
@@ -159,6 +159,45 @@ def test_the_gradient_of_every_redistribution_is_that_of_one_device(family: Fami
         assert moved == (gradient * global_value(after, target, shape)).sum(), (source, target)
 
 
+def test_gradients_of_what_stays_a_maximum_move_with_it_and_of_what_becomes_one_are_summed() -> None:
+    generator = random.Random(3)
+    maximum = {"b": "max"}
+    source, target = MESH_2X4.layout("a", None, partial=maximum), MESH_2X4.layout(None, "a", partial=maximum)
+    parts = [random_values((5, 7), generator) for _ in range(4)]  # of each coordinate on b
+    gradients = {
+        rank: parts[coordinate[1]][:, slice(*((0, 4) if coordinate[0] == 0 else (4, 7)))]
+        for rank in MESH_2X4.ranks
+        for coordinate in [MESH_2X4.coordinate_of(rank)]
+    }
+    moved = execute(plan_gradient(source, target, (5, 7)).plan, gradients).locals
+    for rank in MESH_2X4.ranks:
+        row, part = MESH_2X4.coordinate_of(rank)
+        assert np.array_equal(moved[rank], parts[part][(slice(0, 3), slice(3, 5))[row]])
+
+    replicated = MESH_2X4.layout(None, None)
+    whole = {rank: parts[MESH_2X4.coordinate_of(rank)[1]] for rank in MESH_2X4.ranks}
+    back = plan_gradient(replicated, replicated.replace(partial=maximum), (5, 7)).plan
+    for local in execute(back, whole).locals.values():
+        assert np.array_equal(local, sum(parts))
+
+
+def test_reductions_whose_gradients_need_values_are_listed_in_order() -> None:
+    plain = MESH_2X2X2.layout(None)
+
+    def listed(source: dict[str, str], target: dict[str, str]) -> Any:
+        return value_reductions(plain.replace(partial=source), plain.replace(partial=target))
+
+    assert listed({"a": "sum", "b": "avg"}, {}) == ()
+    assert listed({"a": "max"}, {"a": "max"}) == ()
+    assert listed({}, {"a": "max"}) == ()
+    assert listed({"a": "max"}, {}) == (("a", "max"),)
+    assert listed({"a": "sum", "b": "max", "c": "max"}, {}) == (("c", "max"), ("b", "max"))
+    assert listed({"a": "max", "b": "sum", "c": "avg"}, {}) == (("c", "avg"), ("b", "sum"), ("a", "max"))
+    assert listed({"a": "sum", "b": "max"}, {"b": "max"}) == (("b", "max"),)
+    with pytest.raises(ValueError, match="Call `differentiable_all_reduce` over c, b before"):
+        plan_gradient(plain.replace(partial={"b": "prod", "c": "prod"}), plain, (4,))
+
+
 def _is_first_replica(layout: Layout, rank: int) -> bool:
     coordinate = layout.mesh.coordinate_of(rank)
     return all(coordinate[layout.mesh.axis_index(axis)] == 0 for axis in layout.replicated_axes)
@@ -230,6 +269,14 @@ def test_what_can_be_sliced_after_a_reduction_is_not_received_first() -> None:
     source, target = MESH_2X2X2.layout(None, partial=("a", "c")), MESH_2X2X2.layout(("a", "b"))
     plan = plan_redistribution(source, target, (64,), 1)
     assert plan.received_bytes == 16 + 16  # a quarter over `a`, and the same again to reduce it over `c`
+
+
+def test_the_busiest_rank_does_not_reduce_everything_alone() -> None:
+    # One row goes to the first of eight ranks. It would receive seven rows; all-reduced, everybody receives less than two.
+    source, target = MESH_2X4.layout(None, None, partial=("a", "b")), MESH_2X4.layout(("a", "b"), None)
+    plan = plan_redistribution(source, target, (1, 4), 1)
+    assert kinds(plan) == ["all-reduce", "slice"]
+    assert plan.received_bytes == 7
 
 
 def test_no_rank_of_a_large_mesh_sends_more_than_its_box_to_each_of_its_group() -> None:
@@ -316,7 +363,7 @@ def test_wrong_arguments_are_refused_in_words() -> None:
     plan = plan_redistribution(source, MESH_2X4.layout(None, None), (4, 4))
     with pytest.raises(ValueError, match=r"Expected \[2, 4\], got \[4, 4\]"):
         redistribute(np.zeros((4, 4)), plan, (0, 0), OneRank())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="depends on its values"):
+    with pytest.raises(ValueError, match="depend on its values"):
         plan_gradient(source, MESH_2X4.layout("a", None, partial={"b": "prod"}), (4, 4))
 
 
