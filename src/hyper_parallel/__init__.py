@@ -52,6 +52,8 @@ _PUBLIC = {
     "rand": "hyper_parallel.core.dtensor.dtensor",
     "randn": "hyper_parallel.core.dtensor.dtensor",
     "DistributedOp": "hyper_parallel.core.shard.ops.parallel_ops",
+    "EinsumRule": "hyper_parallel.core.shard.ops.short_rules",
+    "StrategyRule": "hyper_parallel.core.shard.ops.short_rules",
     "DFunction": "hyper_parallel.core.shard.dfunction",
     "shard_module": "hyper_parallel.core.shard.shard_module",
     "ShardPlan": "hyper_parallel.core.shard.shard_module",

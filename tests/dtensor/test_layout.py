@@ -180,11 +180,12 @@ def test_the_text_shows_each_dim_and_what_is_partial() -> None:
     assert repr(MESH.layout()) == "Layout(scalar)"
 
 
-def test_the_gradient_of_a_partial_sum_is_replicated_and_the_rest_stays() -> None:
+def test_the_gradient_of_a_partial_sum_is_replicated_and_that_of_a_maximum_is_a_sum() -> None:
     made = MESH.layout("dp", None, partial={"cp": "sum", "tp": "avg"})
     assert gradient_layout(made) is MESH.layout("dp", None)
     assert gradient_divisor(made) == 4
     assert gradient_divisor(MESH.layout("dp", None)) == 1
-    with pytest.raises(ValueError, match="depends on its values"):
-        gradient_layout(MESH.layout(None, partial={"cp": "max"}))
-    assert gradient_layout(MESH.layout(None, partial={"ep": "max"})) is MESH.layout(None)
+    assert gradient_layout(MESH.layout("dp", partial={"cp": "max", "tp": "sum"})) is MESH.layout("dp", partial="cp")
+    with pytest.raises(ValueError, match="depend on its values"):
+        gradient_layout(MESH.layout(None, partial={"cp": "prod"}))
+    assert gradient_layout(MESH.layout(None, partial={"ep": "prod"})) is MESH.layout(None)

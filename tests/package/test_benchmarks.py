@@ -62,3 +62,14 @@ def test_planner_py_compares_what_was_predicted_with_what_was_measured(tmp_path:
     assert done.returncode == 0, done.stderr
     (row,) = json.loads((tmp_path / "p.json").read_text())["rows"]
     assert row["peak_gib"] <= 0.6 * row["plain_peak_gib"]
+
+
+def test_communication_py_measures_both_ways_of_every_call(tmp_path: Path) -> None:
+    done = run(
+        "communication.py", "--framework", "torch", "--ranks", "2", "--rounds=2", "--commit=0123abc", f"--out={tmp_path / 'c.json'}"
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "c.json").read_text())
+    assert result["commit"] == "0123abc"
+    assert {row["call"] for row in result["rows"]} >= {"all_reduce", "reduce_scatter_tensor", "all_to_all_single"}
+    assert all(row["own_ms"] > 0 and row["ours_ms"] > 0 for row in result["rows"])

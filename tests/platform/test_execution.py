@@ -120,12 +120,6 @@ def test_symmetric_memory_is_there_on_cuda_and_refused_elsewhere(backend: Backen
         assert "cpu" in str(caught.value)
 
 
-@covers("get_rank", "get_world_size")
-def test_a_single_process_is_rank_zero_of_one(platform: Any) -> None:
-    assert platform.get_rank() == 0
-    assert platform.get_world_size() == 1
-
-
 def test_the_device_is_named_and_usable(backend: Backend, platform: Any) -> None:
     kind = backend.name.split("-")[1]
     assert platform.device_type() == kind

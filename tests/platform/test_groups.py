@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hyper_parallel._base import log
 from hyper_parallel.platform.interface import EXISTING_COMM_GROUPS
 from support import processes
 from support.backends import Backend
@@ -307,9 +308,11 @@ def world_of_one(backend: Backend) -> Iterator[Any]:
 
     platform = backend.platform
     platform.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    assert log.current_rank == platform.get_rank
     yield platform
     platform.destroy_process_group()
     assert platform.get_world_size() == 1
+    assert log.current_rank is log.rank_of_environment
 
 
 @covers(

@@ -255,6 +255,17 @@ def test_a_store_that_is_gone_names_its_holder_and_ends_the_waits_for_it(world: 
     assert "could not be asked" in str(world.calls[1].explain(other, RuntimeError("x")))
 
 
+def test_a_holder_that_ends_waits_until_the_others_have_let_go_of_the_store(world: World) -> None:
+    all_ready(world)
+    record = world.enter(1, "all_reduce")
+    world.calls[0].stop()
+    world.store.is_gone = True  # from now on every use would be noise
+    wait_until(lambda: not any(roll_call._clerk.is_alive() for roll_call in world.calls[1:]))
+    assert not any(roll_call._is_store_lost for roll_call in world.calls)
+    assert not world.calls[1].is_alarmed(record), "what is on its way may still arrive"
+    assert "rank 0, which holds the store, does not answer" in str(world.calls[1].explain(record, RuntimeError("x")))
+
+
 def test_only_the_clerk_uses_the_store(world: World) -> None:
     all_ready(world)
     record = world.enter(0, "all_reduce")

@@ -18,7 +18,12 @@ from hyper_parallel.core.dtensor.redistribution.executor import Request, run
 Array = np.ndarray[Any, Any]
 Locals = dict[int, Array]
 
-REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply, "avg": np.add}
+REDUCE = {
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "prod": np.multiply,
+}  # no average: not every backend has one
 # Parts of sums are multiples of it, so that averages over any axes of the meshes used here are whole numbers.
 UNIT = 24
 
@@ -233,7 +238,9 @@ def global_value(found: Locals, layout: Layout, shape: tuple[int, ...]) -> Array
         num = mesh.size(axis)
         reduced = {}
         for coordinate in {key[:-1] for key in wholes}:
-            whole = functools.reduce(REDUCE[op], [wholes[(*coordinate, at)] for at in range(num)])
+            whole = functools.reduce(
+                REDUCE["sum" if op == "avg" else op], [wholes[(*coordinate, at)] for at in range(num)]
+            )
             reduced[coordinate] = whole / num if op == "avg" else whole
         wholes = reduced
     return wholes[()]

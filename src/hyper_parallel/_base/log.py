@@ -26,7 +26,7 @@ def rank_of_environment() -> int:
     return 0
 
 
-# The communication part replaces this once a process group knows better than the environment.
+# Replaced while a process group is there, which knows better than the environment.
 current_rank: Callable[[], int] = rank_of_environment
 
 

@@ -5,7 +5,24 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_NAMES = ["DTensor", "distribute_tensor", "empty", "full", "ones", "rand", "randn", "zeros"]
+_NAMES = ["DTensor", "empty", "full", "ones", "rand", "randn", "zeros"]
+
+
+def distribute_tensor(tensor: Any, mesh: Any, placements: Any = None) -> Any:
+    """The part of a whole tensor that belongs to this rank. Every rank has the tensor; nothing is communicated, and gradients flow to it.
+
+    Args:
+        tensor: of either framework.
+        mesh: a `DeviceMesh`, or a `Layout` instead of both.
+        placements: one per mesh axis, or a layout; replicated without.
+
+    Raises:
+        ValueError: a placement does not fit.
+    """
+    from hyper_parallel.platform import platform_of
+
+    folder = f"hyper_parallel.platform.{platform_of(tensor).platform_type.value}.dtensor"
+    return importlib.import_module(folder).distribute_tensor(tensor, mesh, placements)
 
 
 def __getattr__(name: str) -> Any:

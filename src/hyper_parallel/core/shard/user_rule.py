@@ -24,6 +24,8 @@ def decide_by_user_rule(
     from hyper_parallel.core.shard._op_dispatch import Call, has_empty_parts
 
     layouts, extra_args = _seen(args, kwargs, glue)
+    if hasattr(rule, "choose_layouts"):
+        return _decide_by_short_rule(rule, args, kwargs, tensors, glue)
     local: Any = None
     if rule.preprocess is not None:
         _, _, cache_values = rule.preprocess(args, kwargs)
@@ -31,7 +33,7 @@ def decide_by_user_rule(
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise _wrong_answer(rule, "a pair (layouts, extra), because the rule has a `preprocess`", answer)
         answered, extra_args = answer
-        local = _Preprocessed(rule)
+        local = _Preprocessed(rule, glue, args, kwargs)
     else:
         answered = rule.infer_layout(layouts, extra_args)
     is_sequence = isinstance(answered, (tuple, list))
@@ -43,12 +45,38 @@ def decide_by_user_rule(
         replacement = rule.get_expand_impl(func, answered, layouts, extra_args)
         if replacement is not None:
             local = _Replaced(replacement, local)
-    specs = _ShapesFromInputs(rule, tensors, layouts, extra_args)
+    specs = _ShapesFromInputs(rule, [tensor._spec for tensor in tensors], extra_args)
     moves = tuple(
         (None, tied_axes(tensor._spec.layout, [_anything(layout) for layout in outputs])) for tensor in tensors
     )
     wrapper = _Wrapper(rule, glue, specs, outputs, is_sequence)
     return Call(moves, None, (), is_sequence, local, None, wrapper, has_empty_parts(tensors, None), rule.op_name)
+
+
+def _decide_by_short_rule(
+    rule: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any], glue: Glue
+) -> Call:
+    """A rule that also says how the arguments must lie: they are moved there."""
+    from hyper_parallel.core.shard._op_dispatch import Call, has_empty_parts
+
+    layouts, extra_args = _seen(args, kwargs, glue)
+    if None in layouts:
+        raise ArgumentError(
+            f"`{rule.op_name}` has a plain tensor among its distributed ones.",
+            expected=f"DTensors alone, as {type(rule).__name__} says how each of them lies",
+            got=str(layouts),
+            do="Distribute it, or write the rule as a subclass of `hp.DistributedOp`.",
+        )
+    chosen = rule.choose_layouts([tensor._spec for tensor in tensors])
+    outputs = [_anything(layout) for layout in chosen.outputs]
+    moves = tuple(
+        (None if target is tensor._spec.layout else target, tied_axes(target, outputs))
+        for tensor, target in zip(tensors, chosen.inputs, strict=True)
+    )
+    placed = [Spec(target, tensor._spec.shape) for tensor, target in zip(tensors, chosen.inputs, strict=True)]
+    is_sequence = len(chosen.outputs) > 1
+    wrapper = _Wrapper(rule, glue, _ShapesFromInputs(rule, placed, extra_args), chosen.outputs, is_sequence)
+    return Call(moves, None, (), is_sequence, None, None, wrapper, has_empty_parts(tensors, None), rule.op_name)
 
 
 def _anything(layout: Layout | None) -> Spec | None:
@@ -92,14 +120,37 @@ def _wrong_answer(rule: Any, expected: str, got: Any) -> ArgumentTypeError:
 
 
 class _Preprocessed:
-    """The local call of a rule that prepares its arguments itself."""
+    """The local call of a rule that prepares its arguments itself.
 
-    def __init__(self, rule: Any) -> None:
-        self._rule = rule
+    It is given DTensors, as when it was asked for its layouts; their local tensors are already tied, so that what it takes out of them gets the
+    gradient that rule G5 asks for.
+    """
+
+    def __init__(self, rule: Any, glue: Glue, args: Any, kwargs: Any) -> None:
+        self._rule, self._glue = rule, glue
+        self._specs: list[Spec | None] = []  # of the tensors among the arguments, None for plain ones
+        self._walk((args, kwargs), lambda tensor: self._specs.append(getattr(tensor, "_spec", None)))
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
-        local_args, local_kwargs, _ = self._rule.preprocess(args, kwargs)
+        specs = iter(self._specs)
+
+        def wrapped(tensor: Any) -> Any:
+            spec = next(specs)
+            return tensor if spec is None else self._glue.wrap(tensor, spec)
+
+        whole_args, whole_kwargs = self._walk((list(args), kwargs), wrapped)
+        local_args, local_kwargs, _ = self._rule.preprocess(whole_args, whole_kwargs)
         return func(*local_args, **local_kwargs)
+
+    def _walk(self, value: Any, function: Any) -> Any:
+        if self._glue.is_tensor(value):
+            return function(value)
+        if isinstance(value, (list, tuple)):
+            found = [self._walk(each, function) for each in value]
+            return found if isinstance(value, list) else tuple(found)
+        if isinstance(value, dict):
+            return {key: self._walk(each, function) for key, each in value.items()}
+        return value
 
 
 class _Replaced:
@@ -123,9 +174,9 @@ class _ShapesFromInputs:
     `infer_shape`, since a rank that holds less than others cannot know how much they hold.
     """
 
-    def __init__(self, rule: Any, tensors: Sequence[Any], layouts: Sequence[Layout | None], extra_args: Any) -> None:
+    def __init__(self, rule: Any, inputs: Sequence[Spec], extra_args: Any) -> None:
         self._rule = rule
-        self._inputs = [tensor._spec for tensor in tensors]
+        self._inputs = inputs
         self._extra_args = extra_args
 
     def global_shape(self, index: int, layout: Layout, local_shape: Sequence[int], coordinate: tuple[int, ...]) -> Any:
@@ -189,6 +240,8 @@ class _Wrapper:
     def _wrapped(self, value: Any, index: int, layout: Layout | None) -> Any:
         if layout is None or not self._glue.is_tensor(value):
             return value
+        if hasattr(self._rule, "choose_layouts") and layout.ndim < len(value.shape):
+            layout = layout.replace(axes_per_dim=(*layout.axes_per_dim, *((),) * (len(value.shape) - layout.ndim)))
         coordinate = self._glue.coordinate(layout)
         shape = self._shapes.global_shape(index, layout, tuple(value.shape), coordinate)
         spec = Spec(layout, shape)

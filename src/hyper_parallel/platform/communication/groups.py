@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
+from hyper_parallel._base import log
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
 from hyper_parallel.platform.communication.answers import ranks_in_words
 from hyper_parallel.platform.communication.transport import Transport
@@ -78,12 +79,14 @@ class Groups(Platform):
             backend, init_method=init_method, timeout=timeout, world_size=world_size, rank=rank, store=store,
             pg_options=pg_options, device_id=device_id,
         )  # fmt: skip
+        log.current_rank = cls.get_rank
 
     @classmethod
     def destroy_process_group(cls, group: Any = None) -> None:
         transport = cls.transport
         if group is None:
             EXISTING_COMM_GROUPS.clear()
+            log.current_rank = log.rank_of_environment
             if transport.is_up():
                 transport.roll_call.stop()
                 transport.end(None)
@@ -192,13 +195,13 @@ def _new_group(
     number = _num_created[ranks] = _num_created.get(ranks, 0) + 1
     roll_call = transport.roll_call
     # In a log of its own: the members meet here, whatever else each of them does.
-    log = roll_call.log(f"new group {cache_key(ranks)} {number}", ranks)
-    record = roll_call.enter(log, "create_group")
+    meeting = roll_call.log(f"new group {cache_key(ranks)} {number}", ranks)
+    record = roll_call.enter(meeting, "create_group")
     try:
         group = transport.new_group(ranks, number, timeout, options, description)
     except RuntimeError as error:
         raise roll_call.explain(record, error) from error
-    roll_call.forget(log.name)
+    roll_call.forget(meeting.name)
     return group
 
 

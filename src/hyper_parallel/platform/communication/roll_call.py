@@ -26,6 +26,7 @@ from hyper_parallel.platform.communication.answers import Answer, Failure, broke
 
 POLL_S = 0.5  # how often the clerk looks for alarms
 GRACE_S = 3.0  # how long a failing rank waits for answers
+CLOSE_S = 1.5  # how long the holder of the store waits for the others to let go of it, when it ends
 _NUM_RECENT = 16  # names of calls in an answer
 _NUM_RETIRED = 64  # logs of destroyed groups that are kept
 
@@ -102,7 +103,8 @@ class RollCall:
         self._requests: deque[_Request] = deque()
         self._wake = threading.Event()
         self._is_stopping = False
-        self._is_store_lost = False
+        self._is_store_lost = False  # it raised: its holder has ended without a word
+        self._is_store_closed = False  # its holder said that it ends
         self._num_heard = 0
         self._num_pairs_failed = 0
         self._clerk: threading.Thread | None = None
@@ -142,8 +144,8 @@ class RollCall:
         self._break(record.log, f"`{record.call}` failed on rank {self.rank}", record.log.is_pair)
         clerk = self._clerk
         if clerk is None or not clerk.is_alive():
-            holder = self._store_holder if self._is_store_lost else None
-            return explain(failure, None, str(error), holder)
+            is_gone = self._is_store_lost or self._is_store_closed
+            return explain(failure, None, str(error), self._store_holder if is_gone else None)
         incident = record.log.name
         if record.log.is_pair:
             self._num_pairs_failed += 1
@@ -172,7 +174,7 @@ class RollCall:
         self._wake.set()
         clerk, self._clerk = self._clerk, None
         if clerk is not None and clerk is not threading.current_thread():
-            clerk.join(2 * POLL_S)
+            clerk.join(2 * CLOSE_S)
         atexit.unregister(self.stop)
 
     # What the clerk does
@@ -188,8 +190,9 @@ class RollCall:
         if store is None:
             return
         try:
-            self._num_heard = int(store.add(_ALARMS, 0))
-            while not self._is_stopping:
+            store.add(_CLERKS, 1)
+            self._num_heard = int(store.add(_ALARMS, 0)) % _CLOSING
+            while not (self._is_stopping or self._is_store_closed):
                 self._wake.wait(0.05 if self._requests else POLL_S)
                 self._wake.clear()
                 if self._is_stopping or not self._is_up():
@@ -197,11 +200,22 @@ class RollCall:
                 self._raise_alarms(store)
                 self._answer_alarms(store)
                 self._collect(store)
+            self._leave(store)
         except Exception:  # whatever the framework's store raises when its other end has gone
             self._is_store_lost = not self._is_stopping
         finally:
             for request in list(self._requests):
                 request.done.set()
+
+    def _leave(self, store: Store) -> None:
+        """The store ends with its holder, and the frameworks print a page about a connection that breaks: so the holder tells the others
+        that it ends, and goes when they have let go."""
+        num_left = int(store.add(_CLERKS, -1))
+        if self.rank == self._store_holder and num_left > 0:
+            store.add(_ALARMS, _CLOSING)
+            deadline = time.monotonic() + CLOSE_S
+            while int(store.add(_CLERKS, 0)) > 0 and time.monotonic() < deadline:
+                time.sleep(0.02)
 
     def _raise_alarms(self, store: Store) -> None:
         for request in list(self._requests):
@@ -213,12 +227,13 @@ class RollCall:
                     "incident": request.incident, "group": record.log.name, "ranks": record.ranks,
                     "call": record.call, "rank": self.rank, "is_pair": record.log.is_pair,
                 }  # fmt: skip
-                number = int(store.add(_ALARMS, 1))
+                number = int(store.add(_ALARMS, 1)) % _CLOSING
                 store.set(f"{_PREFIX}alarm/{number}", json.dumps(alarm))
             request.is_raised = True
 
     def _answer_alarms(self, store: Store) -> None:
-        count = int(store.add(_ALARMS, 0))
+        is_closing, count = divmod(int(store.add(_ALARMS, 0)), _CLOSING)
+        self._is_store_closed = bool(is_closing)
         while self._num_heard < count:
             self._num_heard += 1
             alarm = json.loads(store.get(f"{_PREFIX}alarm/{self._num_heard}"))
@@ -260,4 +275,6 @@ class RollCall:
 
 
 _PREFIX = "hyper_parallel/"
-_ALARMS = _PREFIX + "alarms"
+_ALARMS = _PREFIX + "alarms"  # how many there were; plus _CLOSING once the holder of the store ends
+_CLERKS = _PREFIX + "clerks"
+_CLOSING = 1 << 30

@@ -199,7 +199,8 @@ class MindSporeTransport(Transport):
 
     def launch_reduce_scatter(self, tensor: Tensor, op: Reduction, group: str) -> Launched:
         if _is_host():
-            return host.reduce_scatter(tensor, op, group), None, None
+            ranks = self.ranks_of(group)
+            return host.reduce_scatter(tensor, op, ranks, ranks.index(self.rank()), group), None, None
         output = mint.empty((tensor.shape[0] // len(self.ranks_of(group)), *tensor.shape[1:]), dtype=tensor.dtype)
         return output, dist.reduce_scatter_tensor(output, tensor, host.NATIVE[op], group, async_op=True), None
 

@@ -490,7 +490,7 @@ class Frame:
             wanted,
             self._policy,
             check_outputs=options.check_outputs,
-            early_stop=options.early_stop and not record.runs_everything,
+            early_stop=options.early_stop and not (record.runs_everything or record.has_launches),
             restores_random_state=options.preserve_rng_state,
         )
         generators = {state.generator for state in self._random}

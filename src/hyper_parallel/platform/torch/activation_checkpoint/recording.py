@@ -141,6 +141,8 @@ class Record:
         self.views_that_communicate: set[Any] = set()
         # what no record can follow: tensors without a storage, kernels that PyTorch does not dispatch
         self.runs_everything = False
+        # whether an op's result comes later than the op returns: replay must not end before who waits for it has run
+        self.has_launches = False
         self._policy = policy
         # What a policy answers about every call of an op, by the op's id: it need not be asked about each.
         self._answers: dict[int, Any] = getattr(policy, "answers", {})
@@ -269,6 +271,7 @@ class Record:
             arguments.written.extend(changed)
         if traits.must_run:
             op.must_run = True
+        self.has_launches |= traits.is_launch
         if arguments.written:
             self._note_writes(op, arguments)
         op.outputs = self._note_outputs(op, result, arguments.tensors)
@@ -280,7 +283,7 @@ class Record:
             for value in op.makes:
                 value.is_weight_cast = True
         self.ops.append(op)
-        if self._policy is not None:
+        if self._policy is not None and not traits.is_launch:  # what it will write is not there to be kept yet
             self._ask(op, result, arguments.tensors, args, kwargs)
         return result
 
@@ -412,7 +415,8 @@ class Record:
             return self._note_tensor(op, result, tensors)
         if isinstance(result, (list, tuple)):
             return type(result)([self._note_outputs(op, each, tensors) for each in result])
-        return Constant(result)
+        # What always runs answers anew: the handle of a collective is of that one collective.
+        return Constant(None if op.must_run else result)
 
     def _note_tensor(self, op: RecordedOp, tensor: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
         if type(tensor) is not _Tensor or tensor.layout is not _strided:

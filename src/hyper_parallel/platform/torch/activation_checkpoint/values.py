@@ -251,6 +251,7 @@ class Traits(NamedTuple):
     is_empty: bool  # its result has memory and no contents
     is_out: bool  # it writes into a result that it is given
     is_invisible: bool  # what autograd and checkpointing itself do around ops: no policy is asked and nothing is made
+    is_launch: bool  # it writes its first argument later: whoever waits for what it returns may read that
     is_common: bool  # nothing of all this, but it may be random
     func: Any  # keeps its id from being given to another one
     call: Callable[..., Any]  # runs it
@@ -273,6 +274,9 @@ _CHANGES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::se
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 # Every rank must take part, whatever this one needs.
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::", "_dtensor::", "symm_mem::")
+# What `torch.distributed` calls. All but these write what comes first, and their schema does not say so.
+_LAUNCHES = "c10d::"
+_WRITE_NOTHING = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_"}
 
 
 def traits_of(func: Any) -> Traits:
@@ -285,7 +289,7 @@ def traits_of(func: Any) -> Traits:
 def _read_traits(func: Any) -> Traits:
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher order operator, such as a compiled region: it may draw random numbers, nobody says
-        return Traits(False, True, frozenset(), False, False, False, False, False, False, func, func)
+        return Traits(False, True, frozenset(), False, False, False, False, False, False, False, func, func)
     name = schema.name
     writes: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):
@@ -293,6 +297,9 @@ def _read_traits(func: Any) -> Traits:
             writes |= {argument.name} if argument.kwarg_only else {position, argument.name}
     if name in _BATCH_NORMS:
         writes |= _RUNNING_STATISTICS
+    is_launch = name.startswith(_LAUNCHES)
+    if is_launch and name not in _WRITE_NOTHING:
+        writes |= {0, schema.arguments[0].name}
     aliases = [output.alias_info for output in schema.returns]
     is_view = not writes and (name in _UNANNOTATED_VIEWS or any(alias is not None for alias in aliases))
     is_random = torch.Tag.nondeterministic_seeded in func.tags
@@ -307,6 +314,7 @@ def _read_traits(func: Any) -> Traits:
         is_empty,
         any(argument.is_out for argument in schema.arguments),
         func in _INVISIBLE,
+        is_launch,
         not (is_view or writes or must_run or is_empty or func in _INVISIBLE or func in _LOOKED_AT),
         func,
         func._op if type(func) is torch._ops.OpOverload else func,  # what its __call__ calls

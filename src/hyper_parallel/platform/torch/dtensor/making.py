@@ -93,7 +93,8 @@ def distribute_tensor(
         part = wrapped(tensor.detach(), spec).redistribute(layout)
         made: Any = torch.nn.Parameter(wrapped(part._local.clone(), part._spec), tensor.requires_grad)
         return made
-    return wrapped(tensor, spec).redistribute(layout)
+    # A tensor of its own where no gradient flows: `requires_grad_` of the result must not reach the one that was given.
+    return wrapped(tensor if tensor.requires_grad else tensor.detach(), spec).redistribute(layout)
 
 
 def _filled(

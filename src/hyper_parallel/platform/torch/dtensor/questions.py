@@ -17,7 +17,7 @@ is_floating_point is_complex is_signed is_inference is_conj is_neg element_size 
 """
 _OF_LOCAL_PROPERTIES = """
 is_cuda is_cpu is_meta is_mps is_sparse is_sparse_csr is_quantized is_nested is_xla is_xpu is_mkldnn is_vulkan is_maia itemsize names_ output_nr
-_backward_hooks _post_accumulate_grad_hooks _version is_ipu is_mtia
+_backward_hooks _post_accumulate_grad_hooks _version _base is_ipu is_mtia
 """
 _NO_MEMORY = "data_ptr untyped_storage storage _typed_storage storage_offset numpy __array__ __dlpack__ share_memory_ set_ resize_"
 
