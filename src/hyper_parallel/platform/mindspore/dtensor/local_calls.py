@@ -32,7 +32,25 @@ _seeds: Any = importlib.import_module("mindspore.common.seed")
 # Operators that add up, and what they add where a rank has nothing.
 _NEUTRAL = {
     **dict.fromkeys(
-        ["MatMulExt", "MatMul", "BatchMatMul", "Mm", "MmExt", "BatchMatMulExt", "BmmExt", "Mv", "Dot", "Dense", "Addmm", "Baddbmm", "SumExt", "DeprecatedSum", "ReduceSum", "MeanExt", "ReduceMean"],
+        [
+            "MatMulExt",
+            "MatMul",
+            "BatchMatMul",
+            "Mm",
+            "MmExt",
+            "BatchMatMulExt",
+            "BmmExt",
+            "Mv",
+            "Dot",
+            "Dense",
+            "Addmm",
+            "Baddbmm",
+            "SumExt",
+            "DeprecatedSum",
+            "ReduceSum",
+            "MeanExt",
+            "ReduceMean",
+        ],
         0,
     ),
     **dict.fromkeys(["ProdExt", "DeprecatedProd", "ReduceProd"], 1),

@@ -398,9 +398,18 @@ def _refused(name: str) -> Any:
     return refuse
 
 
-for (
-    _name
-) in ["asnumpy", "numpy", "__array__", "data_ptr", "untyped_storage", "storage_offset", "pin_memory", "assign_value", "set_", "resize_"]:
+for _name in [
+    "asnumpy",
+    "numpy",
+    "__array__",
+    "data_ptr",
+    "untyped_storage",
+    "storage_offset",
+    "pin_memory",
+    "assign_value",
+    "set_",
+    "resize_",
+]:
     if hasattr(Tensor, _name):
         setattr(DTensor, _name, _refused(_name))
 
