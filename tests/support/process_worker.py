@@ -243,6 +243,7 @@ class MindSpore(Framework):
         return self._port
 
     def join_world(self, rank: int, world_size: int) -> None:
+        os.environ["HYPER_PARALLEL_PLATFORM"] = "mindspore"
         from hyper_parallel.platform.mindspore.platform import MindSporePlatform
 
         self._platform = MindSporePlatform()

@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.graph.api import _no_grad
 from mindspore.nn.cell import register_cell_buffer_registration_hook
 
-from hyper_parallel._base.errors import StateError
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
 from hyper_parallel.platform.arguments import (
     check_module,
     check_same_shape,
@@ -43,6 +43,22 @@ class Parameters:
         return param if to_local is None else to_local()
 
     @staticmethod
+    def set_layout_into_parameter(param: Parameter, layout: Any) -> Parameter:
+        """A new parameter: this rank's part of the whole one, under the layout."""
+        from hyper_parallel.platform.mindspore.dtensor import DTensor, distribute_tensor
+
+        check_tensor(param, Tensor, "set_layout_into_parameter")
+        if isinstance(param, DTensor):
+            raise ArgumentError(
+                "The parameter has a layout already.",
+                expected="a plain parameter",
+                got=repr(param.layout),
+                do="Use `redistribute` on its data.",
+            )
+        whole = param if isinstance(param, Parameter) else new_parameter(param, requires_grad=True)
+        return distribute_tensor(whole, layout)
+
+    @staticmethod
     def get_param_type_size(param: Tensor) -> int:
         return check_tensor(param, Tensor, "get_param_type_size").itemsize
 
@@ -50,13 +66,14 @@ class Parameters:
     def update_param_data(param: Parameter, data: Tensor) -> None:
         check_tensor(param, Tensor, "update_param_data")
         check_tensor(data, Tensor, "update_param_data")
-        _bind(param, data)
+        _bind(*_local_parts(param, data))
 
     @staticmethod
     def load_into_param(param: Parameter, data: Tensor) -> None:
         check_tensor(param, Tensor, "load_into_param")
         check_tensor(data, Tensor, "load_into_param")
         check_same_shape(param.shape, data.shape, "load_into_param")
+        param, data = _local_parts(param, data)
         with _no_grad():
             if _is_placeholder(param):
                 _bind(param, data.to(param.dtype, copy=True))
@@ -105,6 +122,21 @@ def new_parameter(data: Any, **options: Any) -> Parameter:
         return Parameter(data, **options)
     finally:
         _creation.blocks = blocks
+
+
+def _local_parts(param: Tensor, data: Tensor) -> tuple[Tensor, Tensor]:
+    """The local tensors where the parameter is a DTensor; its data are then those of a DTensor, in any layout."""
+    if not hasattr(param, "_local_tensor"):
+        return param, data
+    if not hasattr(data, "_local_tensor"):
+        raise ArgumentTypeError(
+            "The data of a distributed parameter are those of a DTensor.",
+            expected=f"a DTensor of shape {list(param.shape)}",
+            got=describe(data),
+            do="Use `hp.distribute_tensor(tensor, param.layout)`.",
+        )
+    with _no_grad():
+        return param._local_tensor, data.redistribute(param.layout)._local_tensor
 
 
 def _bind(param: Tensor, data: Tensor) -> None:

@@ -1,0 +1,48 @@
+"""`DFunction` on MindSpore: users' own autograd functions, on plain and on distributed tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspore.common._grad_function import _Function
+
+from hyper_parallel.core.shard.local_callable import FunctionOnShards
+from hyper_parallel.platform.mindspore.dtensor import glue  # noqa: F401 - so that the dispatcher knows DTensors
+from hyper_parallel.platform.mindspore.dtensor.tensor import DTensor
+
+__all__ = ["DFunction"]
+
+
+class DFunction(FunctionOnShards, _Function):
+    """Base of users' own distributed autograd functions: `forward` and `backward` on local tensors.
+
+    `apply` with plain tensors is MindSpore's own. With a DTensor among its arguments it follows the rule that is registered under `_op_name`, and
+    answers DTensors.
+
+    Example:
+        >>> class Double(DFunction):
+        ...     _op_name = "Double"
+        ...
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return x * 2
+        ...
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         return grad * 2
+        >>> Double.apply(mindspore.ops.ones(2))
+        Tensor(shape=[2], dtype=Float32, value= [ 2.00000000e+00,  2.00000000e+00])
+    """
+
+    _dtensor_types = (DTensor,)
+    _framework_function = _Function
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or cls._has_dtensor(args):
+            return cls._apply_anything(args, kwargs)
+        return super().apply(*args)
+
+    @classmethod
+    def _apply_natively(cls, *args: Any) -> Any:
+        return super().apply(*args)

@@ -1,0 +1,249 @@
+"""Local calls that differ from the global ones: local shapes, counts of the whole tensor, parts of a table, random numbers.
+
+Each takes the operator and its arguments with local tensors in the places of the distributed ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore
+from mindspore import Tensor, mint, ops
+
+from hyper_parallel._base.errors import ArgumentTypeError, StateError
+from hyper_parallel.core.dtensor.boxes import box_of
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.shard.decision import Decision
+from hyper_parallel.core.shard.local_parts import mesh_coordinate
+from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform.mindspore.devices import Devices
+from hyper_parallel.platform.mindspore.tensors import filled
+
+__all__ = ["check_seeded", "local_call"]
+
+LocalCall = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+
+# `mindspore.common.seed` is hidden behind a function of the same name.
+_seeds: Any = importlib.import_module("mindspore.common.seed")
+
+
+# Operators that add up, and what they add where a rank has nothing.
+_NEUTRAL = {
+    **dict.fromkeys(
+        [
+            "MatMulExt",
+            "MatMul",
+            "BatchMatMul",
+            "Mm",
+            "MmExt",
+            "BatchMatMulExt",
+            "BmmExt",
+            "Mv",
+            "Dot",
+            "Dense",
+            "Addmm",
+            "Baddbmm",
+            "SumExt",
+            "DeprecatedSum",
+            "ReduceSum",
+            "MeanExt",
+            "ReduceMean",
+        ],
+        0,
+    ),
+    **dict.fromkeys(["ProdExt", "DeprecatedProd", "ReduceProd"], 1),
+}
+
+
+def local_call(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    """The local implementation that a decision names; None: the operator itself."""
+    call = None if decision.how is None else _MAKERS[decision.how](decision, inputs, name)
+    return _of_nothing(call, _NEUTRAL[name]) if name in _NEUTRAL and _sums_nothing(decision, inputs) else call
+
+
+def _sums_nothing(decision: Decision, inputs: Sequence[Spec]) -> bool:
+    """Whether this rank has no elements of an input, and some of the output."""
+    coordinate = _coordinate(decision.inputs[0])
+    mine = [
+        Spec(layout, spec.shape).local_shape_at(coordinate)
+        for layout, spec in zip(decision.inputs, inputs, strict=True)
+    ]
+    return any(0 in shape for shape in mine) and 0 not in decision.outputs[0].local_shape_at(coordinate)
+
+
+def _of_nothing(call: LocalCall | None, neutral: int) -> LocalCall:
+    """On the CPU a sum over nothing is what memory held before: one neutral element is added instead."""
+
+    def on_something(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        given = [
+            filled(tuple(max(length, 1) for length in each.shape), neutral, each.dtype, None, "a sum over nothing")
+            if isinstance(each, Tensor) and each.numel() == 0
+            else each
+            for each in args
+        ]
+        return func(*given, **kwargs) if call is None else call(func, given, kwargs)
+
+    return on_something
+
+
+def _coordinate(layout: Layout) -> tuple[int, ...]:
+    return mesh_coordinate(layout.mesh)
+
+
+def _to_local_shape(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
+    shape = decision.outputs[0].local_shape_at(_coordinate(decision.outputs[0].layout))
+    if name in ("BroadcastTo", "BroadcastToView", "Expand", "ExpandAs"):
+        return lambda func, args, kwargs: ops.broadcast_to(args[0], shape)
+    return lambda func, args, kwargs: args[0].reshape(shape)
+
+
+def _squeeze(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
+    shape = decision.outputs[0].local_shape_at(_coordinate(decision.outputs[0].layout))
+    return lambda func, args, kwargs: args[0].reshape(shape)
+
+
+def _mean(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    """A local sum over the global count: uneven parts weigh what they should."""
+    before = {axis for axis, _ in decision.inputs[0].partial}
+    if all(axis in before for axis, _ in decision.outputs[0].layout.partial):
+        return None
+    count, dims, keepdim = (decision.facts[key] for key in ("count", "dims", "keepdim"))
+    return lambda func, args, kwargs: ops.sum(args[0], dims, keepdim) / count
+
+
+def _copy(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    return (lambda func, args, kwargs: args[0].copy()) if Devices.device_type() == "cpu" else None
+
+
+def _stack(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    dim = decision.facts["dim"]
+    return (lambda func, args, kwargs: ops.stack(args[0], dim)) if Devices.device_type() == "cpu" else None
+
+
+def _nothing_of_nothing(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    """For operators that refuse a tensor without elements."""
+    shapes = [spec.local_shape_at(_coordinate(spec.layout)) for spec in decision.outputs]
+    if not any(0 in shape for shape in shapes):
+        return None
+
+    def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        dtype = args[0].dtype if name != "OneHot" else args[2].dtype
+        made = tuple(mint.empty(shape, dtype=dtype) for shape in shapes)
+        return made if len(made) > 1 else made[0]
+
+    return call
+
+
+def _getitem(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
+    items = decision.facts["index"]
+    return lambda func, args, kwargs: _taken(args[0], items)
+
+
+def _taken(x: Tensor, items: Sequence[Any]) -> Tensor:
+    """By `narrow` and `gather`, whose gradients the CPU has for every dtype, also of nothing."""
+    used = sum(item is not None and item is not Ellipsis for item in items)
+    whole = [slice(None)] * (x.ndim - used)
+    at = items.index(Ellipsis) if Ellipsis in items else len(items)
+    shape: list[int] = []
+    dim = 0
+    for item in [*items[:at], *whole, *items[at + 1 :]]:
+        if item is None:
+            shape.append(1)
+            continue
+        length = x.shape[dim]
+        if isinstance(item, slice):
+            start, stop, step = item.indices(length)
+            chosen = range(start, stop, step)
+            if len(chosen) != length and (step == 1 or not chosen):
+                x = mint.narrow(x, dim, chosen.start if chosen else 0, len(chosen))
+            elif step != 1:
+                x = ops.gather(x, Tensor(list(chosen), mindspore.int32), dim)
+            shape.append(len(chosen))
+        else:
+            x = mint.narrow(x, dim, item % length, 1)
+        dim += 1
+    return x.reshape(tuple(shape))
+
+
+def _index(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
+    dim = decision.facts["dim"]
+    length = inputs[0].shape[dim]
+
+    def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        items = args[1] if isinstance(args[1], tuple) else (args[1],)
+        positions = next(item for item in items if isinstance(item, Tensor))
+        if positions.dtype == mindspore.bool_:
+            raise ArgumentTypeError(
+                "A distributed tensor is indexed by positions, not by a mask: how much it chooses is not known.",
+                expected="a tensor of integers",
+                got="one of bool",
+                do="Use `ops.where`, or `hp.DTensor.to_local` and your own layout.",
+            )
+        return ops.gather(args[0], ops.where(positions < 0, positions + length, positions), dim)
+
+    return call
+
+
+def _rows_of_a_part(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
+    """Each rank looks up the rows it has, and leaves zeros for the others; the parts are then summed."""
+    table_first = name == "Gather"
+    table = inputs[0 if table_first else 1]
+    layout = decision.inputs[0 if table_first else 1]
+    box = box_of(layout, table.shape, _coordinate(layout))
+    first, count = box.starts[0], box.sizes[0]
+
+    def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        weight, ids = (args[0], args[1]) if table_first else (args[1], args[0])
+        if count == 0:
+            return mint.zeros((*ids.shape, weight.shape[1]), dtype=weight.dtype)
+        is_here = ops.logical_and(ids >= first, ids < first + count)
+        rows = ops.gather(weight, ops.where(is_here, ids - first, ops.zeros_like(ids)), 0)
+        return rows * is_here.unsqueeze(-1).to(rows.dtype)
+
+    return call
+
+
+def check_seeded(layout: Layout) -> None:
+    """Raises where ranks would draw different numbers for the same elements."""
+    if len(layout.mesh.ranks) > 1 and _seeds._GLOBAL_SEED is None:
+        raise StateError(
+            "Random numbers of a distributed tensor need a seed, the same on all ranks.",
+            expected="`mindspore.set_seed(number)` before",
+            got="no seed: every rank would draw its own numbers",
+        )
+
+
+def _dropout(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    """Ranks that hold the same part draw the same numbers, and others draw others."""
+    layout = decision.outputs[0].layout
+    box = box_of(layout, decision.outputs[0].shape, _coordinate(layout))
+
+    def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        check_seeded(layout)
+        if layout.is_replicated:
+            return func(*args, **kwargs)  # the numbers of a single device
+        if args[0].numel() == 0:
+            return args[0], args[0]
+        # The seeds that a primitive made now would get, changed by the place of the part.
+        first, second = _seeds._get_graph_seed(0, "dropout")
+        for start in box.starts:
+            second = (second * 1103515245 + start + 12345) % (2**31 - 1)
+        return ops.Dropout(args[1], first, second + 1)(args[0])
+
+    return call
+
+
+_MAKERS: dict[str, Callable[..., LocalCall | None]] = {
+    "to_local_shape": _to_local_shape,
+    "squeeze": _squeeze,
+    "mean": _mean,
+    "copy": _copy,
+    "stack": _stack,
+    "nothing_of_nothing": _nothing_of_nothing,
+    "getitem": _getitem,
+    "index": _index,
+    "rows_of_a_part": _rows_of_a_part,
+    "dropout": _dropout,
+}

@@ -1,0 +1,485 @@
+"""`DTensor` on MindSpore: a tensor without memory of its own that has a local part, a layout and a global shape.
+
+What this guarantees:
+
+- Every call with a DTensor comes to `__fallback__` and from there to the dispatcher. MindSpore asks no hook in some places (an index, tensors in
+  a list that is given to an older primitive, reading values): what is a method is replaced here, and what is not finds a tensor on the
+  *meta* device, with which MindSpore refuses to compute.
+- Autograd is the framework's, on local tensors. A DTensor shares the autograd data of its local tensor, though not its memory: `value_and_grad` and
+  the tape find the one through the other, and gradients are plain local tensors, laid out as `gradient_layout` says.
+- `_local` is the local tensor for uses whose gradient is whole. The result of a redistribution also keeps the values and the tensor they
+  came from, for uses whose gradient is partial (rule G6).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from mindspore import Parameter, Tensor, mint, ops
+from mindspore.graph.api import _no_grad
+
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
+from hyper_parallel.core.dtensor.gradients import gradient_layout
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.mesh import DeviceMesh
+from hyper_parallel.core.dtensor.placements import Placement
+from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, NoRuleError
+from hyper_parallel.core.shard.local_parts import as_layout, checked_spec
+from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform.mindspore.dtensor.movement import (
+    detached,
+    extremes_reduced,
+    is_grad_enabled,
+    move_values,
+    tied_to,
+)
+from hyper_parallel.platform.mindspore.dtensor.operators import Operator, operator_of
+
+__all__ = ["DTensor", "moved", "wrapped"]
+
+_dispatch = _OP_DISPATCHER.dispatch
+_make = Tensor._make_subclass
+
+
+def _taken(x: Tensor, index: Any) -> Tensor:
+    return x[index]
+
+
+_GETITEM = Operator("__getitem__", _taken)
+
+
+class DTensor(Tensor):
+    """A tensor over the ranks of a mesh. Made by `from_local`, `distribute_tensor` and the factories.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        >>> x = DTensor.from_local(mindspore.ops.ones((2, 3)), mesh, [Shard(0)])
+        >>> (x * 2).sum().item()
+        12.0
+    """
+
+    _spec: Spec
+    _local: Tensor
+    _values: Tensor  # of the result of a redistribution
+    _origin: tuple[Tensor, Layout]  # and what it was made from, with its layout
+    _ties: dict[tuple[str, ...], Tensor]
+    _glue: Any = None  # set by `glue`
+
+    def __new__(cls, local: Tensor, spec: Spec | None = None) -> DTensor:
+        if isinstance(local, DTensor) and spec is None:  # as `Parameter(dtensor)` does, with a class of both
+            return wrapped(local._local, local._spec, cls)
+        # For code that takes tensors apart and puts them together again.
+        if isinstance(spec, Spec):
+            return wrapped(local, spec, cls)
+        raise ArgumentTypeError(
+            "A DTensor is not made by its class.",
+            do="Use `DTensor.from_local(local, mesh, placements)` or `hp.distribute_tensor(tensor, mesh, placements)`.",
+        )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Not Tensor's own, which would give it memory.
+        pass
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        # `Parameter(dtensor)` is of a class that MindSpore makes of both; the dispatcher looks for exact classes.
+        super().__init_subclass__(**options)
+        _OP_DISPATCHER.add_dtensor(cls, DTensor._glue)
+
+    def __fallback__(self, func: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        operator, given = operator_of(func, args)
+        if operator.name == "typeof":  # a question, which composed operators ask
+            return operator(*(each._local if isinstance(each, DTensor) else each for each in given))
+        return _dispatch(operator, given, kwargs or None)
+
+    # -- made from, and turned into, other things ---------------------------------------------------------------------
+
+    @classmethod
+    def from_local(
+        cls,
+        local: Tensor,
+        mesh: DeviceMesh | Layout,
+        placements: Sequence[Placement] | Layout | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> DTensor:
+        """The DTensor whose part on this rank is `local`; gradients flow to it.
+
+        Args:
+            local: this rank's part.
+            mesh: the mesh, or a layout instead of both.
+            placements: one per mesh axis, or a layout.
+            run_check: compare shapes and dtypes over all ranks, which communicates.
+            shape: the global shape; needed where the parts are uneven.
+
+        Raises:
+            ValueError: the part does not have the shape that layout and global shape give it; with `run_check` also on the other ranks.
+        """
+        if isinstance(local, DTensor):
+            raise ArgumentTypeError("This is a DTensor already.", got=describe(local), do="Use `redistribute`.")
+        if not isinstance(local, Tensor):
+            raise ArgumentTypeError("A part is a tensor.", expected="a mindspore.Tensor", got=describe(local))
+        return wrapped(local, checked_spec(local, as_layout(mesh, placements, local.ndim), shape, run_check))
+
+    def to_local(self) -> Tensor:
+        """This rank's part, with its graph: its gradient is laid out as that of the DTensor."""
+        return self._local
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, on every rank."""
+        layout = self._spec.layout
+        return self.redistribute(Layout(layout.mesh, ((),) * layout.ndim))._local
+
+    def redistribute(
+        self,
+        mesh: DeviceMesh | Layout | Sequence[Placement] | None = None,
+        placements: Sequence[Placement] | Layout | None = None,
+    ) -> DTensor:
+        """The same tensor in another layout of its mesh.
+
+        Raises:
+            ValueError: another mesh, or a layout of other dims.
+        """
+        layout = self._spec.layout
+        if isinstance(mesh, (list, tuple)) and placements is None:
+            mesh, placements = None, mesh
+        target = as_layout(mesh or layout.mesh, placements, layout.ndim)
+        if target.mesh is not layout.mesh:
+            raise ArgumentError(
+                "A tensor cannot be redistributed to another mesh.", expected=repr(layout.mesh), got=repr(target.mesh)
+            )
+        if target.ndim != layout.ndim:
+            raise ArgumentError(
+                "The layout has other dims than the tensor.", expected=f"{layout.ndim} dims", got=repr(target)
+            )
+        return moved(self, target)
+
+    def reduce_partial(self) -> DTensor:
+        """The same tensor with nothing partial."""
+        return moved(self, self._spec.layout.without_partial())
+
+    def detach(self) -> DTensor:
+        """The same values outside of any graph."""
+        return wrapped(detached(self._local), self._spec)
+
+    # -- what it looks like -------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        return self._spec.layout
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self._spec.layout.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self._spec.layout.mesh
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        return self._local
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part."""
+        return tuple(self._local.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._spec.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self._spec.shape)
+
+    def dim(self) -> int:
+        return len(self._spec.shape)
+
+    @property
+    def size(self) -> int:
+        """How many elements, as `Tensor.size` says."""
+        return self._spec.num_elements
+
+    def numel(self) -> int:
+        return self._spec.num_elements
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return int(self._spec.num_elements * self._local.itemsize)
+
+    @property
+    def device(self) -> str:
+        return str(self._local.device)
+
+    @property
+    def is_meta(self) -> bool:
+        return bool(self._local.is_meta)
+
+    def stride(self, dim: int | None = None) -> Any:
+        """Strides of the whole tensor, if it lay in memory in the order of this rank's part."""
+        local = self._local.stride()
+        order = sorted(range(self.ndim), key=lambda each: (-local[each], each))
+        strides, step = [0] * self.ndim, 1
+        for each in reversed(order):
+            strides[each] = step
+            step *= max(self._spec.shape[each], 1)
+        return tuple(strides) if dim is None else strides[dim]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In bytes."""
+        return tuple(step * self._local.itemsize for step in self.stride())
+
+    def is_contiguous(self) -> bool:
+        return bool(self._local.is_contiguous())
+
+    def contiguous(self) -> DTensor:
+        return self if self._local.is_contiguous() else wrapped(self._local.contiguous(), self._spec)
+
+    def __len__(self) -> int:
+        if not self._spec.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._spec.shape[0]
+
+    def __repr__(self) -> str:
+        name = f", name={self.name}" if isinstance(self, Parameter) else ""
+        return f"DTensor({self._local.dtype}{list(self._spec.shape)}{name}, {self._spec.layout}, here: {self._local})"
+
+    __str__ = __repr__
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.ndim == 0 and spec else repr(self)
+
+    def item(self) -> Any:
+        """The number, of the whole tensor."""
+        if self._spec.num_elements != 1:
+            raise ArgumentError("Only one element can be a number.", expected="one", got=f"shape {self._spec.shape}")
+        with _no_grad():
+            return self.full_tensor().item()
+
+    def tolist(self) -> Any:
+        """The whole tensor."""
+        with _no_grad():
+            return self.full_tensor().tolist()
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __index__(self) -> int:
+        return int(self.item().__index__())
+
+    # -- where MindSpore asks no hook ---------------------------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> Any:
+        return _dispatch(_GETITEM, (self, index))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise NoRuleError(
+            "A distributed tensor cannot be written by index.",
+            got=repr(self._spec),
+            do="Use `ops.where`, or write into `x.to_local()`.",
+        )
+
+    def __contains__(self, value: Any) -> bool:
+        return bool((self == value).any())
+
+    # A plain tensor on the left asks its own hook, and has none. Python asks these first, since the class is a subclass.
+
+    def __radd__(self, other: Any) -> Any:
+        return ops.add(other, self) if isinstance(other, Tensor) else super().__radd__(other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return ops.sub(other, self) if isinstance(other, Tensor) else super().__rsub__(other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return ops.mul(other, self) if isinstance(other, Tensor) else super().__rmul__(other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return ops.div(other, self) if isinstance(other, Tensor) else super().__rtruediv__(other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return ops.pow(other, self) if isinstance(other, Tensor) else super().__rpow__(other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return ops.floor_div(other, self) if isinstance(other, Tensor) else super().__rfloordiv__(other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return ops.matmul(other, self)
+
+    # -- gradients: those of the local tensor -------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> DTensor | None:
+        """What the tape has left, as a DTensor."""
+        grad = self._local._grad
+        return None if grad is None else wrapped(grad, Spec(gradient_layout(self._spec.layout), self._spec.shape))
+
+    @grad.setter
+    def grad(self, value: DTensor | None) -> None:
+        self._local._grad = None if value is None else _laid_out(value, self)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        self._local.requires_grad_(requires_grad)
+        return self
+
+    def register_hook(self, hook: Callable[[DTensor], Any]) -> Any:
+        """`hook` gets the gradient as a DTensor, and may answer another."""
+        spec = Spec(gradient_layout(self._spec.layout), self._spec.shape)
+
+        def on_local(grad: Tensor) -> Any:
+            answer = hook(wrapped(grad, spec))
+            return answer if answer is None else _laid_out(answer, self)
+
+        return self._local.register_hook(on_local)
+
+    # -- for the dispatcher -------------------------------------------------------------------------------------------
+
+    def _tied(self, axes: tuple[str, ...]) -> Tensor:
+        """The local tensor for uses whose gradient is partial on `axes`. See rules G5 and G6."""
+        local, spec = self._local, self._spec
+        if not is_grad_enabled() or not local._requires_grad:
+            return local
+        source, values, layout = local, None, spec.layout
+        if "_origin" in self.__dict__:
+            values, (source, layout) = self._values, self._origin
+        elif local._is_leaf:
+            # Not kept: its graph would outlive the step, and an optimizer changes the leaf in place.
+            return tied_to(source, None, layout, spec.layout, axes, spec.shape)
+        ties = self.__dict__.setdefault("_ties", {})
+        if axes not in ties:
+            ties[axes] = tied_to(source, values, layout, spec.layout, axes, spec.shape)
+        return ties[axes]
+
+    def _changed_in_place(self) -> DTensor:
+        self.__dict__.pop("_ties", None)
+        return self
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) in memo:
+            found: DTensor = memo[id(self)]
+            return found
+        local = copy.deepcopy(detached(self._local), memo)
+        made = wrapped(local, self._spec)
+        if isinstance(self, Parameter):
+            made = as_parameter(made, self.name, self.requires_grad)
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        options = (self.name, self.requires_grad) if isinstance(self, Parameter) else None
+        return _rebuilt, (Tensor(detached(self._local)), self._spec, options)
+
+
+def _refused(name: str) -> Any:
+    def refuse(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        raise StateError(
+            f"A distributed tensor has no memory of its own for `{name}`.",
+            do="Use `x.to_local()` for this rank's part, or `x.full_tensor()` for the whole.",
+        )
+
+    return refuse
+
+
+for _name in [
+    "asnumpy",
+    "numpy",
+    "__array__",
+    "data_ptr",
+    "untyped_storage",
+    "storage_offset",
+    "pin_memory",
+    "assign_value",
+    "set_",
+    "resize_",
+]:
+    if hasattr(Tensor, _name):
+        setattr(DTensor, _name, _refused(_name))
+
+
+_placeholders: dict[tuple[Any, Any], Tensor] = {}
+_MOST_PLACEHOLDERS = 4096
+
+
+def _placeholder(local: Tensor) -> Tensor:
+    key = local.shape, local.dtype
+    found = _placeholders.get(key)
+    if found is None:
+        if len(_placeholders) >= _MOST_PLACEHOLDERS:
+            _placeholders.clear()
+        found = _placeholders[key] = mint.empty(local.shape, dtype=local.dtype, device="meta")
+    return found
+
+
+def wrapped(local: Tensor, spec: Spec, kind: type = DTensor) -> DTensor:
+    """A DTensor of a local tensor; nothing is checked."""
+    made: DTensor = _make(kind, local)
+    made._update_data(_placeholder(local))  # the autograd data stay those of `local`
+    made._local = local
+    made._spec = spec
+    return made
+
+
+def moved(tensor: DTensor, target: Layout) -> DTensor:
+    """The tensor in another layout; values are moved now, and tied to their source for each kind of use (rule G6)."""
+    spec = tensor._spec
+    if target is spec.layout:
+        return tensor
+    source, layout = tensor._local, spec.layout
+    is_recorded = is_grad_enabled() and source._requires_grad
+    if any(op in ("max", "min", "prod") for _, op in layout.partial):
+        source, layout = extremes_reduced(source, layout)
+        if layout is target:
+            return wrapped(source, Spec(target, spec.shape))
+    values = move_values(detached(source), layout, target, spec.shape)
+    if not is_recorded:
+        return wrapped(values, Spec(target, spec.shape))
+    # Not left until it is used: what a function returns to `value_and_grad` is used by nobody.
+    made = wrapped(tied_to(source, values, layout, target, (), spec.shape), Spec(target, spec.shape))
+    made._values = values
+    made._origin = source, layout
+    return made
+
+
+def as_parameter(tensor: DTensor, name: str | None, requires_grad: bool) -> Any:
+    """A `Parameter` that is a DTensor, with a leaf of its own as local tensor."""
+    from hyper_parallel.platform.mindspore.parameters import new_parameter
+
+    # Before it is wrapped: a parameter of a local tensor that needs no gradient would get none, without a word.
+    tensor._local.requires_grad_()
+    made = new_parameter(tensor, name=name, requires_grad=requires_grad)
+    made._local.requires_grad_(requires_grad)
+    return made
+
+
+def _laid_out(value: Any, like: DTensor) -> Tensor:
+    """The local part of a gradient, in the layout of the gradients of `like`."""
+    if not isinstance(value, DTensor) or value._spec.shape != like._spec.shape:
+        raise ArgumentTypeError(
+            "This is not a gradient of the tensor.",
+            expected=f"a DTensor of shape {like._spec.shape}",
+            got=describe(value),
+        )
+    return moved(value, gradient_layout(like._spec.layout))._local
+
+
+def _rebuilt(local: Tensor, spec: Spec, parameter: tuple[str, bool] | None) -> DTensor:
+    made = wrapped(local, spec)
+    return made if parameter is None else as_parameter(made, *parameter)
