@@ -57,7 +57,9 @@ class MindSporeWords:
             try:
                 total = _local(fn(*leaves))
                 wanted = tuple(_local(each) for each in leaves)
-                found = run_backward((total,), (ops.ones_like(total),), False, False, wanted, True, accumulate_grad=False)
+                found = run_backward(
+                    (total,), (ops.ones_like(total),), False, False, wanted, True, accumulate_grad=False
+                )
             finally:
                 _pynative_executor.set_grad_flag(False)
         return [None if grad is None else self._whole(grad, each) for grad, each in zip(found, leaves, strict=True)]
