@@ -289,7 +289,7 @@ def _old_arg(input: Spec, axis: Any = None, output_type: Any = None) -> Decision
     return reduction(input, axis, False, None)
 
 
-@of("ArgMaxExt ArgMinExt ReduceAll ReduceAny AnyExt AllExt LogSumExp")
+@of("ArgMaxExt ArgMinExt ReduceAll ReduceAny Any All AnyExt AllExt LogSumExp")
 def _whole_reduction(input: Spec, dim: Any = None, keepdim: bool = False) -> Decision:
     return reduction(input, dim, keepdim, None)
 

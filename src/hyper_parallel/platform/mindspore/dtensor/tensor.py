@@ -13,7 +13,6 @@ What this guarantees:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from hyper_parallel.core.dtensor.placements import Placement
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, NoRuleError
 from hyper_parallel.core.shard.local_parts import as_layout, checked_spec
 from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform.mindspore.communication import Communication
 from hyper_parallel.platform.mindspore.dtensor.movement import (
     detached,
     extremes_reduced,
@@ -376,8 +376,8 @@ class DTensor(Tensor):
         if id(self) in memo:
             found: DTensor = memo[id(self)]
             return found
-        local = copy.deepcopy(detached(self._local), memo)
-        made = wrapped(local, self._spec)
+        # Not `copy.deepcopy`: of a tensor MindSpore's shares the memory.
+        made = wrapped(Communication.transport.copy(detached(self._local)), self._spec)
         if isinstance(self, Parameter):
             made = as_parameter(made, self.name, self.requires_grad)
         memo[id(self)] = made

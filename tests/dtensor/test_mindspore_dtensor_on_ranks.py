@@ -1,0 +1,114 @@
+"""Programs with distributed tensors on real ranks, beside the same on one device (MindSpore)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support import processes
+from support.campaign import share
+
+pytest.importorskip("mindspore")
+
+
+def on_ranks(function: str, *arguments: Any, ranks: int = 4) -> list[Any]:
+    from support import mindspore_dtensor_programs as programs
+
+    return processes.pool("mindspore", ranks).run(getattr(programs, function), *arguments, deadline_s=300)
+
+
+def check(found: list[dict[str, bool]]) -> None:
+    for rank, each in enumerate(found):
+        assert all(each.values()), f"rank {rank}: {[name for name, is_right in each.items() if not is_right]}"
+
+
+@pytest.mark.parametrize("driver", ["value_and_grad", "tape"])
+@pytest.mark.parametrize("kind", ["Dense", "Linear"])
+def test_a_tensor_parallel_mlp_has_the_gradients_of_one_device_and_sends_what_it_must(kind: str, driver: str) -> None:
+    for rank, found in enumerate(on_ranks("tensor_parallel_mlp", kind, driver, ranks=2)):
+        assert found["difference"] < 1e-6
+        assert found["forward"] == {"all_reduce": 1}
+        assert found["backward"] == {"all_reduce": 1}
+        assert found["all"] == {"all_reduce": 2}
+        assert found["value"]
+        assert found["names"] == ["up.weight", "up.bias", "down.weight", "down.bias"]
+        assert found["local"] == [(4, 6), (4,), (6, 4), (6,)], rank
+
+
+def test_steps_of_gradient_descent_are_those_of_one_device() -> None:
+    assert max(on_ranks("trained_by_hand", 3)) < 2e-6
+
+
+def test_a_parameter_with_a_layout_is_copied_pickled_loaded_and_still_learns() -> None:
+    check(on_ranks("parameters"))
+
+
+def test_a_local_function_on_shards_has_right_gradients() -> None:
+    check(on_ranks("on_shards"))
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (5, 3)], ids=["even", "uneven"])
+def test_redistribution_between_random_layouts_has_right_values_and_gradients(shape: tuple[int, ...]) -> None:
+    count = len(share(400, 20))
+    assert on_ranks("random_redistributions", "2x2", shape, 7, count) == [count] * 4
+
+
+def test_gradients_of_maxima_and_products_over_split_dims() -> None:
+    check(on_ranks("gradients_of_extremes"))
+
+
+def test_random_numbers_do_not_depend_on_the_mesh() -> None:
+    for found in on_ranks("one_stream_of_random_numbers"):
+        assert all(found), found
+
+
+def test_dropout_draws_alike_where_parts_are_alike() -> None:
+    for found in on_ranks("dropout_by_part"):
+        assert 0.4 < found.pop("share") < 0.6
+        assert all(found.values()), found
+
+
+def test_everything_that_is_asked_of_a_tensor_means_the_whole() -> None:
+    check(on_ranks("what_it_looks_like"))
+
+
+def test_unknown_operators_compute_on_whole_tensors_where_asked() -> None:
+    check(on_ranks("unknown_ops_on_whole_tensors"))
+
+
+def test_a_hook_gets_a_distributed_gradient_and_uses_are_reduced_once() -> None:
+    check(on_ranks("hooks_of_gradients"))
+
+
+def test_mistakes_are_said_on_every_rank() -> None:
+    words = {
+        "no rule": ["NotImplementedError", "`Diag` has no rule", "Spec[4, 6]", "hp.DistributedOp"],
+        "two meshes": ["ValueError", "different meshes"],
+        "plain": ["plain tensor among its distributed ones", "distribute_tensor"],
+        "plain on the left": ["plain tensor among its distributed ones"],
+        "plain in a list": ["plain tensor among its distributed ones"],
+        "plain parameter": ["plain tensor among its distributed ones"],
+        "shapes": ["ValueError", "do not fit together", "MatMulExt"],
+        "stretched": ["ValueError", "do not fit together"],
+        "dims": ["ValueError", "other dims"],
+        "other mesh": ["ValueError", "another mesh"],
+        "numpy": ["no memory of its own", "full_tensor"],
+        "item": ["ValueError", "Only one element"],
+        "write": ["NotImplementedError", "by index"],
+        "mask": ["not by a mask"],
+        "in place": ["NotImplementedError", "InplaceAddExt"],
+        "past the hook": ["RuntimeError", "meta"],
+        "past the hook, added": ["RuntimeError", "meta"],
+        "uneven": ["ValueError", "pass `shape`"],
+        "one rank is wrong": ["ValueError", "rank 3"],
+        "implicit": ["would have to move", "Softmax"],
+        "class": ["TypeError", "from_local"],
+        "a layout already": ["ValueError", "layout already"],
+        "plain data": ["TypeError", "those of a DTensor"],
+    }
+    for said in on_ranks("errors"):
+        assert set(said) == set(words)
+        for name, parts in words.items():
+            for part in parts:
+                assert part in said[name], f"{name}: {said[name]}"
