@@ -19,6 +19,7 @@ from mindspore.communication._comm_helper import _is_initialized
 from mindspore.graph.api import _no_grad, _pynative_executor
 
 from hyper_parallel._base.errors import ArgumentError, StateError, describe
+from hyper_parallel.platform.communication.board import Board
 from hyper_parallel.platform.communication.handles import Handle
 from hyper_parallel.platform.communication.reductions import Reduction
 from hyper_parallel.platform.communication.roll_call import RollCall
@@ -89,12 +90,14 @@ class MindSporeTransport(Transport):
         if backend not in (None, fitting):
             raise ArgumentError("This backend does not fit the device.", expected=repr(fitting), got=describe(backend))
         self._store = starting.start(fitting, settings)
+        if self._store is not None and _is_host():
+            self.board = Board.join(self._store, self.rank(), len(self.ranks_of(self.world())))
         self._was_ended = False
 
     def end(self, group: Any) -> None:
         if group is None:
             self._was_ended = True
-            self._roll_call = self._store = None
+            self._roll_call = self._store = self.board = None
             self._ranks.clear()
             dist.destroy_process_group()
         else:
