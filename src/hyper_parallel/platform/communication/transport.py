@@ -240,7 +240,7 @@ class Transport(ABC):
         """Start and finish a call of which all ranks must think the same."""
         text = record.call
         if start.__name__ in _SAME_ON_ALL_RANKS:
-            text += f" of {describe(arguments[0])}"
+            text += f" of {arguments[0].dtype}{list(arguments[0].shape)}"
         board.write(record.log.name, record.number, text)
         launched = start(*arguments)
         other = board.find_other(record.log.name, record.number, text, record.ranks)

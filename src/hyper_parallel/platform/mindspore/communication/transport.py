@@ -6,6 +6,7 @@ has run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -243,5 +244,6 @@ class MindSporeTransport(Transport):
         return None, dist.barrier(group, async_op=True), None
 
 
+@functools.cache  # a process works on one device, and asking MindSpore for it costs as much as the rest of a call
 def _is_host() -> bool:
     return Devices.device_type() == "cpu"
