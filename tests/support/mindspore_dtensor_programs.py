@@ -106,29 +106,56 @@ def tensor_parallel_mlp(kind: str, driver: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def trained_by_hand(steps: int) -> float:
-    """Gradient descent by `assign_sub` on a mesh of 2x2, sharded both ways: the largest difference of parameters beside one device."""
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda p: nn.SGD(p, 0.05, momentum=0.9),
+    "Adam": lambda p: nn.Adam(p, 0.01),
+    "AdamWeightDecay": lambda p: nn.AdamWeightDecay(p, 0.01),
+    "experimental AdamW": lambda p: mindspore.experimental.optim.AdamW(p, 0.01),
+    "by hand": None,
+}
+
+
+def _assigned(parameters: list[Any], grads: list[Any]) -> None:
+    for parameter, grad in zip(parameters, grads, strict=True):
+        change = grad * 0.1
+        if isinstance(parameter, DTensor):
+            change = DTensor.from_local(change, gradient_layout(parameter.layout), shape=parameter.shape)
+        ops.assign_sub(parameter, change)
+
+
+def trained(optimizer: str, clip: float | None) -> float:
+    """The largest difference of parameters after some steps on a mesh of 2x2, sharded both ways, beside one device."""
     mesh = mesh_named("2x2")
     plan = ShardPlan(
         parameters={"up.weight": ("tp", "dp"), "up.bias": ("tp",), "down.weight": (("dp", "tp"), None)},
         inputs={"": ("dp", None)},
     )
     plain, sharded = MLP("Dense"), hp.shard_module(MLP("Dense"), mesh, plan)
-    for step in range(steps):
-        x = tensor(6, 6, seed=step)
-        for module in (plain, sharded):
-            parameters = list(module.get_parameters())
+    platform = hp.get_mindspore_platform()
+    make = OPTIMIZERS[optimizer]
+    if make is not None:
+        steps = [make(list(plain.trainable_params())), make([each.to_local() for each in sharded.trainable_params()])]
+    for number in range(3):
+        x = tensor(6, 6, seed=number)
+        norms = []
+        for index, module in enumerate((plain, sharded)):
+            parameters = list(module.trainable_params())
             grads = mindspore.value_and_grad(lambda v, m=module: (m(v) * m(v)).mean(), None, parameters)(x)[1]
-            for parameter, grad in zip(parameters, grads, strict=True):
-                change = grad * 0.1
-                if isinstance(parameter, DTensor):
-                    change = DTensor.from_local(change, gradient_layout(parameter.layout), shape=parameter.shape)
-                ops.assign_sub(parameter, change)
+            if clip is not None:
+                for parameter, grad in zip(parameters, grads, strict=True):
+                    parameter._grad = grad
+                norms.append(float(platform.clip_grad_norm_(module, 0.05, clip).asnumpy()))
+                grads = tuple(parameter._grad for parameter in parameters)
+            if make is None:
+                _assigned(parameters, grads)
+            else:
+                steps[index](grads)
+        if clip is not None:
+            assert abs(norms[0] - norms[1]) < 2e-6 * norms[0], norms
     keep_platform_groups()
-    right = list(plain.get_parameters())
     return max(
-        float(np.abs(p.full_tensor().asnumpy() - r.asnumpy()).max())
-        for p, r in zip(sharded.get_parameters(), right, strict=True)
+        float(np.abs(mine.full_tensor().asnumpy() - right.asnumpy()).max())
+        for mine, right in zip(sharded.get_parameters(), plain.get_parameters(), strict=True)
     )
 
 
@@ -350,6 +377,10 @@ def errors() -> dict[str, str]:
         note("implicit", lambda: ops.softmax(x, 0))
     note("class", lambda: DTensor(mint.zeros((2,))))
     note("a layout already", lambda: hp.get_mindspore_platform().set_layout_into_parameter(x, mesh.layout(None, None)))
+    weight = hp.get_mindspore_platform().set_layout_into_parameter(
+        Parameter(tensor(4, 6), name="w"), mesh.layout("dp", None)
+    )
+    note("optimizer", lambda: nn.Adam([weight]))
     note("plain data", lambda: hp.get_mindspore_platform().load_into_param(x, tensor(4, 6)))
     keep_platform_groups()
     return said
