@@ -33,7 +33,8 @@ def powers_over_ranks(
     for place, powers in parts.items():
         value = combined(powers)
         if place is not None and place[1]:
+            mesh, axes = place
             with why("asked", "clip_grad_norm_"):
-                value = reduce_values(value.reshape((1,)), *place, op).reshape(())
+                value = reduce_values(value.reshape((1,)), mesh, axes, op).reshape(())
         found.append(value)
     return combined(found)
