@@ -22,21 +22,39 @@ from hyper_parallel.cli.doctor.show_outcomes import show_outcomes
 
 PROGRAM = "hyper-parallel"
 
+_INTERRUPTED = 130
+EXIT_CODES = """Exit codes: 0 done; 1 something failed; 2 wrong usage; 3 the budget cannot be met; 130 interrupted."""
+
 app = typer.Typer(
     name=PROGRAM,
     help="Training that fits in memory and scales out, on PyTorch and on MindSpore.",
-    add_completion=False,
+    epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
 
 
 def run() -> None:
-    """Run the command; an error of this package is shown as its text, without a traceback."""
+    """Run the command. An error is shown as its text, without a traceback unless `--debug` asks for one."""
+    is_debug = "--debug" in sys.argv[1:]
+    arguments = [word for word in sys.argv[1:] if word != "--debug"]
     try:
-        app(prog_name=PROGRAM)
+        app(args=arguments, prog_name=PROGRAM)
+    except SystemExit as ended:
+        if ended.code == _INTERRUPTED:  # Typer has turned the interrupt into it, and says nothing
+            sys.stderr.write("Interrupted.\n")
+        raise
     except HyperParallelError as error:
+        if is_debug:
+            raise
         sys.stderr.write(f"{error}\n")
+        # By name: the solver is not imported for it.
+        sys.exit(3 if type(error).__name__ == "BudgetError" else 1)
+    except Exception as error:  # of the model, or of a library: one line says what, and how to see where
+        if is_debug:
+            raise
+        sys.stderr.write(f"{type(error).__name__}: {error}\nRun it again with --debug to see where.\n")
         sys.exit(1)
 
 
@@ -51,9 +69,10 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error happened. May stand anywhere.")] = False,
 ) -> None:
-    # A callback makes Typer keep `doctor` as a word of its own although it is the only command.
-    del version
+    # `run` takes --debug out wherever it stands; it is here to be found in the help.
+    del version, debug
 
 
 @app.command()
@@ -85,37 +104,50 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command()
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+BuildArgument = Annotated[
+    str, typer.Argument(metavar="MODULE:FUNCTION", help="Your function that returns the model and a batch.")
+]
+
+
+@app.command(epilog="Example: `hyper-parallel demo --budget 25% --report page.html`")
 def demo(
     budget: Annotated[str, typer.Option(help='Memory that may be used: "40%" of the activations, or a size.')] = "40%",
     steps: Annotated[int, typer.Option(min=1, help="Training steps with and without the plan.")] = 10,
     report: Annotated[Path, typer.Option(help="Where the page with the picture goes.")] = Path("report.html"),
+    as_json: JsonOption = False,
 ) -> None:
     """Plan a small transformer under a memory budget and train it with and without the plan, on whatever device is there.
 
     Exit code 0: the losses of both runs are equal, bit for bit. 1: they are not.
     """
+    from hyper_parallel.cli.build import check_folder
     from hyper_parallel.cli.demo import run_demo
-    from hyper_parallel.cli.plan import check_folder
 
     check_folder(report)
-    if not run_demo(Console(highlight=False), budget, steps, report).is_equal:
+    outcome = run_demo(Console(highlight=False, quiet=as_json), budget, steps, report)
+    if as_json:
+        _print_json(outcome.as_dict())
+    if not outcome.is_equal:
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(
+    epilog="Example: `hyper-parallel plan mypackage.train:build --budget 24GiB --report plan.html --out plan.json`"
+)
 def plan(
-    build: Annotated[str, typer.Argument(help="package.module:function that returns model and batch.")],
+    build: BuildArgument,
     budget: Annotated[str, typer.Option(help='"24GiB", "40%" of the activations, or "auto".')] = "auto",
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write a page with a picture here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON and nothing else.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Plan a model of your own: what is saved, recomputed and swapped so that it fits and loses the least speed.
 
     The function returns (model, batch), (model, batch, loss_fn) or a dict of `plan_memory`'s arguments.
     """
-    from hyper_parallel.cli.plan import check_folder, plan_build
+    from hyper_parallel.cli.build import check_folder
+    from hyper_parallel.cli.plan import plan_build
 
     check_folder(out)
     check_folder(report)
@@ -128,6 +160,60 @@ def plan(
         _print_json(made.as_dict())
     else:
         typer.echo(str(made))
+
+
+@app.command(epilog="Example: `hyper-parallel explain mypackage.train:build`")
+def explain(build: BuildArgument, as_json: JsonOption = False) -> None:
+    """Show what a model of your own keeps for backward: per module and op, with bytes, and which choice suits each.
+
+    Nothing is planned or changed.
+    """
+    from hyper_parallel.cli.plan import explain_build
+
+    found = explain_build(build)
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        typer.echo(str(found))
+
+
+@app.command(epilog="Example: `hyper-parallel report plan.json --out plan.html`")
+def report(
+    file: Annotated[Path, typer.Argument(help="A plan that was saved.")],
+    out: Annotated[Path | None, typer.Option(help="Where the page goes; beside the plan if not said.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a saved plan: its table, and a page with the memory of one step before and after."""
+    from hyper_parallel.cli.build import check_file, check_folder
+    from hyper_parallel.core.planner.plan import MemoryPlan
+
+    target = file.with_suffix(".html") if out is None else out
+    check_folder(target)
+    check_file(file)
+    saved = MemoryPlan.load(file)
+    saved.report(target)
+    if as_json:
+        _print_json({**saved.as_dict(), "report": str(target)})
+    else:
+        typer.echo(f"{saved}\n\nThe picture: {target}")
+
+
+@app.command(epilog="Example: `hyper-parallel bench --rounds 5 --json`")
+def bench(
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each way; they take turns.")] = 5,
+    budget: Annotated[str, typer.Option(help="Of the planned way.")] = "40%",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure ours beside PyTorch's own ways to save memory, on this machine, with the demo's transformer."""
+    from hyper_parallel.cli.bench import run_bench
+
+    rows = run_bench(Console(stderr=True, quiet=as_json), rounds, budget)
+    if as_json:
+        _print_json([row.as_dict() for row in rows])
+    else:
+        from hyper_parallel.cli.bench import show_bench
+
+        show_bench(Console(highlight=False), rows)
 
 
 def _collect_behind_a_spinner(is_quiet: bool) -> Facts:

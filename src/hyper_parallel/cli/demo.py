@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hyper_parallel.cli.plan import quiet_stdout
+from hyper_parallel.cli.build import quiet_stdout
 from hyper_parallel.core.planner.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import plan_memory
 from hyper_parallel.core.swap.config import configure_swap
@@ -37,6 +37,17 @@ class Outcome(NamedTuple):
     @property
     def is_equal(self) -> bool:
         return self.plain.losses == self.planned.losses
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the table shows, for tools."""
+        measured = self.plan.measured
+        return {
+            "budget_bytes": self.plan.budget_bytes,
+            "plain": {"peak_bytes": self.plan.profile.peak_bytes, **self.plain._asdict()},
+            "planned": {"peak_bytes": None if measured is None else measured.peak_bytes, **self.planned._asdict()},
+            "losses_are_equal": self.is_equal,
+            "report": str(self.report),
+        }
 
 
 def run_demo(console: Console, budget: str, num_steps: int, report: Path) -> Outcome:

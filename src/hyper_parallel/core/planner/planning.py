@@ -213,6 +213,10 @@ class Explanation:
     def __str__(self) -> str:
         return residual_table(self.profile)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Everything that was measured, for JSON."""
+        return self.profile.as_dict()
+
 
 def _reserve_bytes(reserve: int | str) -> int:
     num_bytes = parse_size(reserve, "reserve")

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from hyper_parallel.core.planner.choices import kept_bytes, recompute_ms, recomputed_bytes, swapped_bytes
-from hyper_parallel.core.planner.profile import Region, StepProfile
+from hyper_parallel.core.planner.profile import Link, Region, StepProfile
 from hyper_parallel.core.swap.sizes import format_size
 
 if TYPE_CHECKING:
@@ -105,14 +105,30 @@ def residual_table(profile: StepProfile) -> str:
     total = sum(bytes_of.values())
     rows = [
         [f"{module}  {op}", str(counts[module, op]), format_size(num_bytes), f"{num_bytes / max(total, 1):.1%}",
-         f"{ms_of.get((module, op), 0.0):.2f}" if (module, op) in ms_of else "-"]
+         f"{ms_of.get((module, op), 0.0):.2f}" if (module, op) in ms_of else "-",
+         suits(num_bytes, counts[module, op], ms_of.get((module, op)), profile.link)]
         for (module, op), num_bytes in bytes_of.most_common(_MAX_ROWS)
     ]  # fmt: skip
     head = (
         f"Residuals of {len(profile.regions)} blocks: {format_size(total)}. Peak of the plain step: {format_size(profile.peak_bytes)}, "
         f"of which {format_size(profile.base_bytes)} are alive when forward begins; {profile.step_ms:.1f} ms."
     )
-    return "\n".join([head, "", table(["kept by", "times", "bytes", "part", "recompute ms"], rows)])
+    return "\n".join([head, "", table(["kept by", "times", "bytes", "part", "recompute ms", "suits"], rows)])
+
+
+_SMALL_BYTES = 64 * 1024  # of one value: keeping it costs less than thinking about it
+
+
+def suits(num_bytes: int, count: int, recompute_ms: float | None, link: Link | None) -> str:
+    """Which choice costs least for values of one kind, each taken by itself: a plan weighs them against each other."""
+    if num_bytes < count * _SMALL_BYTES:
+        return "save"
+    if recompute_ms is None:  # an input of the block: nothing that could be run again
+        return "save" if link is None else "swap"
+    if link is None:
+        return "recompute"
+    copy_ms = num_bytes / link.out_bytes_per_ms + num_bytes / link.in_bytes_per_ms
+    return "recompute" if recompute_ms <= copy_ms else "swap"
 
 
 def _name(region: Region) -> str:

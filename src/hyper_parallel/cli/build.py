@@ -1,0 +1,140 @@
+"""What a user's own function builds: a model, a batch, and how they are planned."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError, describe
+
+
+class BuildError(HyperParallelError, RuntimeError):
+    """The user's function raised. The cause is the error itself."""
+
+
+class Built(NamedTuple):
+    model: Any
+    batch: Any
+    arguments: dict[str, Any]  # more of `plan_memory`'s
+
+    def of(self, *names: str) -> dict[str, Any]:
+        """Those of the arguments that another function takes, too."""
+        return {name: value for name, value in self.arguments.items() if name in names}
+
+
+def built(build: str) -> Built:
+    """Call `package.module:function` and look at what it returns.
+
+    Raises:
+        ValueError, TypeError: there is no such function, or it returns something else than a model and a batch.
+        BuildError: it raised.
+    """
+    function = _function(build)
+    try:
+        made = function()
+    except Exception as error:
+        raise BuildError(
+            "The function that builds the model raised an error.",
+            got=f"{type(error).__name__}: {error}",
+            where=build,
+            do="Run it alone first; --debug shows where it happened.",
+        ) from error
+    if isinstance(made, dict):
+        arguments = dict(made)
+        missing = [name for name in ("model", "batch") if name not in arguments]
+        if missing:
+            raise ArgumentError(
+                "The function's dict lacks something.", expected="model and batch", got=", ".join(made), where=build
+            )
+        return Built(arguments.pop("model"), arguments.pop("batch"), arguments)
+    if isinstance(made, tuple) and len(made) in (2, 3):
+        return Built(made[0], made[1], {"loss_fn": made[2]} if len(made) == 3 else {})
+    raise ArgumentTypeError(
+        "The function that builds the model returned something else.",
+        expected="(model, batch), (model, batch, loss_fn), or a dict of plan_memory's arguments",
+        got=describe(made),
+        where=build,
+    )
+
+
+def _function(build: str) -> Any:
+    module_name, colon, name = build.partition(":")
+    if not colon or not module_name or not name:
+        raise ArgumentError(
+            "What builds the model was not understood.",
+            expected="package.module:function",
+            got=repr(build),
+            do="For a file train.py with a function build: train:build",
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a script beside the user, as `python -m` would find it
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        is_the_module = (error.name or "") == module_name.partition(".")[0] or error.name == module_name
+        raise ArgumentError(
+            "The module that builds the model cannot be imported.",
+            got=str(error),
+            where=module_name,
+            do="Run the command in the folder that has it, or put that folder on PYTHONPATH."
+            if is_the_module
+            else "Install what it imports.",
+        ) from error
+    except Exception as error:
+        raise BuildError(
+            "The module that builds the model raised an error when it was imported.",
+            got=f"{type(error).__name__}: {error}",
+            where=module_name,
+            do="Import it alone first; --debug shows where it happened.",
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
+        raise ArgumentError(
+            "The function that builds the model is not there.",
+            expected=f"a function {name!r}",
+            got=f"one of {', '.join(there[:8])}" if there else "no function at all",
+            where=module_name,
+        )
+    return function
+
+
+def check_folder(path: Path | None) -> None:
+    """Before the work is done: what comes out of it must have a place to go to."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ArgumentError(
+            "There is no folder for this file.",
+            expected="a folder that exists",
+            got=str(path),
+            do="Make the folder first.",
+        )
+
+
+def check_file(path: Path) -> None:
+    """Raises where there is no such file."""
+    if not path.is_file():
+        raise ArgumentError(
+            "There is no such plan.",
+            expected="a file that `plan --out` or `plan.save` wrote",
+            got=str(path),
+            do="Make one: hyper-parallel plan MODULE:FUNCTION --out plan.json",
+        )
+
+
+@contextlib.contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """What libraries print themselves goes nowhere: HiGHS sometimes leaves a line of its own on standard output, in the middle of a document."""
+    sys.stdout.flush()
+    saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(nowhere)
