@@ -36,6 +36,13 @@ def test_a_tensor_parallel_mlp_has_the_gradients_of_one_device_and_sends_what_it
         assert found["local"] == [(4, 6), (4,), (6, 4), (6,)], rank
 
 
+@pytest.mark.parametrize("plan", ["by words", "by width", "by rows"])
+def test_cells_of_the_framework_have_the_loss_and_gradients_of_one_device(plan: str) -> None:
+    for found in on_ranks("cells", plan, ranks=2):
+        assert len(found) == 7
+        assert max(found.values()) < 5e-6, found
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamWeightDecay", "experimental AdamW", "by hand"])
 def test_steps_of_optimizers_on_local_parameters_are_those_of_one_device(optimizer: str) -> None:
     assert max(on_ranks("trained", optimizer, None)) < 5e-6

@@ -106,6 +106,53 @@ def tensor_parallel_mlp(kind: str, driver: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class Speaker(nn.Cell):
+    """Of MindSpore's own cells: an embedding, a norm, a layer of attention without heads, and the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 6)
+        self.norm = nn.LayerNorm((6,))
+        self.mix = nn.Dense(6, 6, has_bias=False)
+        self.out = nn.Dense(6, 10)
+        self.loss = nn.CrossEntropyLoss()
+        self.register_buffer("scale", Tensor(np.full(6, 0.5, np.float32)))
+        for index, parameter in enumerate(self.get_parameters()):
+            parameter.set_data(tensor(*parameter.shape, seed=index + 1))
+
+    def construct(self, ids: Any, targets: Any) -> Any:
+        x = self.norm(self.table(ids)) * self.scale
+        weights = ops.softmax(ops.matmul(self.mix(x), x.swapaxes(-1, -2)), -1)
+        x = x + ops.matmul(weights, x)
+        return self.loss(self.out(x).reshape(-1, 10), targets.reshape(-1))
+
+
+PLANS: dict[str, ShardPlan] = {
+    "by words": ShardPlan(parameters={"table.embedding_table": ("tp", None), "out.weight": ("tp", None), "out.bias": ("tp",)}),
+    "by width": ShardPlan(parameters={"table.embedding_table": (None, "tp"), "mix.weight": (None, "tp"), "out.weight": (None, "tp")}),
+    "by rows": ShardPlan(inputs={"": [("tp", None), ("tp", None)]}),
+}  # fmt: skip
+
+
+def cells(plan: str) -> dict[str, float]:
+    """Differences of the loss and of the gradients beside one device."""
+    mesh = mesh_named("2")
+    plain, sharded = Speaker(), hp.shard_module(Speaker(), mesh, PLANS[plan])
+    numbers = np.random.default_rng(5)
+    ids, targets = (Tensor(numbers.integers(0, 10, (3, 4)).astype(np.int32)) for _ in range(2))
+    right, found = list(plain.get_parameters()), list(sharded.get_parameters())
+    one, expected = mindspore.value_and_grad(plain, None, right)(ids, targets)
+    mine, grads = mindspore.value_and_grad(sharded, None, found)(
+        *(hp.distribute_tensor(each, mesh) for each in (ids, targets))
+    )
+    keep_platform_groups()
+    differences = {
+        each.name: float(np.abs(whole(grad, each) - exact.asnumpy()).max())
+        for each, grad, exact in zip(found, grads, expected, strict=True)
+    }
+    return {"loss": abs(mine.item() - one.item()), **differences}
+
+
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda p: nn.SGD(p, 0.05, momentum=0.9),
     "Adam": lambda p: nn.Adam(p, 0.01),
