@@ -126,3 +126,7 @@ def test_mistakes_are_said_on_every_rank() -> None:
         for name, parts in words.items():
             for part in parts:
                 assert part in said[name], f"{name}: {said[name]}"
+
+
+def test_no_method_of_a_tensor_answers_local_values_as_if_they_were_the_whole() -> None:
+    assert on_ranks("methods_that_answer_plain_tensors", ranks=2) == [[], []]

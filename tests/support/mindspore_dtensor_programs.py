@@ -478,3 +478,37 @@ def hooks_of_gradients() -> dict[str, bool]:
         "hook": len(seen) == 1 and isinstance(seen[0], DTensor) and seen[0].shape == (4, 6),
         "reduced once": log.counts() == {"all_reduce": 1},
     }
+
+
+# Methods that answer a plain tensor, and may: what can be pickled, and shapes that say nothing about values.
+_MAY_BE_PLAIN = {"__reduce_ex__", "to_local", "full_tensor", "_local_tensor"}
+
+
+def methods_that_answer_plain_tensors() -> list[str]:
+    """Every public method of a tensor is called, with a few kinds of arguments: what MindSpore does past the hook is a plain tensor."""
+    # A mesh of this rank alone: some hundred calls, and nobody to wait for.
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",), rank_list=[hp.get_mindspore_platform().get_rank()])
+    found = []
+    for name in sorted(dir(DTensor)):
+        is_private = name.startswith("_") and not name.startswith("__")
+        if is_private or name in _MAY_BE_PLAIN | {"__class__", "__init_subclass__", "__new__", "__init__"}:
+            continue
+        x = hp.distribute_tensor(tensor(4, 4), mesh, [Shard(0)])
+        for arguments in ((), (1,), (x,), ((0, 1),)):
+            try:
+                value = getattr(x, name)
+                value = value(*arguments) if callable(value) else value
+            except Exception:  # noqa: S112 - most do not take these arguments, or have no rule
+                continue
+            if _has_plain(value):
+                found.append(name)
+                break
+    keep_platform_groups()
+    return found
+
+
+def _has_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_plain, value))
+    # `tensor_split` makes its empty pieces by itself, of the whole shape.
+    return isinstance(value, (Tensor, np.ndarray)) and not isinstance(value, DTensor) and value.size > 0
