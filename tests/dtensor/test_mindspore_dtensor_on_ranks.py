@@ -36,8 +36,21 @@ def test_a_tensor_parallel_mlp_has_the_gradients_of_one_device_and_sends_what_it
         assert found["local"] == [(4, 6), (4,), (6, 4), (6,)], rank
 
 
-def test_steps_of_gradient_descent_are_those_of_one_device() -> None:
-    assert max(on_ranks("trained_by_hand", 3)) < 2e-6
+@pytest.mark.parametrize("plan", ["by words", "by width", "by rows"])
+def test_cells_of_the_framework_have_the_loss_and_gradients_of_one_device(plan: str) -> None:
+    for found in on_ranks("cells", plan, ranks=2):
+        assert len(found) == 7
+        assert max(found.values()) < 5e-6, found
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamWeightDecay", "experimental AdamW", "by hand"])
+def test_steps_of_optimizers_on_local_parameters_are_those_of_one_device(optimizer: str) -> None:
+    assert max(on_ranks("trained", optimizer, None)) < 5e-6
+
+
+@pytest.mark.parametrize("norm", [2.0, 3.0, float("inf")])
+def test_gradients_are_clipped_by_the_norm_of_the_whole(norm: float) -> None:
+    assert max(on_ranks("trained", "by hand", norm)) < 5e-6
 
 
 def test_a_parameter_with_a_layout_is_copied_pickled_loaded_and_still_learns() -> None:
@@ -105,6 +118,7 @@ def test_mistakes_are_said_on_every_rank() -> None:
         "implicit": ["would have to move", "Softmax"],
         "class": ["TypeError", "from_local"],
         "a layout already": ["ValueError", "layout already"],
+        "optimizer": ["RuntimeError", "p.to_local()"],
         "plain data": ["TypeError", "those of a DTensor"],
     }
     for said in on_ranks("errors"):
@@ -112,3 +126,7 @@ def test_mistakes_are_said_on_every_rank() -> None:
         for name, parts in words.items():
             for part in parts:
                 assert part in said[name], f"{name}: {said[name]}"
+
+
+def test_no_method_of_a_tensor_answers_local_values_as_if_they_were_the_whole() -> None:
+    assert on_ranks("methods_that_answer_plain_tensors", ranks=2) == [[], []]

@@ -166,7 +166,7 @@ def several_outputs(num_ranks: int) -> dict[str, bool]:
 
             @staticmethod
             def backward(ctx, first, second, third):
-                x, y = ctx.saved_tensors
+                _, y = ctx.saved_tensors
                 return first * y + second, None
 
         class DotRule(DistributedOp):

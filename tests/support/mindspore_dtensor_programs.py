@@ -106,29 +106,103 @@ def tensor_parallel_mlp(kind: str, driver: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def trained_by_hand(steps: int) -> float:
-    """Gradient descent by `assign_sub` on a mesh of 2x2, sharded both ways: the largest difference of parameters beside one device."""
+class Speaker(nn.Cell):
+    """Of MindSpore's own cells: an embedding, a norm, a layer of attention without heads, and the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 6)
+        self.norm = nn.LayerNorm((6,))
+        self.mix = nn.Dense(6, 6, has_bias=False)
+        self.out = nn.Dense(6, 10)
+        self.loss = nn.CrossEntropyLoss()
+        self.register_buffer("scale", Tensor(np.full(6, 0.5, np.float32)))
+        for index, parameter in enumerate(self.get_parameters()):
+            parameter.set_data(tensor(*parameter.shape, seed=index + 1))
+
+    def construct(self, ids: Any, targets: Any) -> Any:
+        x = self.norm(self.table(ids)) * self.scale
+        weights = ops.softmax(ops.matmul(self.mix(x), x.swapaxes(-1, -2)), -1)
+        x = x + ops.matmul(weights, x)
+        return self.loss(self.out(x).reshape(-1, 10), targets.reshape(-1))
+
+
+PLANS: dict[str, ShardPlan] = {
+    "by words": ShardPlan(parameters={"table.embedding_table": ("tp", None), "out.weight": ("tp", None), "out.bias": ("tp",)}),
+    "by width": ShardPlan(parameters={"table.embedding_table": (None, "tp"), "mix.weight": (None, "tp"), "out.weight": (None, "tp")}),
+    "by rows": ShardPlan(inputs={"": [("tp", None), ("tp", None)]}),
+}  # fmt: skip
+
+
+def cells(plan: str) -> dict[str, float]:
+    """Differences of the loss and of the gradients beside one device."""
+    mesh = mesh_named("2")
+    plain, sharded = Speaker(), hp.shard_module(Speaker(), mesh, PLANS[plan])
+    numbers = np.random.default_rng(5)
+    ids, targets = (Tensor(numbers.integers(0, 10, (3, 4)).astype(np.int32)) for _ in range(2))
+    right, found = list(plain.get_parameters()), list(sharded.get_parameters())
+    one, expected = mindspore.value_and_grad(plain, None, right)(ids, targets)
+    mine, grads = mindspore.value_and_grad(sharded, None, found)(
+        *(hp.distribute_tensor(each, mesh) for each in (ids, targets))
+    )
+    keep_platform_groups()
+    differences = {
+        each.name: float(np.abs(whole(grad, each) - exact.asnumpy()).max())
+        for each, grad, exact in zip(found, grads, expected, strict=True)
+    }
+    return {"loss": abs(mine.item() - one.item()), **differences}
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda p: nn.SGD(p, 0.05, momentum=0.9),
+    "Adam": lambda p: nn.Adam(p, 0.01),
+    "AdamWeightDecay": lambda p: nn.AdamWeightDecay(p, 0.01),
+    "experimental AdamW": lambda p: mindspore.experimental.optim.AdamW(p, 0.01),
+    "by hand": None,
+}
+
+
+def _assigned(parameters: list[Any], grads: list[Any]) -> None:
+    for parameter, grad in zip(parameters, grads, strict=True):
+        change = grad * 0.1
+        if isinstance(parameter, DTensor):
+            change = DTensor.from_local(change, gradient_layout(parameter.layout), shape=parameter.shape)
+        ops.assign_sub(parameter, change)
+
+
+def trained(optimizer: str, clip: float | None) -> float:
+    """The largest difference of parameters after some steps on a mesh of 2x2, sharded both ways, beside one device."""
     mesh = mesh_named("2x2")
     plan = ShardPlan(
         parameters={"up.weight": ("tp", "dp"), "up.bias": ("tp",), "down.weight": (("dp", "tp"), None)},
         inputs={"": ("dp", None)},
     )
     plain, sharded = MLP("Dense"), hp.shard_module(MLP("Dense"), mesh, plan)
-    for step in range(steps):
-        x = tensor(6, 6, seed=step)
-        for module in (plain, sharded):
-            parameters = list(module.get_parameters())
+    platform = hp.get_mindspore_platform()
+    make = OPTIMIZERS[optimizer]
+    if make is not None:
+        steps = [make(list(plain.trainable_params())), make([each.to_local() for each in sharded.trainable_params()])]
+    for number in range(3):
+        x = tensor(6, 6, seed=number)
+        norms = []
+        for index, module in enumerate((plain, sharded)):
+            parameters = list(module.trainable_params())
             grads = mindspore.value_and_grad(lambda v, m=module: (m(v) * m(v)).mean(), None, parameters)(x)[1]
-            for parameter, grad in zip(parameters, grads, strict=True):
-                change = grad * 0.1
-                if isinstance(parameter, DTensor):
-                    change = DTensor.from_local(change, gradient_layout(parameter.layout), shape=parameter.shape)
-                ops.assign_sub(parameter, change)
+            if clip is not None:
+                for parameter, grad in zip(parameters, grads, strict=True):
+                    parameter._grad = grad
+                norms.append(float(platform.clip_grad_norm_(module, 0.05, clip).asnumpy()))
+                grads = tuple(parameter._grad for parameter in parameters)
+            if make is None:
+                _assigned(parameters, grads)
+            else:
+                steps[index](grads)
+        if clip is not None:
+            assert abs(norms[0] - norms[1]) < 2e-6 * norms[0], norms
     keep_platform_groups()
-    right = list(plain.get_parameters())
     return max(
-        float(np.abs(p.full_tensor().asnumpy() - r.asnumpy()).max())
-        for p, r in zip(sharded.get_parameters(), right, strict=True)
+        float(np.abs(mine.full_tensor().asnumpy() - right.asnumpy()).max())
+        for mine, right in zip(sharded.get_parameters(), plain.get_parameters(), strict=True)
     )
 
 
@@ -350,6 +424,10 @@ def errors() -> dict[str, str]:
         note("implicit", lambda: ops.softmax(x, 0))
     note("class", lambda: DTensor(mint.zeros((2,))))
     note("a layout already", lambda: hp.get_mindspore_platform().set_layout_into_parameter(x, mesh.layout(None, None)))
+    weight = hp.get_mindspore_platform().set_layout_into_parameter(
+        Parameter(tensor(4, 6), name="w"), mesh.layout("dp", None)
+    )
+    note("optimizer", lambda: nn.Adam([weight]))
     note("plain data", lambda: hp.get_mindspore_platform().load_into_param(x, tensor(4, 6)))
     keep_platform_groups()
     return said
@@ -400,3 +478,37 @@ def hooks_of_gradients() -> dict[str, bool]:
         "hook": len(seen) == 1 and isinstance(seen[0], DTensor) and seen[0].shape == (4, 6),
         "reduced once": log.counts() == {"all_reduce": 1},
     }
+
+
+# Methods that answer a plain tensor, and may: what can be pickled, and shapes that say nothing about values.
+_MAY_BE_PLAIN = {"__reduce_ex__", "to_local", "full_tensor", "_local_tensor"}
+
+
+def methods_that_answer_plain_tensors() -> list[str]:
+    """Every public method of a tensor is called, with a few kinds of arguments: what MindSpore does past the hook is a plain tensor."""
+    # A mesh of this rank alone: some hundred calls, and nobody to wait for.
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",), rank_list=[hp.get_mindspore_platform().get_rank()])
+    found = []
+    for name in sorted(dir(DTensor)):
+        is_private = name.startswith("_") and not name.startswith("__")
+        if is_private or name in _MAY_BE_PLAIN | {"__class__", "__init_subclass__", "__new__", "__init__"}:
+            continue
+        x = hp.distribute_tensor(tensor(4, 4), mesh, [Shard(0)])
+        for arguments in ((), (1,), (x,), ((0, 1),)):
+            try:
+                value = getattr(x, name)
+                value = value(*arguments) if callable(value) else value
+            except Exception:  # noqa: S112 - most do not take these arguments, or have no rule
+                continue
+            if _has_plain(value):
+                found.append(name)
+                break
+    keep_platform_groups()
+    return found
+
+
+def _has_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_plain, value))
+    # `tensor_split` makes its empty pieces by itself, of the whole shape.
+    return isinstance(value, (Tensor, np.ndarray)) and not isinstance(value, DTensor) and value.size > 0

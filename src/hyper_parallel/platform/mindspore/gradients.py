@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -34,7 +35,10 @@ class Gradients:
         norm_type = check_norm_arguments(max_norm, norm_type)
         with_grad = [p for p in _as_parameters(parameters) if p._grad is not None]
         with _no_grad():
-            total = _total_norm([p._grad for p in with_grad], norm_type)
+            if any(hasattr(p, "_local_tensor") for p in with_grad):
+                total = _total_norm_over_ranks(with_grad, norm_type)
+            else:
+                total = _total_norm([p._grad for p in with_grad], norm_type)
         if error_if_nonfinite and not np.isfinite(total.asnumpy()):
             raise StateError(
                 "The total norm of the gradients is not finite.",
@@ -59,6 +63,28 @@ def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
     if not norms:
         return Tensor(0.0, wide)
     return norms[0] if len(norms) == 1 else _norm(ops.stack(norms), norm_type)
+
+
+def _total_norm_over_ranks(parameters: list[Tensor], norm_type: float) -> Tensor:
+    """Where some are distributed: the powers of the norms are added up, over the ranks that have different parts."""
+    from hyper_parallel.platform.mindspore.dtensor.norms import powers_over_ranks
+
+    wide = mindspore.float64 if any(p._grad.dtype == mindspore.float64 for p in parameters) else mindspore.float32
+    is_max = math.isinf(norm_type)
+
+    def power(grad: Tensor) -> Tensor:
+        if not grad.numel():
+            return Tensor(0.0, wide)
+        norm = _norm(grad.to(wide), norm_type)
+        return norm if is_max else norm ** _number(norm_type, norm)
+
+    def combined(powers: list[Tensor]) -> Tensor:
+        if is_max:
+            return _norm(ops.stack(powers), norm_type)
+        return functools.reduce(lambda left, right: left + right, powers)
+
+    total = powers_over_ranks(parameters, power, combined, "max" if is_max else "sum")
+    return total if is_max else total ** _number(1.0 / norm_type, total)
 
 
 def _norm(tensor: Tensor, norm_type: float) -> Tensor:

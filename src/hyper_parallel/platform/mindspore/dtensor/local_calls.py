@@ -11,6 +11,7 @@ from typing import Any
 
 import mindspore
 from mindspore import Tensor, mint, ops
+from mindspore.graph.api import _no_grad
 
 from hyper_parallel._base.errors import ArgumentTypeError, StateError
 from hyper_parallel.core.dtensor.boxes import box_of
@@ -60,7 +61,20 @@ _NEUTRAL = {
 def local_call(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
     """The local implementation that a decision names; None: the operator itself."""
     call = None if decision.how is None else _MAKERS[decision.how](decision, inputs, name)
+    coordinate = _coordinate(decision.inputs[0])
+    if all(0 in spec.local_shape_at(coordinate) for spec in decision.outputs):
+        return _unrecorded(call)
     return _of_nothing(call, _NEUTRAL[name]) if name in _NEUTRAL and _sums_nothing(decision, inputs) else call
+
+
+def _unrecorded(call: LocalCall | None) -> LocalCall:
+    """Where this rank makes nothing: some gradients refuse to compute with nothing. Its inputs get zeros by rule G7."""
+
+    def without_graph(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with _no_grad():
+            return func(*args, **kwargs) if call is None else call(func, args, kwargs)
+
+    return without_graph
 
 
 def _sums_nothing(decision: Decision, inputs: Sequence[Spec]) -> bool:

@@ -19,7 +19,17 @@ from hyper_parallel.core.shard.communication_log import why
 from hyper_parallel.core.shard.local_parts import mesh_coordinate, noted_transport
 from hyper_parallel.platform.mindspore.dtensor.local_tensors import MindSporeTensors
 
-__all__ = ["Move", "Tie", "anchored", "detached", "extremes_reduced", "is_grad_enabled", "move_values", "tied_to"]
+__all__ = [
+    "Move",
+    "Tie",
+    "anchored",
+    "detached",
+    "extremes_reduced",
+    "is_grad_enabled",
+    "move_values",
+    "reduce_values",
+    "tied_to",
+]
 
 # Whether operators are recorded now, by `value_and_grad` or on the tape.
 is_grad_enabled = _pynative_executor.requires_grad
@@ -45,6 +55,12 @@ def _transport(local: Tensor, mesh: DeviceMesh) -> Any:
     from hyper_parallel.platform import get_mindspore_platform
 
     return noted_transport(get_mindspore_platform(), MindSporeTensors(local), mesh)
+
+
+def reduce_values(tensor: Tensor, mesh: DeviceMesh, axes: tuple[str, ...], op: str) -> Tensor:
+    """The reduction over the ranks of some axes, as a new tensor; no graph."""
+    ranks = mesh.ranks_along(axes, mesh.rank_at(mesh_coordinate(mesh)))
+    return _transport(tensor, mesh).all_reduce(detached(tensor), ranks, op)
 
 
 class Move(_Function):

@@ -124,7 +124,7 @@ class DTensor(Tensor):
         return wrapped(local, checked_spec(local, as_layout(mesh, placements, local.ndim), shape, run_check))
 
     def to_local(self) -> Tensor:
-        """This rank's part, with its graph: its gradient is laid out as that of the DTensor."""
+        """This rank's part, with its graph: its gradient is laid out as that of the DTensor. Of a parameter it is a parameter."""
         return self._local
 
     def full_tensor(self) -> Tensor:
@@ -163,6 +163,41 @@ class DTensor(Tensor):
     def detach(self) -> DTensor:
         """The same values outside of any graph."""
         return wrapped(detached(self._local), self._spec)
+
+    @property
+    def data(self) -> DTensor:
+        """Itself, as of a `Parameter`; the same values outside of any graph of another tensor."""
+        return self if isinstance(self, Parameter) else self.detach()
+
+    @data.setter
+    def data(self, value: DTensor) -> None:
+        self.set_data(value)
+
+    def set_data(self, data: DTensor, slice_shape: bool = False) -> DTensor:
+        """The values of another DTensor of the same shape, in whatever layout."""
+        if not isinstance(data, DTensor) or data._spec.shape != self._spec.shape:
+            raise ArgumentTypeError(
+                "The data of a DTensor are replaced by those of another.",
+                expected=f"a DTensor of shape {self._spec.shape}",
+                got=describe(data),
+            )
+        with _no_grad():
+            self._local._update_data(detached(moved(data, self._spec.layout)._local))
+        return self._changed_in_place()
+
+    def clone(self, init: Any = "same") -> Any:
+        """A copy; of a parameter another parameter."""
+        if not isinstance(self, Parameter):
+            return super().clone()
+        if init == "same":
+            return self.__deepcopy__({})
+        # With other values it is what MindSpore's optimizers make their states with.
+        raise StateError(
+            "MindSpore's optimizers compile their step, and cannot compile distributed tensors.",
+            expected="the local parameters",
+            got=f"a DTensor, {self.name}",
+            do="Give them those: `nn.Adam([p.to_local() for p in module.trainable_params()])`. Gradients are local already.",
+        )
 
     # -- what it looks like -------------------------------------------------------------------------------------------
 
@@ -205,6 +240,9 @@ class DTensor(Tensor):
 
     def numel(self) -> int:
         return self._spec.num_elements
+
+    ndimension = dim
+    nelement = numel
 
     @property
     def nbytes(self) -> int:
@@ -404,18 +442,11 @@ def _refused(name: str) -> Any:
     return refuse
 
 
-for _name in [
-    "asnumpy",
-    "numpy",
-    "__array__",
-    "data_ptr",
-    "untyped_storage",
-    "storage_offset",
-    "pin_memory",
-    "assign_value",
-    "set_",
-    "resize_",
-]:
+# What reads or writes memory, and methods that make a plain tensor of it.
+_REFUSED = """
+asnumpy numpy __array__ data_ptr untyped_storage storage storage_offset pin_memory assign_value assign_value_cpp set_ resize_ cauchy fill isreal log_normal
+"""
+for _name in _REFUSED.split():
     if hasattr(Tensor, _name):
         setattr(DTensor, _name, _refused(_name))
 
@@ -465,13 +496,16 @@ def moved(tensor: DTensor, target: Layout) -> DTensor:
 
 
 def as_parameter(tensor: DTensor, name: str | None, requires_grad: bool) -> Any:
-    """A `Parameter` that is a DTensor, with a leaf of its own as local tensor."""
+    """A `Parameter` that is a DTensor. Its local tensor is a parameter, too: optimizers step on that one."""
     from hyper_parallel.platform.mindspore.parameters import new_parameter
 
+    local = new_parameter(detached(tensor._local), name=name, requires_grad=True)
     # Before it is wrapped: a parameter of a local tensor that needs no gradient would get none, without a word.
-    tensor._local.requires_grad_()
-    made = new_parameter(tensor, name=name, requires_grad=requires_grad)
-    made._local.requires_grad_(requires_grad)
+    local.requires_grad_()
+    made = new_parameter(wrapped(local, tensor._spec), name=name, requires_grad=True)
+    if not requires_grad:
+        local.requires_grad = False
+        made.requires_grad = False
     return made
 
 
