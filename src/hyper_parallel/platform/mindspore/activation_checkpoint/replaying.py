@@ -1,0 +1,359 @@
+"""A region's function runs again: op by op the record says what to run, what to take, and what to leave out.
+
+The rules are numbered in the README of core/activation_checkpoint; comments here name them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from types import FrameType
+from typing import Any
+
+from mindspore import MsDispatchMode, Tensor, mint
+from mindspore.graph.api import _no_grad
+
+from hyper_parallel._base.errors import StateError, describe
+from hyper_parallel.platform.mindspore.activation_checkpoint.cell_paths import num_casting_cells
+from hyper_parallel.platform.mindspore.activation_checkpoint.recording import (
+    Call,
+    Constant,
+    Node,
+    Record,
+    RecordedOp,
+    Saves,
+)
+from hyper_parallel.platform.mindspore.activation_checkpoint.storages import (
+    Look,
+    aliased,
+    copied,
+    storage_address,
+    storage_bytes,
+    unseen,
+    whole,
+)
+from hyper_parallel.platform.regions.questions import PolicyContext, asked
+
+Wanted = Any  # a Node, or (Saves, which of them)
+
+
+class AllFound(BaseException):  # not an Exception: the function under replay may catch those
+    """Every needed value was met: the rest of the function need not run (rule 6)."""
+
+
+class NeedsEverything(BaseException):
+    """What was left out is read after all (rule 5)."""
+
+
+class Replay:
+    """One run of the function.
+
+    Fields:
+        found: the wanted values met so far, as aliases
+        _elsewhere: address of memory that is not of this run -> the copy that ops of this run write in its place
+        _last_saved: index of the last op after which autograd saved something that is wanted
+        num_casting: how many cells that cast were left by an exception of this run
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        runs: Collection[int],
+        takes: Collection[Any],
+        wanted: dict[Wanted, int],
+        policy: Any,
+        *,
+        check_outputs: bool,
+        early_stop: bool,
+        preserves_random_state: bool,
+    ) -> None:
+        self.found: dict[Wanted, Tensor] = {}
+        self.first_missing: RecordedOp | None = None
+        self.first_unknown: str | None = None
+        self.num_casting = 0
+        self._record = record
+        self._runs = runs
+        self._takes = takes
+        self._wanted = wanted
+        self._last_saved = max(wanted.values(), default=-1)
+        self._policy = None if getattr(policy, "is_pure", False) else policy
+        self._check_outputs = check_outputs
+        self._early_stop = early_stop
+        self._preserves_random_state = preserves_random_state
+        self._next = 0
+        self._met = bytearray(len(record.ops))
+        self._current = -1  # the op that was met last
+        self._num_saved = 0
+        self._key = f"{record.key}.again"
+        self._newest: dict[int, Node] = {}
+        self._inputs_at: dict[int, Node] = {}
+        self._elsewhere: dict[int, Tensor] = {}
+        self._base: FrameType | None = None
+
+    def begin(self) -> None:
+        """Called by who calls the function."""
+        self._base = sys._getframe(1)
+
+    def has_met(self, op: RecordedOp) -> bool:
+        return bool(self._met[op.index])
+
+    # -- which value a tensor is -----------------------------------------------------------------------------------------
+
+    def bind_input(self, node: Node, tensor: Tensor) -> None:
+        if storage_bytes(tensor):
+            self._inputs_at.setdefault(storage_address(tensor), node)
+
+    def _node_of(self, tensor: Tensor) -> Node | None:
+        node: Node | None = tensor._get_user_data(self._key)
+        address = storage_address(tensor)
+        if node is None:
+            return self._inputs_at.get(address)
+        if tensor.is_meta or node.num_bytes == 0:
+            return node
+        base = node.base
+        newest = self._inputs_at if base.op < 0 else self._newest
+        return node if newest.get(address) is base else None
+
+    def _bind(self, tensor: Tensor, node: Node) -> None:
+        tensor._set_user_data(self._key, node)
+        if node.source is None and node.num_bytes and not tensor.is_meta:
+            address = storage_address(tensor)
+            self._newest[address] = node
+            self._inputs_at.pop(address, None)
+
+    # -- ops ----------------------------------------------------------------------------------------------------------
+
+    def run(self, call: Call) -> Any:
+        self._stop_if_done()
+        tensors, rest = call.sorted()
+        values = [self._node_of(tensor) for tensor in tensors]
+        op = self._match(call, values, rest)
+        if op is None:
+            return self._run_unknown(call, tensors)
+        self._current = op.index
+        self._num_saved = 0
+        if op.index in self._runs:
+            result = self._run_again(op, call, tensors)
+        elif any(node in self._takes for node in op.nodes) or not op.nodes:
+            result = self._take(op.outputs, op.is_primitive)
+        else:
+            result = self._leave_out(op, call, tensors)
+        if self._policy is not None and op.policy is not None:
+            self._ask_again(op, call, result)
+        return result
+
+    def _stop_if_done(self) -> None:
+        # Not before the op after which autograd saved the last of them: what is written by index until then is seen by nobody (README).
+        if self._early_stop and len(self.found) == len(self._wanted) and self._current >= self._last_saved:
+            self._leave(AllFound())
+
+    def _leave(self, exception: BaseException) -> None:
+        if self._base is not None:
+            self.num_casting = num_casting_cells(self._base)
+        raise exception
+
+    def _run_again(self, op: RecordedOp, call: Call, tensors: list[Tensor]) -> Any:
+        replacements: dict[int, Tensor] = {}
+        for position, tensor in enumerate(tensors):
+            if tensor.is_meta:
+                self._leave(NeedsEverything(str(op)))
+            if self._elsewhere:
+                elsewhere = self._elsewhere.get(storage_address(tensor))
+                if elsewhere is not None:
+                    replacements[id(tensor)] = Look.of(tensor).on(whole(elsewhere))
+            if position in op.before_write and id(tensor) not in replacements:
+                # Written once already, in forward: what runs again writes into a copy.
+                copy = copied(op.before_write[position])
+                self._elsewhere[storage_address(tensor)] = replacements[id(tensor)] = copy
+        if op.redo is not None:
+            result = op.redo(tensors[0])
+            _set_requires_grad(op.outputs, result)
+        else:
+            result = call.run(_replaced(call.args, replacements) if replacements else None)
+        self._note_outputs(op, op.outputs, result)
+        return result
+
+    def _note_outputs(self, op: RecordedOp, outputs: Any, result: Any) -> None:
+        if isinstance(outputs, Node):
+            if not isinstance(result, Tensor) or (self._check_outputs and not _looks_like(result, outputs.look)):
+                raise self._other_result(op, outputs, result)
+            self._bind(result, outputs)
+            self._collect(outputs, result)
+        elif not isinstance(outputs, Constant):
+            if not isinstance(result, (list, tuple)) or len(result) != len(outputs):
+                raise self._other_result(op, outputs, result)
+            for each, got in zip(outputs, result, strict=True):
+                self._note_outputs(op, each, got)
+
+    def _collect(self, wanted: Wanted, tensor: Tensor) -> None:
+        if wanted in self._wanted and wanted not in self.found:
+            self.found[wanted] = aliased(tensor)
+
+    def _take(self, outputs: Any, is_primitive: bool) -> Any:
+        """The result of an op that does not run: taken (rule 2), or a placeholder (rule 3)."""
+        if isinstance(outputs, Constant):
+            return outputs.value  # rule 7
+        if not isinstance(outputs, Node):
+            return type(outputs)([self._take(each, is_primitive) for each in outputs])
+        if outputs not in self._takes:
+            return self._placeholder(outputs, is_primitive)
+        taken = aliased(outputs.kept.tensor())
+        if is_primitive and outputs.requires_grad:  # autograd is below this mode, and is not asked
+            taken.requires_grad_()
+        self._bind(taken, outputs)
+        self._collect(outputs, taken)
+        return taken
+
+    def _leave_out(self, op: RecordedOp, call: Call, tensors: list[Tensor]) -> Any:
+        view = op.nodes[0] if len(op.nodes) == 1 else None
+        if view is not None and view.source is not None and not any(tensor.is_meta for tensor in tensors):
+            return self._run_again(op, call, tensors)  # costs nothing, and shows what it looks at
+        return self._take(op.outputs, op.is_primitive)
+
+    def _placeholder(self, node: Node, is_primitive: bool) -> Tensor:
+        """A tensor with everything but memory: whoever reads it gets an error of the framework, which starts the replay over."""
+        with unseen(), _no_grad():
+            empty = mint.empty(node.look.shape, dtype=node.look.dtype, device="meta")
+        if is_primitive and node.requires_grad:
+            empty.requires_grad_()
+        self._bind(empty, node)
+        return empty
+
+    def _run_unknown(self, call: Call, tensors: list[Tensor]) -> Any:
+        """An op that forward did not run with these values (rule 4)."""
+        if self.first_unknown is None:
+            self.first_unknown = call.name
+            self.first_missing = next((op for op in self._record.ops[self._next :] if not self._met[op.index]), None)
+        if any(tensor.is_meta for tensor in tensors):
+            self._leave(NeedsEverything(call.name))
+        return call.run()
+
+    # -- what autograd saves ---------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> None:
+        """Autograd saves something of the second run, whose graph is never used."""
+        wanted = (Saves(self._current), self._num_saved)
+        self._num_saved += 1
+        if wanted in self._wanted and wanted not in self.found and not tensor.is_meta:
+            self.found[wanted] = aliased(tensor)
+
+    # -- which op it is -------------------------------------------------------------------------------------------------
+
+    def _match(self, call: Call, values: list[Node | None], rest: list[Any]) -> RecordedOp | None:
+        """The recorded op that this one is (rule 1)."""
+        ops = self._record.ops
+        index = self._next
+        if index < len(ops) and self._is_same(ops[index], call, values, rest, in_order=True):  # nearly always
+            self._next = index + 1
+            self._met[index] = 1
+            return ops[index]
+        for op in ops:
+            if not self._met[op.index] and any(op.reads) and self._is_same(op, call, values, rest, in_order=False):
+                if self.first_missing is None and op.index > self._next:
+                    self.first_missing = ops[self._next]
+                self._met[op.index] = 1
+                self._next = op.index + 1
+                return op
+        return None
+
+    def _is_same(
+        self, op: RecordedOp, call: Call, values: list[Node | None], rest: list[Any], *, in_order: bool
+    ) -> bool:
+        if op.name != call.name or not _same_rest(op.rest, rest):
+            return False
+        if op.reads != values and not (in_order and all(map(_may_be, op.reads, values))):
+            return False
+        return not (op.is_random and self._preserves_random_state) or op.redo is not None or op.seeds == _seeds(call)
+
+    # -- checks -----------------------------------------------------------------------------------------------------------
+
+    def _ask_again(self, op: RecordedOp, call: Call, result: Any) -> None:
+        where = op.where
+        context = PolicyContext(True, where.module, where.occurrence, result, where.call, where.occurrence_in_call)
+        policy = asked(self._policy, context, call.name, call.args, call.kwargs)
+        if policy is not op.policy:
+            raise StateError(
+                "A policy changed its mind between forward and recomputation.",
+                expected=f"{op.policy.name}, as in forward",
+                got=policy.name,
+                where=str(op),
+                do="Let the policy decide by the op, ctx.module and ctx.occurrence; what it counts itself differs in the two runs.",
+            )
+
+    def _other_result(self, op: RecordedOp, outputs: Any, result: Any) -> StateError:
+        return StateError(
+            "Recomputation gave another result than forward.",
+            expected=str(outputs.look) if isinstance(outputs, Node) else f"{len(outputs)} results",
+            got=str(Look.of(result)) if isinstance(result, Tensor) else describe(result),
+            where=str(op),
+            do="Make the function give the same each time, or let the policy save this op.",
+        )
+
+
+class ReplayMode(MsDispatchMode):
+    """Sees every op of the second run."""
+
+    def __init__(self, replay: Replay | None) -> None:
+        self._replay = replay
+
+    def __ms_dispatch__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        call = Call.of(func, args, kwargs)
+        return call.run() if self._replay is None else self._replay.run(call)
+
+
+def _may_be(recorded: Node | None, value: Node | None) -> bool:
+    """Whether an op that reads `value` at its place may be the one that read `recorded`.
+
+    An input that comes back from elsewhere may be laid out otherwise, so that kernels make a copy of it in one run alone; a copy is recognised
+    by nobody.
+    """
+    if recorded is value:
+        return True
+    known = recorded or value
+    return (recorded is None or value is None) and known is not None and known.base.op < 0
+
+
+def _seeds(call: Call) -> Any:
+    from hyper_parallel.platform.mindspore.activation_checkpoint.random_ops import seeds_of
+
+    return seeds_of(call.primitive)
+
+
+def _looks_like(tensor: Tensor, look: Look) -> bool:
+    return bool(tensor.dtype == look.dtype and tensor.shape == look.shape)
+
+
+def _set_requires_grad(outputs: Any, result: Any) -> None:
+    for node, tensor in zip(outputs, result, strict=True):
+        if node.requires_grad:
+            tensor.requires_grad_()
+
+
+def _replaced(arguments: Any, by_id: dict[int, Tensor]) -> Any:
+    return type(arguments)(
+        [
+            by_id.get(id(each), each)
+            if isinstance(each, Tensor)
+            else _replaced(each, by_id)
+            if type(each) in (list, tuple)
+            else each
+            for each in arguments
+        ]
+    )
+
+
+def _same_rest(left: list[Any], right: list[Any]) -> bool:
+    """Whether the arguments that are no tensors are the same; not-a-number equals itself."""
+    if len(left) != len(right):
+        return False
+    for a, b in zip(left, right, strict=True):
+        if a is b:
+            continue
+        if type(a) is not type(b):
+            return False
+        try:
+            if a != b and not (a != a and b != b):
+                return False
+        except (RuntimeError, ValueError, TypeError):  # what cannot be compared is not known to differ
+            continue
+    return True
