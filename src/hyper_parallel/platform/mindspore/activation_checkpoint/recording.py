@@ -84,7 +84,7 @@ class Node:
     `kept` is where it is available: `Saved`, `Swappable`, or `Swapped` of saved_tensors. `source` is what a view looks at.
     """
 
-    __slots__ = ("__weakref__", "address", "kept", "look", "num_bytes", "op", "position", "requires_grad", "source")
+    __slots__ = ("__weakref__", "address", "kept", "look", "num_bytes", "op", "position", "source")
 
     def __init__(self, op: int, position: int, tensor: Tensor, source: Node | None = None) -> None:
         self.op = op
@@ -92,7 +92,6 @@ class Node:
         self.look = Look.of(tensor)
         self.num_bytes = storage_bytes(tensor)
         self.address = storage_address(tensor) if self.num_bytes else 0
-        self.requires_grad = bool(tensor._requires_grad)
         self.source = source
         self.kept: Any = None
 
@@ -184,7 +183,9 @@ class Record:
         self.key = f"hyper_parallel.{next(_num_records)}"
         self._newest: dict[int, Node] = {}
         self._inputs_at: dict[int, Node] = {}
-        self._strided: dict[tuple[Any, ...], list[Node]] = {}  # dtype and shape -> views that kernels make copies of
+        self._views: dict[
+            tuple[Any, ...], list[Node]
+        ] = {}  # dtype and shape -> what kernels make copies of before they read it
 
     # -- which result a tensor is ----------------------------------------------------------------------------------------
 
@@ -193,7 +194,7 @@ class Record:
         self.inputs.append(node)
         if node.num_bytes:  # held by the caller while the region runs: its address is its own
             self._inputs_at.setdefault(node.address, node)
-            self._note_strided(node, tensor)
+            self._note_view(node)
 
     def node_of(self, tensor: Tensor) -> Node | None:
         """The result or input that a tensor is; None if it is neither."""
@@ -216,11 +217,9 @@ class Record:
         if node.source is None:
             self._newest[node.address] = node
             self._inputs_at.pop(node.address, None)
-        self._note_strided(node, tensor)
 
-    def _note_strided(self, node: Node, tensor: Tensor) -> None:
-        if not tensor.is_contiguous():
-            self._strided.setdefault((tensor.dtype, tensor.shape), []).append(node)
+    def _note_view(self, node: Node) -> None:
+        self._views.setdefault((node.look.dtype, node.look.shape), []).append(node)
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
@@ -232,7 +231,7 @@ class Record:
         op = RecordedOp(len(self.ops), call, reads, rest, innermost.count(call.name))
         for tensor, node in zip(tensors, reads, strict=True):
             if node is None:
-                op.depends_on += self._strided.get((tensor.dtype, tensor.shape), ())
+                op.depends_on += self._views.get((tensor.dtype, tensor.shape), ())
         writes = _writes(call)
         if writes:
             self._note_writes(op, tensors, writes)
@@ -273,17 +272,19 @@ class Record:
 
     def _note_tensor(self, op: RecordedOp, tensor: Tensor, tensors: list[Tensor], writes: bool) -> Any:
         source = None
+        is_view = False
         if not writes and storage_bytes(tensor):
             address = storage_address(tensor)
             for read, argument in zip(op.reads, tensors, strict=True):
                 if storage_bytes(argument) and storage_address(argument) == address:
-                    source = (
-                        read  # None: of a copy that a kernel made, or a tensor from outside; then it stands for itself
-                    )
+                    # None: of a copy that a kernel made, or a tensor from outside; then it stands for itself.
+                    source, is_view = read, True
                     break
         node = Node(op.index, len(op.nodes), tensor, source)
         op.nodes.append(node)
         self._mark(tensor, node)
+        if is_view or not node.look.is_contiguous:
+            self._note_view(node)
         return node
 
     def _note_random(self, op: RecordedOp, call: Call, result: Any) -> None:

@@ -135,7 +135,7 @@ class Replay:
         if op.index in self._runs:
             result = self._run_again(op, call, tensors)
         elif any(node in self._takes for node in op.nodes) or not op.nodes:
-            result = self._take(op.outputs, op.is_primitive)
+            result = self._take(op.outputs)
         else:
             result = self._leave_out(op, call, tensors)
         if self._policy is not None and op.policy is not None:
@@ -167,7 +167,6 @@ class Replay:
                 self._elsewhere[storage_address(tensor)] = replacements[id(tensor)] = copy
         if op.redo is not None:
             result = op.redo(tensors[0])
-            _set_requires_grad(op.outputs, result)
         else:
             result = call.run(_replaced(call.args, replacements) if replacements else None)
         self._note_outputs(op, op.outputs, result)
@@ -189,17 +188,15 @@ class Replay:
         if wanted in self._wanted and wanted not in self.found:
             self.found[wanted] = aliased(tensor)
 
-    def _take(self, outputs: Any, is_primitive: bool) -> Any:
+    def _take(self, outputs: Any) -> Any:
         """The result of an op that does not run: taken (rule 2), or a placeholder (rule 3)."""
         if isinstance(outputs, Constant):
             return outputs.value  # rule 7
         if not isinstance(outputs, Node):
-            return type(outputs)([self._take(each, is_primitive) for each in outputs])
+            return type(outputs)([self._take(each) for each in outputs])
         if outputs not in self._takes:
-            return self._placeholder(outputs, is_primitive)
+            return self._placeholder(outputs)
         taken = aliased(outputs.kept.tensor())
-        if is_primitive and outputs.requires_grad:  # autograd is below this mode, and is not asked
-            taken.requires_grad_()
         self._bind(taken, outputs)
         self._collect(outputs, taken)
         return taken
@@ -208,14 +205,13 @@ class Replay:
         view = op.nodes[0] if len(op.nodes) == 1 else None
         if view is not None and view.source is not None and not any(tensor.is_meta for tensor in tensors):
             return self._run_again(op, call, tensors)  # costs nothing, and shows what it looks at
-        return self._take(op.outputs, op.is_primitive)
+        return self._take(op.outputs)
 
-    def _placeholder(self, node: Node, is_primitive: bool) -> Tensor:
+    def _placeholder(self, node: Node) -> Tensor:
         """A tensor with everything but memory: whoever reads it gets an error of the framework, which starts the replay over."""
         with unseen(), _no_grad():
-            empty = mint.empty(node.look.shape, dtype=node.look.dtype, device="meta")
-        if is_primitive and node.requires_grad:
-            empty.requires_grad_()
+            # Not what `empty` gives itself: that waits for a kernel that never runs, and a primitive that reads it would wait for ever.
+            empty = mint.empty(node.look.shape, dtype=node.look.dtype, device="meta").data
         self._bind(empty, node)
         return empty
 
@@ -261,9 +257,26 @@ class Replay:
     ) -> bool:
         if op.name != call.name or not _same_rest(op.rest, rest):
             return False
-        if op.reads != values and not (in_order and all(map(_may_be, op.reads, values))):
+        if op.reads != values and not (in_order and self._may_read(op, values)):
             return False
         return not (op.is_random and self._preserves_random_state) or op.redo is not None or op.seeds == _seeds(call)
+
+    def _may_read(self, op: RecordedOp, values: list[Node | None]) -> bool:
+        """Whether an op that reads these may be the recorded one, although kernels have made copies in one run alone.
+
+        Copies are recognised by nobody. Of a placeholder there are none; and an input that comes back from elsewhere may be laid out otherwise.
+        """
+        if len(op.reads) != len(values):
+            return False
+        for recorded, value in zip(op.reads, values, strict=True):
+            if recorded is value:
+                continue
+            known = recorded or value
+            is_input = known is not None and known.base.op < 0
+            is_copied = recorded is None and any(value is each for each in op.depends_on)
+            if (recorded is not None and value is not None) or not (is_input or is_copied):
+                return False
+        return True
 
     # -- checks -----------------------------------------------------------------------------------------------------------
 
@@ -301,18 +314,6 @@ class ReplayMode(MsDispatchMode):
         return call.run() if self._replay is None else self._replay.run(call)
 
 
-def _may_be(recorded: Node | None, value: Node | None) -> bool:
-    """Whether an op that reads `value` at its place may be the one that read `recorded`.
-
-    An input that comes back from elsewhere may be laid out otherwise, so that kernels make a copy of it in one run alone; a copy is recognised
-    by nobody.
-    """
-    if recorded is value:
-        return True
-    known = recorded or value
-    return (recorded is None or value is None) and known is not None and known.base.op < 0
-
-
 def _seeds(call: Call) -> Any:
     from hyper_parallel.platform.mindspore.activation_checkpoint.random_ops import seeds_of
 
@@ -321,12 +322,6 @@ def _seeds(call: Call) -> Any:
 
 def _looks_like(tensor: Tensor, look: Look) -> bool:
     return bool(tensor.dtype == look.dtype and tensor.shape == look.shape)
-
-
-def _set_requires_grad(outputs: Any, result: Any) -> None:
-    for node, tensor in zip(outputs, result, strict=True):
-        if node.requires_grad:
-            tensor.requires_grad_()
 
 
 def _replaced(arguments: Any, by_id: dict[int, Tensor]) -> Any:
