@@ -39,7 +39,6 @@ class Operation(NamedTuple):
 
 COMMUNICATION = "the communication part"
 LAYOUTS = "distributed tensors and layouts"
-ACTIVATION = "the activation memory part"
 COORDINATOR = "dual-pipe overlap"
 
 
@@ -212,7 +211,6 @@ OPERATIONS: tuple[Operation, ...] = (
         ckpt_wrapper: A module whose forward is a region.
         swap_wrapper: A module whose residuals are swapped.
         """,
-        ACTIVATION,
     ),
     *_rows(
         Section.EXECUTION,

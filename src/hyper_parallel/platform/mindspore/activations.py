@@ -10,6 +10,8 @@ from typing import Any
 
 import mindspore
 
+_OURS = {"policy_fn", "swap_inputs", "checkpoint_impl", "preserve_rng_state", "determinism_check", "debug"}
+
 
 class Activations:
     @property
@@ -43,12 +45,12 @@ class Activations:
         """A cell whose forward is a region, run by `checkpoint_fn(module, *args, **kwargs)` with these keywords.
 
         Without a function MindSpore's own non-reentrant `recompute` runs it, unless there is something that only this package's
-        `checkpoint` can do (`policy_fn`, `swap_inputs`) or that the wrapper decides (`checkpoint_impl`). It keeps a tensor per step on the
-        CPU, and draws other random numbers the second time.
+        `checkpoint` can do (`policy_fn`, `swap_inputs`, `preserve_rng_state`, `determinism_check`, `debug`) or that the wrapper decides
+        (`checkpoint_impl`). MindSpore's keeps a tensor per step on the CPU, and draws other random numbers the second time.
         """
         from hyper_parallel.platform.mindspore.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-        if checkpoint_fn is None and not {"policy_fn", "swap_inputs", "checkpoint_impl"} & checkpoint_fn_kwargs.keys():
+        if checkpoint_fn is None and not _OURS & checkpoint_fn_kwargs.keys():
             checkpoint_fn = functools.partial(mindspore.recompute, use_reentrant=False)
         return checkpoint_wrapper(module, checkpoint_fn=checkpoint_fn, **checkpoint_fn_kwargs)
 

@@ -90,6 +90,13 @@ class ActivationWrapper(nn.Cell, ABC):
     OWN: frozenset[str] = frozenset({_CKPT_WRAPPED_MODULE, "construct"})
 
     def __init__(self, module: nn.Cell | Callable[..., Any]) -> None:
+        if getattr(type(self).construct, "__isabstractmethod__", False):
+            # Python does not look, since a cell is made by the framework.
+            raise ArgumentTypeError(
+                f"{type(self).__name__} is abstract: it does not say how the inner cell is called.",
+                expected="a subclass with its own construct()",
+                do="Use `checkpoint_wrapper`, `swap_wrapper` or `offload_wrapper`, or write construct() in the subclass.",
+            )
         inner = _as_cell(module, type(self).__name__)
         super().__init__()
         self.__dict__[_CKPT_WRAPPED_MODULE] = inner

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -114,7 +115,7 @@ class Frame:
             self._host_randomness = HostRandomness()
         packer = _Packer(self)
         try:
-            with Hooks(packer.pack, _unpack), RecordingMode(record):
+            with Hooks(packer.pack, _unpack, packer.pack_input), RecordingMode(record):
                 result = self._function(*args, **kwargs)
             with unseen():
                 self._finish(record)
@@ -124,6 +125,13 @@ class Frame:
             for each in _living(self._recomputed):
                 each.let_go()
         return result
+
+    def pack_input(self, tensor: Tensor) -> Any:
+        """What a region inside of this one keeps in place of an input. What nobody recognises stays: autograd does not save it."""
+        record = self._record
+        if record is None or record.node_of(tensor) is None:
+            return Kept(tensor)
+        return self.pack(tensor)
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps in place of a residual."""
@@ -185,7 +193,7 @@ class Frame:
         recomputed = self._to_recompute(record)
         if self._identity in _reads_everything:
             record.runs_everything = True
-        self._entries = ReplayEntries(record, {each.value for each in recomputed}, self._options.early_stop)
+        self._entries = ReplayEntries(record, _wanted(recomputed), self._options.early_stop)
         slots = self._keep_for_replay(record, self._entries.takes)
         self._note_value_sums(recomputed)
         slots = self._pack_inputs(record, bool(recomputed)) + slots
@@ -316,16 +324,16 @@ class Frame:
         """Recompute every value that a living residual may ask for."""
         record = self._recorded()
         recomputed = _living(self._recomputed)
-        wanted = {each.value: each.saved_after for each in sorted(recomputed, key=lambda each: each.saved_after)}
+        wanted = _wanted(recomputed)
         entries = self._entries
         if entries is None or entries.wanted != set(wanted):
-            entries = self._entries = ReplayEntries(record, set(wanted), self._options.early_stop)
+            entries = self._entries = ReplayEntries(record, wanted, self._options.early_stop)
         replay = None
         if not record.runs_everything:
             replay = self._try_to_leave_out(record, entries, wanted, current)
         if replay is None:
             record.runs_everything = True
-            self._entries = entries = ReplayEntries(record, set(wanted), self._options.early_stop)
+            self._entries = entries = ReplayEntries(record, wanted, self._options.early_stop)
             replay = self._run_again(record, entries, wanted, current)
         self._check_found(record, replay, wanted)
         if self._value_sums:
@@ -339,11 +347,13 @@ class Frame:
         try:
             return self._run_again(record, entries, wanted, current)
         except NeedsEverything as reader:
-            cause: object = reader
+            cause = str(reader)
+            _forget_frames(reader)
         except (RuntimeError, ValueError, TypeError) as error:
             if isinstance(error, StateError) or _PLACEHOLDER_READ not in str(error):
                 raise
-            cause = error
+            cause = str(error).strip().partition("\n")[0]
+            _forget_frames(error)
         with contextlib.suppress(TypeError):  # what cannot be referred to weakly is looked at again each time
             _reads_everything.add(self._identity)
         _logger.info("%s: what was left out is read after all (%s); every op is run again", self.name, cause)
@@ -369,19 +379,23 @@ class Frame:
             _NOTHING if self._host_randomness is None else self._host_randomness.again(),
             self._precision.again(),
             _recording_gradients(),
-            saved_tensors_hooks(replay.pack, _refuse),
+            saved_tensors_hooks(replay.pack, _unpack_again),
             ReplayMode(replay),
         ):
             _pynative_executor.new_empty_graph()
             try:
                 replay.begin()
                 self._function(*args, **kwargs)
-            except (AllFound, NeedsEverything) as stop:
+            except AllFound as stop:
                 forget_casts(replay.num_casting)
-                if isinstance(stop, NeedsEverything):
-                    raise
-            finally:
-                _pynative_executor.end_empty_graph()
+                _forget_frames(stop)
+            except BaseException as error:
+                if isinstance(error, NeedsEverything):
+                    forget_casts(replay.num_casting)
+                with contextlib.suppress(RuntimeError):  # an error of the framework may have ended it already
+                    _pynative_executor.end_empty_graph()
+                raise
+            _pynative_executor.end_empty_graph()
         return replay
 
     def _replayed_input(self, position: int, replay: Replay, current: Pass) -> Tensor:
@@ -440,19 +454,19 @@ class _Packer:
         with unseen():
             return Kept(tensor) if self.frame is None else self.frame.pack(tensor)
 
+    def pack_input(self, tensor: Tensor) -> Any:
+        return Kept(tensor) if self.frame is None else self.frame.pack_input(tensor)
+
 
 def _unpack(packed: Any) -> Tensor:
     tensor: Tensor = packed.tensor()
     return tensor
 
 
-def _refuse(_packed: None) -> Tensor:
-    raise StateError(
-        "A backward inside of a region cannot be recomputed.",
-        expected="gradients taken outside of the region",
-        got="a gradient that the region's function takes itself",
-        do="Let a policy save or swap all of this region, or take the gradient outside of it.",
-    )
+def _unpack_again(packed: Tensor | None) -> Tensor:
+    if packed is None:
+        raise NeedsEverything("a backward inside the region")
+    return packed
 
 
 class _EndOfPass:
@@ -481,6 +495,12 @@ def _recording_gradients() -> Iterator[None]:
         _pynative_executor.set_enable_grad(enabled)
 
 
+def _forget_frames(error: BaseException) -> None:
+    """Let go of what the function had in hand: an exception that passes through MindSpore is not always freed."""
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = None
+
+
 def _is_at(node: Node, tensor: Tensor, address: int) -> bool:
     return bool(
         node.address == address
@@ -488,6 +508,11 @@ def _is_at(node: Node, tensor: Tensor, address: int) -> bool:
         and node.look.shape == tensor.shape
         and node.look.dtype == tensor.dtype
     )
+
+
+def _wanted(recomputed: list[Recomputed]) -> dict[Any, int]:
+    """The values to recompute, and the last op after which autograd saved each."""
+    return {each.value: each.saved_after for each in sorted(recomputed, key=lambda each: each.saved_after)}
 
 
 def _op_of(value: Any) -> int:

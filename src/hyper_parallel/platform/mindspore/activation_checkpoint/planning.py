@@ -15,7 +15,7 @@ class _Entry:
     def __init__(self, op: RecordedOp, makes: list[Any]) -> None:
         self.reads = [node for node in (*op.reads, *op.depends_on) if node is not None]
         self.makes = makes
-        self.must_run = False
+        self.must_run = op.must_run
 
 
 class ReplayEntries:
@@ -29,18 +29,22 @@ class ReplayEntries:
         takes: results that are taken from where they are kept
     """
 
-    def __init__(self, record: Record, wanted: set[Any], stops: bool) -> None:
+    def __init__(self, record: Record, wanted: dict[Any, int], stops: bool) -> None:
+        """`wanted`: values, and the op after which autograd saved each; `stops`: whether the recomputation ends after the last of those."""
         from hyper_parallel.core.activation_checkpoint.replay_plan import plan_replay
 
-        self.wanted = wanted
+        self.wanted = set(wanted)
         if record.runs_everything:
             kept = {node for op in record.ops for node in op.nodes if node.kept is not None}
-            self.runs = frozenset(op.index for op in record.ops if op.nodes and not kept.issuperset(op.nodes))
+            self.runs = frozenset(
+                op.index for op in record.ops if op.must_run or (op.nodes and not kept.issuperset(op.nodes))
+            )
             self.takes = frozenset(kept)
             return
         entries: list[_Entry] = []
         indices: list[int] = []
-        for op in record.ops:
+        ops = record.ops[: max(wanted.values(), default=-1) + 1] if stops else record.ops
+        for op in ops:
             saves = Saves(op.index)
             if op.is_primitive:
                 entries.append(_Entry(op, [*op.nodes, saves]))
@@ -49,7 +53,7 @@ class ReplayEntries:
                 entries += (_Entry(op, [saves]), _Entry(op, list(op.nodes)))
                 indices += (-1, op.index)
         values = {value if isinstance(value, Node) else value[0] for value in wanted}
-        plan = plan_replay(entries, values, _is_available, stops=stops)
+        plan = plan_replay(entries, values, _is_available)
         self.runs = frozenset(indices[entry] for entry in plan.runs if indices[entry] >= 0)
         self.takes = frozenset(value for value in plan.takes if isinstance(value, Node) and value.kept is not None)
 

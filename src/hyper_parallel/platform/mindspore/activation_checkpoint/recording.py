@@ -120,7 +120,7 @@ class RecordedOp:
     """One op of a record."""
 
     __slots__ = (
-        "before_write", "depends_on", "index", "is_primitive", "is_random", "name", "nodes", "outputs", "policy", "reads", "redo",
+        "before_write", "depends_on", "index", "is_primitive", "is_random", "must_run", "name", "nodes", "outputs", "policy", "reads", "redo",
         "rest", "seeds", "where",
     )  # fmt: skip
 
@@ -128,6 +128,8 @@ class RecordedOp:
         self.index = index
         self.name = call.name
         self.is_primitive = call.primitive is not None
+        # A primitive that does not run in a dispatch mode waits for ever, if what it reads comes from `Concat`; and so may it for others.
+        self.must_run = self.is_primitive or any(_holds_tensors(each) for each in call.args)
         self.reads = reads  # None: a tensor that no op of the region has made
         self.depends_on: list[Node] = []  # what unknown tensors among them may be copies of
         self.rest = rest  # the arguments that are no tensors, and how the tensors look
@@ -340,6 +342,10 @@ def _sort(arguments: tuple[Any, ...], tensors: list[Tensor], rest: list[Any]) ->
             _sort(tuple(argument), tensors, rest)
         else:
             rest.append(argument)
+
+
+def _holds_tensors(argument: Any) -> bool:
+    return type(argument) in (list, tuple) and any(isinstance(each, Tensor) for each in argument)
 
 
 def _pairs(outputs: Any, result: Any) -> list[tuple[Node, Tensor]]:

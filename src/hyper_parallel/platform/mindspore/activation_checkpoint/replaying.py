@@ -5,6 +5,7 @@ The rules are numbered in the README of core/activation_checkpoint; comments her
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Collection
 from types import FrameType
@@ -132,7 +133,7 @@ class Replay:
             return self._run_unknown(call, tensors)
         self._current = op.index
         self._num_saved = 0
-        if op.index in self._runs:
+        if op.index in self._runs or op.must_run:
             result = self._run_again(op, call, tensors)
         elif any(node in self._takes for node in op.nodes) or not op.nodes:
             result = self._take(op.outputs)
@@ -163,10 +164,15 @@ class Replay:
                     replacements[id(tensor)] = Look.of(tensor).on(whole(elsewhere))
             if position in op.before_write and id(tensor) not in replacements:
                 # Written once already, in forward: what runs again writes into a copy.
-                copy = copied(op.before_write[position])
-                self._elsewhere[storage_address(tensor)] = replacements[id(tensor)] = copy
+                mine = copied(op.before_write[position])
+                self._elsewhere[storage_address(tensor)] = replacements[id(tensor)] = mine
         if op.redo is not None:
+            # A copy runs, since something must (see `RecordedOp.must_run`), and the kernel of the original is not to draw again.
+            ran = call._replace(primitive=copy.deepcopy(call.primitive)).run()
             result = op.redo(tensors[0])
+            for tensor, other in zip(result, ran, strict=True):
+                if other._requires_grad:
+                    tensor.requires_grad_()
         else:
             result = call.run(_replaced(call.args, replacements) if replacements else None)
         self._note_outputs(op, op.outputs, result)
@@ -226,12 +232,13 @@ class Replay:
 
     # -- what autograd saves ---------------------------------------------------------------------------------------------
 
-    def pack(self, tensor: Tensor) -> None:
-        """Autograd saves something of the second run, whose graph is never used."""
+    def pack(self, tensor: Tensor) -> Tensor | None:
+        """Autograd saves something of the second run, whose graph nobody uses but a backward inside of the function."""
         wanted = (Saves(self._current), self._num_saved)
         self._num_saved += 1
         if wanted in self._wanted and wanted not in self.found and not tensor.is_meta:
             self.found[wanted] = aliased(tensor)
+        return aliased(tensor) if self._record.runs_everything else None
 
     # -- which op it is -------------------------------------------------------------------------------------------------
 

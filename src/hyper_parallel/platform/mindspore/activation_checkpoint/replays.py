@@ -48,14 +48,20 @@ def pack_around() -> Callable[[Any], Any] | None:
 
 
 class Hooks(saved_tensors_hooks):
-    """Saved-tensor hooks that regions inside of them find. `pack` gives objects with `tensor()`."""
+    """Saved-tensor hooks that regions inside of them find. `pack` gives objects with `tensor()`, as does `pack_input` for their inputs."""
 
-    def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        pack: Callable[[Any], Any],
+        unpack: Callable[[Any], Any],
+        pack_input: Callable[[Any], Any] | None = None,
+    ) -> None:
         super().__init__(pack, unpack)
+        self._pack_input = pack_input or pack
 
     def __enter__(self) -> None:
         super().__enter__()
-        _thread.packs.append(self.pack_hook)
+        _thread.packs.append(self._pack_input)
 
     def __exit__(self, *error: Any) -> None:
         if _thread.packs:

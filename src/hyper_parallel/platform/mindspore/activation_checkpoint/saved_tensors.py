@@ -275,12 +275,12 @@ class _Label:
 
 
 class Kept:
-    """A saved tensor that stays. Without its graph: the tensor itself may lead to the node that holds this, and so to itself."""
+    """A saved tensor that stays. Without its graph: the tensor itself may come to lead to the node that holds this, and so to itself."""
 
     __slots__ = ("_saved",)
 
     def __init__(self, tensor: Tensor) -> None:
-        self._saved = aliased(tensor) if tensor._requires_grad else tensor
+        self._saved = aliased(tensor)
 
     def tensor(self) -> Tensor:
         return self._saved

@@ -63,7 +63,7 @@ class _KeptValues:
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:
-        entries = ReplayEntries(self._record, set(), stops=False)
+        entries = ReplayEntries(self._record, {}, stops=False)
         replay = Replay(
             self._record,
             entries.runs,
