@@ -168,8 +168,9 @@ class Swappable(Saved):
 class Record:
     """The ops of one call, and which tensor is which of their results.
 
-    Invariant: `_newest[address]` is the result that was made last at that address. A marked tensor is the result that its mark says only if
-    that one is the newest where the tensor's memory is: writing by index may give a tensor other memory, and back again.
+    Invariant: `_newest[address]` is the result that was made last at that address, and what ops gave that share its memory. A marked tensor is
+    the result that its mark says only if that one is among the newest where the tensor's memory is: writing by index may give a tensor other
+    memory, and back again.
     """
 
     def __init__(self, policy: Any, paths: CellPaths | None, keeps_random_state: bool) -> None:
@@ -183,7 +184,7 @@ class Record:
         self._calls = ModuleCalls(paths, CALL)
         self._keeps_random_state = keeps_random_state
         self.key = f"hyper_parallel.{next(_num_records)}"
-        self._newest: dict[int, Node] = {}
+        self._newest: dict[int, set[Node]] = {}
         self._inputs_at: dict[int, Node] = {}
         self._views: dict[
             tuple[Any, ...], list[Node]
@@ -208,16 +209,20 @@ class Record:
         if node is None or node.address != address:
             return None
         base = node.base
-        newest = self._inputs_at if base.op < 0 else self._newest
-        return node if node.num_bytes == 0 or newest.get(address) is base else None
+        if base.op < 0:
+            return node if self._inputs_at.get(address) is base else None
+        return node if node.num_bytes == 0 or base in self._newest.get(address, ()) else None
 
-    def _mark(self, tensor: Tensor, node: Node) -> None:
+    def _mark(self, tensor: Tensor, node: Node, is_view: bool) -> None:
         # In MindSpore's own data of the tensor, which dies with it. Weak: a result that somebody keeps holds nothing else of the region.
         tensor._set_user_data(self.key, weakref.ref(node))
         if node.num_bytes == 0:
             return
         if node.source is None:
-            self._newest[node.address] = node
+            if is_view and node.address in self._newest:
+                self._newest[node.address].add(node)
+            else:
+                self._newest[node.address] = {node}
             self._inputs_at.pop(node.address, None)
 
     def _note_view(self, node: Node) -> None:
@@ -284,7 +289,7 @@ class Record:
                     break
         node = Node(op.index, len(op.nodes), tensor, source)
         op.nodes.append(node)
-        self._mark(tensor, node)
+        self._mark(tensor, node, is_view)
         if is_view or not node.look.is_contiguous:
             self._note_view(node)
         return node

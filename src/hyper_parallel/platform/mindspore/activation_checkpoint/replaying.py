@@ -86,9 +86,10 @@ class Replay:
         self._current = -1  # the op that was met last
         self._num_saved = 0
         self._key = f"{record.key}.again"
-        self._newest: dict[int, Node] = {}
+        self._newest: dict[int, set[Node]] = {}
         self._inputs_at: dict[int, Node] = {}
         self._elsewhere: dict[int, Tensor] = {}
+        self._taken: set[Node] = set()
         self._base: FrameType | None = None
 
     def begin(self) -> None:
@@ -112,14 +113,21 @@ class Replay:
         if tensor.is_meta or node.num_bytes == 0:
             return node
         base = node.base
-        newest = self._inputs_at if base.op < 0 else self._newest
-        return node if newest.get(address) is base else None
+        if base.op < 0:
+            return node if self._inputs_at.get(address) is base else None
+        return node if base in self._newest.get(address, ()) else None
 
-    def _bind(self, tensor: Tensor, node: Node) -> None:
+    def _bind(self, tensor: Tensor, node: Node, shared: Collection[int] = ()) -> None:
+        """Let a tensor be a value. `shared`: addresses of what the op read: its result may share that memory in this run alone."""
         tensor._set_user_data(self._key, node)
-        if node.source is None and node.num_bytes and not tensor.is_meta:
-            address = storage_address(tensor)
-            self._newest[address] = node
+        if tensor.is_meta or node.num_bytes == 0 or node.base.op < 0:
+            return
+        address = storage_address(tensor)
+        if address in shared and address in self._newest:
+            self._newest[address].add(node.base)
+        elif node.source is None or address not in self._newest:
+            self._newest[address] = {node.base}
+        if node.source is None and address not in shared:
             self._inputs_at.pop(address, None)
 
     # -- ops ----------------------------------------------------------------------------------------------------------
@@ -175,20 +183,20 @@ class Replay:
                     tensor.requires_grad_()
         else:
             result = call.run(_replaced(call.args, replacements) if replacements else None)
-        self._note_outputs(op, op.outputs, result)
+        self._note_outputs(op, op.outputs, result, {storage_address(tensor) for tensor in tensors} - {0})
         return result
 
-    def _note_outputs(self, op: RecordedOp, outputs: Any, result: Any) -> None:
+    def _note_outputs(self, op: RecordedOp, outputs: Any, result: Any, shared: Collection[int]) -> None:
         if isinstance(outputs, Node):
             if not isinstance(result, Tensor) or (self._check_outputs and not _looks_like(result, outputs.look)):
                 raise self._other_result(op, outputs, result)
-            self._bind(result, outputs)
+            self._bind(result, outputs, shared)
             self._collect(outputs, result)
         elif not isinstance(outputs, Constant):
             if not isinstance(result, (list, tuple)) or len(result) != len(outputs):
                 raise self._other_result(op, outputs, result)
             for each, got in zip(outputs, result, strict=True):
-                self._note_outputs(op, each, got)
+                self._note_outputs(op, each, got, shared)
 
     def _collect(self, wanted: Wanted, tensor: Tensor) -> None:
         if wanted in self._wanted and wanted not in self.found:
@@ -203,6 +211,7 @@ class Replay:
         if outputs not in self._takes:
             return self._placeholder(outputs)
         taken = aliased(outputs.kept.tensor())
+        self._taken.add(outputs)
         self._bind(taken, outputs)
         self._collect(outputs, taken)
         return taken
@@ -271,7 +280,8 @@ class Replay:
     def _may_read(self, op: RecordedOp, values: list[Node | None]) -> bool:
         """Whether an op that reads these may be the recorded one, although kernels have made copies in one run alone.
 
-        Copies are recognised by nobody. Of a placeholder there are none; and an input that comes back from elsewhere may be laid out otherwise.
+        Copies are recognised by nobody. Of a placeholder there are none; and what comes back from elsewhere, an input or a result that was kept,
+        may be laid out otherwise.
         """
         if len(op.reads) != len(values):
             return False
@@ -281,7 +291,8 @@ class Replay:
             known = recorded or value
             is_input = known is not None and known.base.op < 0
             is_copied = recorded is None and any(value is each for each in op.depends_on)
-            if (recorded is not None and value is not None) or not (is_input or is_copied):
+            is_kept = recorded is not None and recorded.base in self._taken
+            if (recorded is not None and value is not None) or not (is_input or is_copied or is_kept):
                 return False
         return True
 
