@@ -38,7 +38,6 @@ class Operation(NamedTuple):
 
 
 LAYOUTS = "distributed tensors and layouts"
-ACTIVATION = "the activation memory part"
 COORDINATOR = "dual-pipe overlap"
 
 
@@ -199,7 +198,6 @@ OPERATIONS: tuple[Operation, ...] = (
         ckpt_wrapper: A module whose forward is a region.
         swap_wrapper: A module whose residuals are swapped.
         """,
-        ACTIVATION,
     ),
     *_rows(
         Section.EXECUTION,
