@@ -25,7 +25,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placements import Placement
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, NoRuleError
-from hyper_parallel.core.shard.local_parts import as_layout, checked_spec
+from hyper_parallel.core.shard.local_parts import as_layout, checked_spec, mesh_coordinate
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.mindspore.communication import Communication
 from hyper_parallel.platform.mindspore.dtensor.movement import (
@@ -445,24 +445,37 @@ for _name in _REFUSED.split():
         setattr(DTensor, _name, _refused(_name))
 
 
-_placeholders: dict[tuple[Any, Any], Tensor] = {}
+_placeholders: dict[tuple[Spec, Any], Tensor] = {}
 _MOST_PLACEHOLDERS = 4096
 
 
-def _placeholder(local: Tensor) -> Tensor:
-    key = local.shape, local.dtype
-    found = _placeholders.get(key)
+def _placeholder(spec: Spec, dtype: Any) -> Tensor:
+    """A tensor without memory, of the shape that a local tensor of this spec has here."""
+    found = _placeholders.get((spec, dtype))
     if found is None:
         if len(_placeholders) >= _MOST_PLACEHOLDERS:
             _placeholders.clear()
-        found = _placeholders[key] = mint.empty(local.shape, dtype=local.dtype, device="meta")
+        shape = spec.local_shape_at(mesh_coordinate(spec.layout.mesh))
+        found = _placeholders[spec, dtype] = mint.empty(shape, dtype=dtype, device="meta")
     return found
 
 
 def wrapped(local: Tensor, spec: Spec, kind: type = DTensor) -> DTensor:
-    """A DTensor of a local tensor; nothing is checked."""
+    """A DTensor of a local tensor.
+
+    Raises:
+        RuntimeError: it does not have the shape that the spec gives it here: a rule has answered a wrong one.
+    """
+    placeholder = _placeholder(spec, local.dtype)
+    if local.shape != placeholder.shape:
+        raise StateError(
+            "A local tensor does not have the shape that its layout gives it.",
+            expected=f"{list(placeholder.shape)}, for {spec}",
+            got=str(list(local.shape)),
+            do="Report the operator, which has a wrong rule.",
+        )
     made: DTensor = _make(kind, local)
-    made._update_data(_placeholder(local))  # the autograd data stay those of `local`
+    made._update_data(placeholder)  # the autograd data stay those of `local`
     made._local = local
     made._spec = spec
     return made
