@@ -257,6 +257,29 @@ def test_members_agree_on_a_group_whatever_other_groups_each_is_in(backend: Back
     assert pool.run(group_of_a_member_of_more_groups, pool.framework) == [[3.0], [3.0]]
 
 
+def reduce_other_sizes(framework: str) -> str:
+    backend = backend_of(framework)
+    platform = backend.platform
+    try:
+        platform.all_reduce(backend.tensor(np.ones(8 if platform.get_rank() else 4)), None)
+    except RuntimeError as error:
+        return str(error)
+    return "fine"
+
+
+@covers("all_reduce")
+def test_ranks_that_reduce_tensors_of_different_sizes_are_told_on_mindspore() -> None:
+    """Its CPU backend would go on with wrong numbers. (gloo ends the process.)"""
+    pytest.importorskip("mindspore")
+    pool = processes.pool("mindspore", 2)
+    try:
+        found = pool.run(reduce_other_sizes, "mindspore", deadline_s=60)
+    finally:
+        pool.close()
+    assert any("all_reduce of Float32[4]" in text and "all_reduce of Float32[8]" in text for text in found), found
+    assert "fine" not in found
+
+
 def start_again(framework: str) -> Any:
     """End everything and start it again (PyTorch), or be told that it cannot be (MindSpore on the CPU)."""
     backend = backend_of(framework)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import re
 import threading
 import time
@@ -11,8 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from hyper_parallel._base.errors import CommunicationError
+from hyper_parallel.platform.communication import board as board_module
 from hyper_parallel.platform.communication import roll_call as roll_call_module
 from hyper_parallel.platform.communication.answers import Answer, Failure, explain, ranks_in_words
+from hyper_parallel.platform.communication.board import Board
 from hyper_parallel.platform.communication.roll_call import Record, RollCall
 
 # The words
@@ -302,3 +305,60 @@ def test_old_alarms_are_not_answered_by_a_new_process(world: World) -> None:
     for rank in (1, 2, 3):
         world.enter(rank, "all_reduce")
     assert "though every rank called it" in str(world.calls[0].explain(record, RuntimeError("x")))
+
+
+# The board
+
+
+def boards(num_ranks: int) -> list[Board]:
+    memory = mmap.mmap(-1, num_ranks * 64 * 128)
+    return [Board(memory, rank) for rank in range(num_ranks)]
+
+
+def test_the_board_finds_a_rank_that_began_another_call() -> None:
+    first, second, third = boards(3)
+    first.write("world", 1, "barrier")
+    assert first.find_other("world", 1, "barrier", (0, 1, 2)) is None, "who has written nothing is not judged"
+    second.write("world", 1, "all_reduce of float32[2]")
+    third.write("world", 1, "barrier")
+    assert first.find_other("world", 1, "barrier", (0, 1, 2)) == (1, "all_reduce of float32[2]")
+    assert first.find_other("world", 1, "barrier", (0, 2)) is None
+    assert second.find_other("world", 1, "all_reduce of float32[2]", (0, 1, 2)) == (0, "barrier")
+
+
+def test_the_board_compares_the_same_call_of_the_same_group_only() -> None:
+    first, second = boards(2)
+    for number in range(1, 200):  # more than it has room for
+        first.write("world", number, f"call {number}")
+        assert first.find_other("world", number, f"call {number}", (0, 1)) is None
+        assert first.find_other("other", number, "x", (0, 1)) is None
+        second.write("world", number, f"call {number}")
+        assert second.find_other("world", number, f"call {number}", (0, 1)) is None
+    assert first.find_other("world", 3, "x", (0, 1)) is None, "too long ago"
+    long = "all_gather_into_tensor of " + "1, " * 100
+    first.write("world", 200, long)
+    second.write("world", 200, long)
+    assert first.find_other("world", 200, long, (0, 1)) is None
+
+
+def test_ranks_of_one_machine_share_a_board_and_others_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def join(store: FakeStore) -> list[Board | None]:
+        found: list[Board | None] = [None] * 3
+        threads = [
+            threading.Thread(target=lambda rank=rank: found.__setitem__(rank, Board.join(store, rank, 3)))
+            for rank in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    together = join(FakeStore())
+    assert all(together)
+    together[0].write("world", 1, "barrier")
+    assert together[2].find_other("world", 1, "broadcast", (0, 1, 2)) == (0, "barrier")
+
+    machines = iter(["here", "here", "there"])
+    monkeypatch.setattr(board_module, "_machine", lambda: next(machines, "there"))
+    assert join(FakeStore()) == [None, None, None]

@@ -26,10 +26,17 @@ class RMSNorm(nn.Cell):
         return x * ops.rsqrt(ops.mean(x * x, -1, True) + 1e-5) * self.weight
 
 
+def layer(kind: str, num_in: int, num_out: int) -> nn.Cell:
+    """`Dense` makes a matrix of its input first, `Linear` takes any number of dims."""
+    if kind == "Dense":
+        return nn.Dense(num_in, num_out, has_bias=False)
+    return mint.nn.Linear(num_in, num_out, bias=False)
+
+
 class Attention(nn.Cell):
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (mint.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.wq, self.wk, self.wv, self.wo = (layer(kind, WIDTH, WIDTH) for _ in range(4))
 
     def construct(self, x: Any, cosine: Any, sine: Any, mask: Any) -> Any:
         batch, length, _ = x.shape
@@ -41,20 +48,20 @@ class Attention(nn.Cell):
 
 
 class SwiGLU(nn.Cell):
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.gate, self.up = mint.nn.Linear(WIDTH, HIDDEN, bias=False), mint.nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.down = mint.nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.gate, self.up = layer(kind, WIDTH, HIDDEN), layer(kind, WIDTH, HIDDEN)
+        self.down = layer(kind, HIDDEN, WIDTH)
 
     def construct(self, x: Any) -> Any:
         return self.down(ops.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Cell):
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = RMSNorm(), RMSNorm()
-        self.attention, self.mlp = Attention(), SwiGLU()
+        self.attention, self.mlp = Attention(kind), SwiGLU(kind)
         for index, parameter in enumerate(self.get_parameters()):
             parameter.set_data(tensor(*parameter.shape, seed=index + 1) * 0.3)
 
@@ -81,11 +88,11 @@ SEQUENCE_PARALLEL = ShardPlan(
 )
 
 
-def llama_block(is_sequence_parallel: bool, num_ranks: int) -> dict[str, Any]:
+def llama_block(kind: str, is_sequence_parallel: bool, num_ranks: int) -> dict[str, Any]:
     """Gradients beside those of one device, and what was sent."""
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tp",))
     plan = SEQUENCE_PARALLEL if is_sequence_parallel else TENSOR_PARALLEL
-    plain, sharded = Block(), hp.shard_module(Block(), mesh, plan)
+    plain, sharded = Block(kind), hp.shard_module(Block(kind), mesh, plan)
     x, angle = tensor(2, 8, WIDTH, seed=7), tensor(1, 8, 1, SIZE // 2, seed=8)
     mask = mindspore.Tensor(np.triu(np.full((8, 8), -1e9, np.float32), 1))
     others = [ops.cos(angle), ops.sin(angle), mask]

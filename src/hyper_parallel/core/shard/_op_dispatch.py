@@ -70,6 +70,25 @@ class Call(NamedTuple):
     has_empty_parts: bool  # on some rank
     name: str
     simple: Spec | None = None  # of the one output, where arguments only have to be replaced by their local tensors
+    is_view: bool = False  # of the one DTensor among its arguments: see `View`
+
+
+class View(NamedTuple):
+    """How a DTensor was made that looks at another one's memory (rule G5)."""
+
+    source: Any
+    call: Call
+    func: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any] | None
+
+    def tied(self, axes: tuple[str, ...]) -> Any:
+        """The same view of the source's tie."""
+        given = list(self.args)
+        given[self.call.positions[0]] = self.source._tied(axes)  # type: ignore[index]
+        if self.call.local is not None:
+            return self.call.local(self.func, given, self.kwargs or {})
+        return self.func(*given, **(self.kwargs or {}))
 
 
 _PLAIN = (int, str, bool, type(None))
@@ -125,7 +144,10 @@ class OpDispatcher:
             for position, tensor in zip(call.positions, tensors):  # type: ignore[arg-type]  # noqa: B905 - as many as tensors
                 given[position] = tensor._local
             result = func(*given, **kwargs) if kwargs else func(*given)
-            return dtensors[type(tensors[0])].wrap(result, call.simple)
+            made = dtensors[type(tensors[0])].wrap(result, call.simple)
+            if call.is_view:
+                made._view_of = View(tensors[0], call, func, args, kwargs)
+            return made
         if call is None:
             call = self._decide(func, args, kwargs or {}, tensors)
             if known:
@@ -186,7 +208,12 @@ class OpDispatcher:
             return call.wrap_output(result)
         if not call.is_sequence:
             spec = call.outputs[0]
-            return result if spec is None else wrap(result, spec)
+            if spec is None:
+                return result
+            made = wrap(result, spec)
+            if call.is_view:
+                made._view_of = View(tensor, call, func, args, kwargs)  # of the tensor as it was moved
+            return made
         return type_of_sequence(result)(
             each if spec is None else wrap(each, spec) for each, spec in zip(result, call.outputs, strict=True)
         )
@@ -262,6 +289,7 @@ class OpDispatcher:
             and call.returns_argument is None
             and call.wrap_output is None
         )
+        call = call._replace(is_view=decision.is_view and call.positions is not None and len(tensors) == 1)
         return call._replace(simple=call.outputs[0]) if is_simple else call
 
     def _check_no_plain(self, name: str, value: Any, glue: Glue) -> None:

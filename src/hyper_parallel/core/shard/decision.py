@@ -19,6 +19,7 @@ class Decision(NamedTuple):
     outputs: tuple[Spec, ...]
     how: str | None = None  # the name of a local implementation that is not the operator itself
     facts: Mapping[str, Any] = {}  # for it
+    is_view: bool = False  # the output looks at the input's memory
 
 
 def decided(

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 from hyper_parallel._base.errors import ArgumentError, StateError, describe
 from hyper_parallel.platform.communication.answers import ranks_in_words
+from hyper_parallel.platform.communication.board import Board
 from hyper_parallel.platform.communication.handles import Handle
 from hyper_parallel.platform.communication.reductions import Reduction
-from hyper_parallel.platform.communication.roll_call import RollCall
+from hyper_parallel.platform.communication.roll_call import Record, RollCall
 
 # The result, the framework's own work (None: done already), and what is left to do on this rank once that is done.
 Launched = tuple[Any, Any, Callable[[], object] | None]
@@ -25,6 +26,7 @@ class Transport(ABC):
 
     tensor_type: ClassVar[type]
     reductions: ClassVar[dict[Any, Reduction]]
+    board: Board | None = None  # where messages do not say which call they belong to, and the ranks share memory
 
     # Groups
 
@@ -224,12 +226,33 @@ class Transport(ABC):
             log = roll_call.logs.get(name) or roll_call.log(name, self.ranks_of(group), is_pair=True)
             record = roll_call.enter(log, call, (self.rank(), peer))
         try:
-            result, work, finish = start(*arguments)
+            if self.board is not None and peer is None:
+                result, work, finish = self._start_agreed(self.board, record, start, arguments)
+            else:
+                result, work, finish = start(*arguments)
         except RuntimeError as error:
             raise roll_call.explain(record, error) from error
         if work is None:
             log.num_done = max(log.num_done, record.number)
         return result, Handle(self, record, work, _both(finish, then), arguments)
+
+    def _start_agreed(self, board: Board, record: Record, start: Callable[..., Launched], arguments: Any) -> Launched:
+        """Start and finish a call of which all ranks must think the same."""
+        text = record.call
+        if start.__name__ in _SAME_ON_ALL_RANKS:
+            text += f" of {arguments[0].dtype}{list(arguments[0].shape)}"
+        board.write(record.log.name, record.number, text)
+        launched = start(*arguments)
+        other = board.find_other(record.log.name, record.number, text, record.ranks)
+        if other is not None:
+            raise RuntimeError(
+                f"rank {other[0]} began {other[1]}, and this rank {text}: what was received is not what was asked for"
+            )
+        return launched
+
+
+# Calls in which every rank has a tensor of the same shape and dtype.
+_SAME_ON_ALL_RANKS = {"launch_all_reduce", "launch_all_gather", "launch_reduce_scatter", "launch_broadcast"}
 
 
 def check_rank(rank: Any, ranks: Sequence[int], name: str, call: str) -> int:

@@ -30,7 +30,7 @@ def remap(x: Spec, places: dict[int, int], shape: Sequence[int], *, how: str | N
     strategies = [Strategy((R,), (R,))]
     strategies += [Strategy((S(source),), (S(target),)) for source, target in places.items()]
     strategies += [Strategy((place,), (place,)) for place in _PARTIAL]
-    return decided([x], strategies, shape, how=how, **facts)
+    return decided([x], strategies, shape, how=how, **facts)._replace(is_view=True)
 
 
 def permute(x: Spec, dims: Sequence[int]) -> Decision:
@@ -84,7 +84,8 @@ def repeat(x: Spec, sizes: Sequence[int]) -> Decision:
         raise ArgumentError("Too few repetitions.", expected=f"{x.ndim} or more", got=str(tuple(sizes)))
     lengths = (*(1,) * new, *x.shape)
     places = {dim: new + dim for dim in range(x.ndim) if sizes[new + dim] == 1}
-    return remap(x, places, [length * count for length, count in zip(lengths, sizes, strict=True)])
+    shape = [length * count for length, count in zip(lengths, sizes, strict=True)]
+    return remap(x, places, shape)._replace(is_view=False)
 
 
 def reshape(x: Spec, shape: Sequence[int]) -> Decision:
@@ -108,7 +109,7 @@ def reshape(x: Spec, shape: Sequence[int]) -> Decision:
         # Which axes split a dim is known only now, and with them where its parts begin and end.
         right = [pair for pair in pairs if _same_parts(x, decision.inputs[0].axes_of(pair[0]), pair, target)]
         if right == pairs:
-            return decision
+            return decision._replace(is_view=True)
         pairs = right
 
 

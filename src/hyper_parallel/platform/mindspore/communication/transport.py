@@ -6,6 +6,7 @@ has run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from mindspore.communication._comm_helper import _is_initialized
 from mindspore.graph.api import _no_grad, _pynative_executor
 
 from hyper_parallel._base.errors import ArgumentError, StateError, describe
+from hyper_parallel.platform.communication.board import Board
 from hyper_parallel.platform.communication.handles import Handle
 from hyper_parallel.platform.communication.reductions import Reduction
 from hyper_parallel.platform.communication.roll_call import RollCall
@@ -89,12 +91,14 @@ class MindSporeTransport(Transport):
         if backend not in (None, fitting):
             raise ArgumentError("This backend does not fit the device.", expected=repr(fitting), got=describe(backend))
         self._store = starting.start(fitting, settings)
+        if self._store is not None and _is_host():
+            self.board = Board.join(self._store, self.rank(), len(self.ranks_of(self.world())))
         self._was_ended = False
 
     def end(self, group: Any) -> None:
         if group is None:
             self._was_ended = True
-            self._roll_call = self._store = None
+            self._roll_call = self._store = self.board = None
             self._ranks.clear()
             dist.destroy_process_group()
         else:
@@ -240,5 +244,6 @@ class MindSporeTransport(Transport):
         return None, dist.barrier(group, async_op=True), None
 
 
+@functools.cache  # a process works on one device, and asking MindSpore for it costs as much as the rest of a call
 def _is_host() -> bool:
     return Devices.device_type() == "cpu"

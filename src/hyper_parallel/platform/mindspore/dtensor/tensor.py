@@ -394,6 +394,11 @@ class DTensor(Tensor):
         if not is_grad_enabled() or not local._requires_grad:
             return local
         source, values, layout = local, None, spec.layout
+        if "_view_of" in self.__dict__:
+            ties = self.__dict__.setdefault("_ties", {})
+            if axes not in ties:
+                ties[axes] = self._view_of.tied(axes)
+            return ties[axes]
         if "_origin" in self.__dict__:
             values, (source, layout) = self._values, self._origin
         elif local._is_leaf:
@@ -406,6 +411,7 @@ class DTensor(Tensor):
 
     def _changed_in_place(self) -> DTensor:
         self.__dict__.pop("_ties", None)
+        self.__dict__.pop("_view_of", None)
         return self
 
     # -- copies -------------------------------------------------------------------------------------------------------

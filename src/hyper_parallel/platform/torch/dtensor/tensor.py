@@ -49,6 +49,7 @@ class DTensor(torch.Tensor):
     _values: torch.Tensor  # of the result of a redistribution that has no `_local` yet
     _origin: tuple[torch.Tensor, Layout]  # and what it was made from, with its layout
     _ties: dict[tuple[str, ...], torch.Tensor]
+    _view_of: Any  # how it was made, if it looks at another one's memory
 
     def __new__(cls, local: torch.Tensor, spec: Spec | None = None, *, requires_grad: bool = False) -> DTensor:
         # For code that takes tensors apart and puts them together again, as regions do: the local tensor and the spec.
@@ -343,6 +344,12 @@ class DTensor(torch.Tensor):
             local = self._local
             if not local.requires_grad:
                 return local
+            if "_view_of" in self.__dict__:
+                ties = self.__dict__.setdefault("_ties", {})
+                if axes not in ties:
+                    ties[axes] = self._view_of.tied(axes)
+                view: torch.Tensor = ties[axes]
+                return view
             source, values, layout = local, None, spec.layout
         else:
             values, (source, layout) = self._values, self._origin
@@ -357,6 +364,7 @@ class DTensor(torch.Tensor):
 
     def _changed_in_place(self) -> DTensor:
         self.__dict__.pop("_ties", None)
+        self.__dict__.pop("_view_of", None)
         return self
 
     # -- copies -------------------------------------------------------------------------------------------------------
