@@ -43,12 +43,21 @@ def test_cells_of_the_framework_have_the_loss_and_gradients_of_one_device(plan: 
         assert max(found.values()) < 5e-6, found
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamWeightDecay", "experimental AdamW", "by hand"])
+OPTIMIZERS = [
+    "Adam",
+    "by hand",
+    "SGD",
+    "AdamWeightDecay",
+    "experimental AdamW",
+]  # the first ones in every run: compiling takes seconds
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS[index] for index in share(5, 2)])
 def test_steps_of_optimizers_on_local_parameters_are_those_of_one_device(optimizer: str) -> None:
     assert max(on_ranks("trained", optimizer, None)) < 5e-6
 
 
-@pytest.mark.parametrize("norm", [2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("norm", [2.0, float("inf")])
 def test_gradients_are_clipped_by_the_norm_of_the_whole(norm: float) -> None:
     assert max(on_ranks("trained", "by hand", norm)) < 5e-6
 
