@@ -80,6 +80,11 @@ def test_gradients_of_maxima_and_products_over_split_dims() -> None:
     check(on_ranks("gradients_of_extremes"))
 
 
+def test_a_rank_without_rows_takes_part_in_the_gradients_of_views() -> None:
+    for found in on_ranks("views_of_nothing"):
+        assert max(found) < 2e-6
+
+
 def test_random_numbers_do_not_depend_on_the_mesh() -> None:
     for found in on_ranks("one_stream_of_random_numbers"):
         assert all(found), found
