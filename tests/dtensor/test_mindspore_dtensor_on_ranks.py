@@ -43,12 +43,21 @@ def test_cells_of_the_framework_have_the_loss_and_gradients_of_one_device(plan: 
         assert max(found.values()) < 5e-6, found
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamWeightDecay", "experimental AdamW", "by hand"])
+OPTIMIZERS = [
+    "Adam",
+    "by hand",
+    "SGD",
+    "AdamWeightDecay",
+    "experimental AdamW",
+]  # the first ones in every run: compiling takes seconds
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS[index] for index in share(5, 2)])
 def test_steps_of_optimizers_on_local_parameters_are_those_of_one_device(optimizer: str) -> None:
     assert max(on_ranks("trained", optimizer, None)) < 5e-6
 
 
-@pytest.mark.parametrize("norm", [2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("norm", [2.0, float("inf")])
 def test_gradients_are_clipped_by_the_norm_of_the_whole(norm: float) -> None:
     assert max(on_ranks("trained", "by hand", norm)) < 5e-6
 
@@ -69,6 +78,11 @@ def test_redistribution_between_random_layouts_has_right_values_and_gradients(sh
 
 def test_gradients_of_maxima_and_products_over_split_dims() -> None:
     check(on_ranks("gradients_of_extremes"))
+
+
+def test_a_rank_without_rows_takes_part_in_the_gradients_of_views() -> None:
+    for found in on_ranks("views_of_nothing"):
+        assert max(found) < 2e-6
 
 
 def test_random_numbers_do_not_depend_on_the_mesh() -> None:

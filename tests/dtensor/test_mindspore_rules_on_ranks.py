@@ -22,5 +22,5 @@ def on_ranks(mesh: str, families: list[str], most: int) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh", ["2", "2x2"])
 def test_values_and_gradients_are_those_of_one_device(mesh: str, family: str) -> None:
-    most = len(share(200, 6 if mesh == "2" else 3))
+    most = len(share(200, 4 if mesh == "2" else 2))
     assert min(on_ranks(mesh, [family], most)) >= 15

@@ -480,6 +480,33 @@ def hooks_of_gradients() -> dict[str, bool]:
     }
 
 
+def views_of_nothing() -> list[float]:
+    """A tensor of fewer rows than ranks, reshaped before it meets a split weight: who has no row takes part in every reduction all the same."""
+    mesh = mesh_named("2x2")
+    found = []
+    _pynative_executor.set_grad_flag(True)
+    for rows in (1, 2):
+
+        def run(x: Any, w: Any, rows: int = rows) -> Any:
+            y = ops.dense(x.reshape(rows, 1, 6), w)
+            return (y * y).sum()
+
+        values, weight = leaf(tensor(rows, 6)), leaf(tensor(8, 6, seed=1))
+        right = gradients_of(run(values, weight), [values, weight])
+        source, w = (
+            hp.distribute_tensor(each, mesh.layout("tp", None)).detach().requires_grad_() for each in (values, weight)
+        )
+        total = run((source * 1).redistribute(mesh.layout("dp", None)), w)
+        grads = gradients_of(total.to_local(), [source.to_local(), w.to_local()])
+        found += [
+            float(np.abs(whole(grad, each) - one.asnumpy()).max())
+            for grad, each, one in zip(grads, (source, w), right, strict=True)
+        ]
+    _pynative_executor.set_grad_flag(False)
+    keep_platform_groups()
+    return found
+
+
 # Methods that answer a plain tensor, and may: what can be pickled, and shapes that say nothing about values.
 _MAY_BE_PLAIN = {"__reduce_ex__", "to_local", "full_tensor", "_local_tensor"}
 

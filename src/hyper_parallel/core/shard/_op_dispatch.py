@@ -84,11 +84,15 @@ class View(NamedTuple):
 
     def tied(self, axes: tuple[str, ...]) -> Any:
         """The same view of the source's tie."""
-        given = list(self.args)
-        given[self.call.positions[0]] = self.source._tied(axes)  # type: ignore[index]
+        given, tie = list(self.args), self.source._tied(axes)
+        given[self.call.positions[0]] = tie  # type: ignore[index]
         if self.call.local is not None:
-            return self.call.local(self.func, given, self.kwargs or {})
-        return self.func(*given, **(self.kwargs or {}))
+            result = self.call.local(self.func, given, self.kwargs or {})
+        else:
+            result = self.func(*given, **(self.kwargs or {}))
+        if self.call.has_empty_parts:  # rule G7
+            result = _OP_DISPATCHER._dtensors[type(self.source)].anchored(result, [tie])
+        return result
 
 
 _PLAIN = (int, str, bool, type(None))

@@ -230,7 +230,9 @@ def _reduce_sum(input: Spec, axis: Any = (), keep_dims: bool = False, skip_mode:
 @of("MeanExt")
 def _mean(input: Spec, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Decision:
     decision = reduction(input, dim, keepdim, "mean")
-    return decision._replace(facts={**decision.facts, "dims": dims_in(dim, input.ndim), "keepdim": keepdim})
+    return decision._replace(
+        facts={**decision.facts, "dims": dims_in(dim, input.ndim), "keepdim": keepdim, "dtype": dtype}
+    )
 
 
 @of("ReduceMean")
@@ -284,9 +286,14 @@ def _old_extreme(input: Spec, axis: Any = None, keepdims: bool = False, **option
     return reduction(input, axis, keepdims, None)
 
 
-@of("Argmax Argmin DeprecatedArgmax DeprecatedArgmin")
-def _old_arg(input: Spec, axis: Any = None, output_type: Any = None) -> Decision:
+@of("Argmax Argmin")
+def _arg(input: Spec, axis: Any = -1, output_type: Any = None) -> Decision:
     return reduction(input, axis, False, None)
+
+
+@of("DeprecatedArgmax DeprecatedArgmin")
+def _old_arg(input: Spec, axis: Any = None, keepdims: bool = False) -> Decision:
+    return reduction(input, axis, keepdims, None)
 
 
 @of("ArgMaxExt ArgMinExt ReduceAll ReduceAny Any All AnyExt AllExt LogSumExp")
@@ -569,8 +576,8 @@ def _constant_pad(input: Spec, padding: Sequence[int], value: Any = 0) -> Decisi
 def _one_hot(indices: Spec, depth: int, on_value: Any, off_value: Any, axis: int = -1) -> Decision:
     if axis not in (-1, indices.ndim):
         raise ArgumentError("`one_hot` of distributed tensors adds the last dim.", expected="axis=-1", got=str(axis))
-    places = {dim: dim for dim in range(indices.ndim)}
-    return views.remap(indices, places, [*indices.shape, depth], how="nothing_of_nothing")
+    strategies = [Strategy((R,), (R,)), *(Strategy((S(dim),), (S(dim),)) for dim in range(indices.ndim))]
+    return decided([indices], strategies, [*indices.shape, depth], how="nothing_of_nothing")
 
 
 @of("Embedding")

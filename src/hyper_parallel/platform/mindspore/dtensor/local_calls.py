@@ -123,8 +123,13 @@ def _mean(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | 
     before = {axis for axis, _ in decision.inputs[0].partial}
     if all(axis in before for axis, _ in decision.outputs[0].layout.partial):
         return None
-    count, dims, keepdim = (decision.facts[key] for key in ("count", "dims", "keepdim"))
-    return lambda func, args, kwargs: ops.sum(args[0], dims, keepdim) / count
+    count, dims, keepdim, dtype = (decision.facts[key] for key in ("count", "dims", "keepdim", "dtype"))
+
+    def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        x = args[0] if dtype is None else args[0].to(dtype)
+        return ops.sum(x, dims, keepdim) / count
+
+    return call
 
 
 def _copy(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:

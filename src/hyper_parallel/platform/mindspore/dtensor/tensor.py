@@ -25,9 +25,10 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placements import Placement
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, NoRuleError
-from hyper_parallel.core.shard.local_parts import as_layout, checked_spec
+from hyper_parallel.core.shard.local_parts import as_layout, checked_spec, mesh_coordinate
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.mindspore.communication import Communication
+from hyper_parallel.platform.mindspore.dtensor.looks import Looks
 from hyper_parallel.platform.mindspore.dtensor.movement import (
     detached,
     extremes_reduced,
@@ -50,7 +51,7 @@ def _taken(x: Tensor, index: Any) -> Tensor:
 _GETITEM = Operator("__getitem__", _taken)
 
 
-class DTensor(Tensor):
+class DTensor(Looks, Tensor):
     """A tensor over the ranks of a mesh. Made by `from_local`, `distribute_tensor` and the factories.
 
     Example:
@@ -199,127 +200,10 @@ class DTensor(Tensor):
             do="Give them those: `nn.Adam([p.to_local() for p in module.trainable_params()])`. Gradients are local already.",
         )
 
-    # -- what it looks like -------------------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> Layout:
-        return self._spec.layout
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        return self._spec.layout.placements
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        return self._spec.layout.mesh
-
-    @property
-    def _local_tensor(self) -> Tensor:
-        return self._local
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part."""
-        return tuple(self._local.shape)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._spec.shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self._spec.shape)
-
-    def dim(self) -> int:
-        return len(self._spec.shape)
-
-    @property
-    def size(self) -> int:
-        """How many elements, as `Tensor.size` says."""
-        return self._spec.num_elements
-
-    def numel(self) -> int:
-        return self._spec.num_elements
-
-    ndimension = dim
-    nelement = numel
-
-    @property
-    def nbytes(self) -> int:
-        """Of the whole tensor."""
-        return int(self._spec.num_elements * self._local.itemsize)
-
-    @property
-    def device(self) -> str:
-        return str(self._local.device)
-
-    @property
-    def is_meta(self) -> bool:
-        return bool(self._local.is_meta)
-
-    def stride(self, dim: int | None = None) -> Any:
-        """Strides of the whole tensor, if it lay in memory in the order of this rank's part."""
-        local = self._local.stride()
-        order = sorted(range(self.ndim), key=lambda each: (-local[each], each))
-        strides, step = [0] * self.ndim, 1
-        for each in reversed(order):
-            strides[each] = step
-            step *= max(self._spec.shape[each], 1)
-        return tuple(strides) if dim is None else strides[dim]
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """In bytes."""
-        return tuple(step * self._local.itemsize for step in self.stride())
-
-    def is_contiguous(self) -> bool:
-        return bool(self._local.is_contiguous())
+    # -- where MindSpore asks no hook ---------------------------------------------------------------------------------
 
     def contiguous(self) -> DTensor:
         return self if self._local.is_contiguous() else wrapped(self._local.contiguous(), self._spec)
-
-    def __len__(self) -> int:
-        if not self._spec.shape:
-            raise TypeError("len() of a 0-d tensor")
-        return self._spec.shape[0]
-
-    def __repr__(self) -> str:
-        name = f", name={self.name}" if isinstance(self, Parameter) else ""
-        return f"DTensor({self._local.dtype}{list(self._spec.shape)}{name}, {self._spec.layout}, here: {self._local})"
-
-    __str__ = __repr__
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.ndim == 0 and spec else repr(self)
-
-    def item(self) -> Any:
-        """The number, of the whole tensor."""
-        if self._spec.num_elements != 1:
-            raise ArgumentError("Only one element can be a number.", expected="one", got=f"shape {self._spec.shape}")
-        with _no_grad():
-            return self.full_tensor().item()
-
-    def tolist(self) -> Any:
-        """The whole tensor."""
-        with _no_grad():
-            return self.full_tensor().tolist()
-
-    def __bool__(self) -> bool:
-        return bool(self.item())
-
-    def __int__(self) -> int:
-        return int(self.item())
-
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __index__(self) -> int:
-        return int(self.item().__index__())
-
-    # -- where MindSpore asks no hook ---------------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Any:
         return _dispatch(_GETITEM, (self, index))
@@ -451,24 +335,37 @@ for _name in _REFUSED.split():
         setattr(DTensor, _name, _refused(_name))
 
 
-_placeholders: dict[tuple[Any, Any], Tensor] = {}
+_placeholders: dict[tuple[Spec, Any], Tensor] = {}
 _MOST_PLACEHOLDERS = 4096
 
 
-def _placeholder(local: Tensor) -> Tensor:
-    key = local.shape, local.dtype
-    found = _placeholders.get(key)
+def _placeholder(spec: Spec, dtype: Any) -> Tensor:
+    """A tensor without memory, of the shape that a local tensor of this spec has here."""
+    found = _placeholders.get((spec, dtype))
     if found is None:
         if len(_placeholders) >= _MOST_PLACEHOLDERS:
             _placeholders.clear()
-        found = _placeholders[key] = mint.empty(local.shape, dtype=local.dtype, device="meta")
+        shape = spec.local_shape_at(mesh_coordinate(spec.layout.mesh))
+        found = _placeholders[spec, dtype] = mint.empty(shape, dtype=dtype, device="meta")
     return found
 
 
 def wrapped(local: Tensor, spec: Spec, kind: type = DTensor) -> DTensor:
-    """A DTensor of a local tensor; nothing is checked."""
+    """A DTensor of a local tensor.
+
+    Raises:
+        RuntimeError: it does not have the shape that the spec gives it here: a rule has answered a wrong one.
+    """
+    placeholder = _placeholder(spec, local.dtype)
+    if local.shape != placeholder.shape:
+        raise StateError(
+            "A local tensor does not have the shape that its layout gives it.",
+            expected=f"{list(placeholder.shape)}, for {spec}",
+            got=str(list(local.shape)),
+            do="Report the operator, which has a wrong rule.",
+        )
     made: DTensor = _make(kind, local)
-    made._update_data(_placeholder(local))  # the autograd data stay those of `local`
+    made._update_data(placeholder)  # the autograd data stay those of `local`
     made._local = local
     made._spec = spec
     return made
