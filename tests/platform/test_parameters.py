@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel.platform import contract
-from support.backends import THERE, Backend
+from support.backends import Backend
 
 covers = pytest.mark.covers
 
@@ -183,8 +182,6 @@ def test_a_negative_stage_is_an_error_with_the_number(backend: Backend, platform
 def test_a_layout_makes_a_parameter_of_this_ranks_part_and_keeps_whether_it_learns(
     backend: Backend, platform: Any
 ) -> None:
-    if backend not in THERE[contract.LAYOUTS]:
-        pytest.skip("comes with distributed tensors and layouts")
     from hyper_parallel import init_device_mesh
 
     layout = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)).layout("tp", None)

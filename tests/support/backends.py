@@ -291,9 +291,6 @@ class MindSporeBackend(Backend):
 
 ALL: list[Backend] = [TorchBackend("cpu"), TorchBackend("cuda"), MindSporeBackend()]
 
-# What a part of the contract comes with -> the backends that have that part already.
-THERE: dict[str, list[Backend]] = {contract.LAYOUTS: ALL}
-
 
 def check_nothing_left() -> None:
     """Process-wide state of the platform layer is as it was; put back so that one leak fails one test."""
