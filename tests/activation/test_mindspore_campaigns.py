@@ -74,12 +74,17 @@ def test_exceptions_anywhere_leave_nothing_behind() -> None:
     for case in share(500, 60):
         which = case % len(programs)
         at = 1 + (case * 7919) % lengths[which]
-        with pytest.raises(InjectedError):
-            programs[which].gradients(Injector(at))
+        injector = Injector(at)
+        try:
+            programs[which].gradients(injector)
+        except InjectedError:
+            num_injected += 1
+        else:
+            # A later run may ask policies less often: it knows what the first replay found out.
+            assert injector.count < at
         # MindSpore's own: without it `x[0]` fails after an exception in a plain function under `value_and_grad`.
         _pynative_executor.clear_res()
         _pynative_executor.set_grad_flag(False)
-        num_injected += 1
         if case % 5 == 0:
             found = programs[which].gradients()
             assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(found, expected[which], strict=True)), (
@@ -87,6 +92,8 @@ def test_exceptions_anywhere_leave_nothing_behind() -> None:
             )
     gc.collect()
     check_nothing_left()
+    print(f"{num_injected} exceptions")
+    assert num_injected > 0.9 * len(share(500, 60))
     assert num_live_tensors() <= live + 2, f"after {num_injected} exceptions"
 
 
