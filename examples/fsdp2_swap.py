@@ -147,7 +147,7 @@ def train(manage: str, device: torch.device, num_steps: int, shape: Shape) -> li
 
 def say(text: str) -> None:
     if dist.get_rank() == 0:
-        print(text, flush=True)  # noqa: T201 - a program for a terminal
+        print(text, flush=True)
 
 
 def main() -> None:

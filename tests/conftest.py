@@ -63,7 +63,7 @@ def nothing_leaks() -> Iterator[None]:
     assert not _children_of_this_process(), "child processes left running or unreaped"
     backends.check_nothing_left()
     if "hyper_parallel.core.swap.engines" in sys.modules:
-        from support.swapping import check_nothing_left
+        from support.swapping_state import check_nothing_left
 
         check_nothing_left()
     more_files = _open_files() - files

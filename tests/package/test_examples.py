@@ -57,3 +57,21 @@ def test_the_fsdp2_example_has_the_same_losses_whatever_becomes_of_activations(t
     for manage, ranks in found.items():
         assert [losses for losses, _ in ranks] == [losses for losses, _ in found["none"]], manage
         assert all((moved > 0) == (manage in ("swap", "mix")) for _, moved in ranks), manage
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("hugging_face_trainer", "accelerate"), ("accelerate_loop", "accelerate"), ("lightning_callback", "lightning")],
+)
+def test_an_integration_trains_inside_its_budget_with_equal_losses(name: str, package: str) -> None:
+    pytest.importorskip(package)
+    pytest.importorskip("scipy")
+    said = processes.run_program(
+        [sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", "3", "--budget", "60%"],
+        deadline_s=300,
+        OMP_NUM_THREADS="1",
+    )
+    assert "\nequal" in said, said
+    shares = {row[0]: float(row[1]) for row in re.findall(r"^(plain|measured).*?([\d.]+)%", said, re.MULTILINE)}
+    assert shares["plain"] == 100.0
+    assert 0 < shares["measured"] <= 60.0

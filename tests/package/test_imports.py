@@ -22,7 +22,7 @@ LAYERS = [
     "_version", "_base", "platform",
     "core.swap", "core.activation_checkpoint", "core.dtensor", "core.shard",
     "platform.torch.dtensor", "platform.mindspore.dtensor", "core.parallel", "core.planner",
-    "report", "cli", "__main__", "__init__",
+    "report", "integrations", "cli", "__main__", "__init__",
 ]  # fmt: skip
 
 

@@ -13,13 +13,7 @@ import pytest
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.core.swap.config import configure_swap
 from hyper_parallel.core.swap.engines import total_stats
-from hyper_parallel.platform import contract
-from support import backends
 from support.backends import Backend
-
-pytestmark = pytest.mark.parametrize(
-    "backend", backends.THERE[contract.ACTIVATION], indirect=True, ids=lambda backend: backend.name
-)
 
 SIGNATURES = """
 ckpt_wrapper(module, checkpoint_fn=None, **checkpoint_fn_kwargs)
@@ -98,6 +92,8 @@ def test_selective_contexts_are_a_pair_for_forward_and_recomputation(backend: Ba
 
 @pytest.mark.covers("create_selective_checkpoint_contexts")
 def test_a_saved_value_that_was_changed_is_an_error_unless_that_is_allowed(backend: Backend, platform: Any) -> None:
+    if backend.name.startswith("mindspore"):
+        pytest.skip("`+=` makes a new tensor on MindSpore, and no write is counted on its CPU")
     x = backend.tensor([[1.0, 2.0]])
 
     def run(allow: bool) -> Any:
@@ -154,8 +150,6 @@ def test_a_wrapped_module_is_recomputed_under_its_old_names(backend: Backend, pl
 
 @pytest.mark.covers("ckpt_wrapper")
 def test_without_a_function_the_frameworks_own_checkpoint_runs_the_module(backend: Backend, platform: Any) -> None:
-    from torch.utils.checkpoint import checkpoint
-
     calls = []
 
     def contexts() -> Any:
@@ -164,7 +158,7 @@ def test_without_a_function_the_frameworks_own_checkpoint_runs_the_module(backen
 
     model = backend.model()
     wrapper = platform.ckpt_wrapper(model, context_fn=contexts)
-    assert wrapper.checkpoint_fn.func is checkpoint
+    assert wrapper.checkpoint_fn.func is backend.own_checkpoint()
     assert steps_equal(backend, model, wrapper, backend.tensor(np.ones((1, 3))))
     assert calls == [1]
     assert platform.ckpt_wrapper(model, policy_fn=[]).checkpoint_fn.func is platform.checkpoint

@@ -15,7 +15,7 @@ LATER = [
     pytest.param(backend, operation, id=f"{backend.name}-{operation.name}", marks=pytest.mark.covers(operation.name))
     for operation in OPERATIONS
     for backend in backends.ALL
-    if operation.comes_with is not None and backend not in backends.THERE.get(operation.comes_with, [])
+    if operation.comes_with is not None
 ]
 
 

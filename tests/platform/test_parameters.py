@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel.platform import contract
-from support.backends import THERE, Backend
+from hyper_parallel.platform import selection
+from support.backends import Backend
 
 covers = pytest.mark.covers
 
@@ -181,11 +181,13 @@ def test_a_negative_stage_is_an_error_with_the_number(backend: Backend, platform
 
 @covers("set_layout_into_parameter")
 def test_a_layout_makes_a_parameter_of_this_ranks_part_and_keeps_whether_it_learns(
-    backend: Backend, platform: Any
+    backend: Backend, platform: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if backend not in THERE[contract.LAYOUTS]:
-        pytest.skip("comes with distributed tensors and layouts")
     from hyper_parallel import init_device_mesh
+
+    # A mesh asks the platform of the process for the rank.
+    monkeypatch.setenv("HYPER_PARALLEL_PLATFORM", platform.platform_type.value)
+    request.addfinalizer(selection._forget)
 
     layout = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)).layout("tp", None)
     for learns in (True, False):

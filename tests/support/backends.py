@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.platform import Platform, contract, selection
+from hyper_parallel.platform import Platform, selection
 
 
 class Backend:
@@ -91,6 +91,11 @@ class TorchBackend(Backend):
 
         return torch.nn.Linear(num_in, num_out)
 
+    def sequence(self, *layers: Any) -> Any:
+        import torch
+
+        return torch.nn.Sequential(*layers)
+
     def embedding(self, num: int, width: int) -> Any:
         import torch
 
@@ -150,6 +155,12 @@ class TorchBackend(Backend):
         model(*inputs).sum().backward()
         return {name: self.numbers(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
+    def own_checkpoint(self) -> Any:
+        """The framework's own function for recomputation."""
+        import torch.utils.checkpoint
+
+        return torch.utils.checkpoint.checkpoint
+
     def set_grad(self, parameter: Any, values: Any) -> None:
         parameter.grad = None if values is None else self.tensor(values)
 
@@ -196,6 +207,11 @@ class MindSporeBackend(Backend):
         from mindspore import nn
 
         return nn.Dense(num_in, num_out)
+
+    def sequence(self, *layers: Any) -> Any:
+        from mindspore import nn
+
+        return nn.SequentialCell(*layers)
 
     def embedding(self, num: int, width: int) -> Any:
         from mindspore import nn
@@ -261,6 +277,11 @@ class MindSporeBackend(Backend):
             _pynative_executor.set_grad_flag(False)
         return {name: self.numbers(p._grad) for name, p in named if p._grad is not None}
 
+    def own_checkpoint(self) -> Any:
+        import mindspore as ms
+
+        return ms.recompute
+
     def set_grad(self, parameter: Any, values: Any) -> None:
         parameter._grad = None if values is None else self.tensor(values)
 
@@ -269,12 +290,6 @@ class MindSporeBackend(Backend):
 
 
 ALL: list[Backend] = [TorchBackend("cpu"), TorchBackend("cuda"), MindSporeBackend()]
-
-# What a part of the contract comes with -> the backends that have that part already.
-THERE: dict[str, list[Backend]] = {
-    contract.ACTIVATION: [backend for backend in ALL if isinstance(backend, TorchBackend)],
-    contract.LAYOUTS: ALL,
-}
 
 
 def check_nothing_left() -> None:

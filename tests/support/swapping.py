@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from hyper_parallel.core.swap import engines
 from hyper_parallel.core.swap.config import configure_swap
+from support.swapping_state import check_nothing_left as check_nothing_left
 
 KINDS = ["cpu", "cuda"]
 
@@ -55,17 +55,3 @@ def gradients(loss: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     loss(*leaves).backward()
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
-
-
-def check_nothing_left() -> None:
-    """No slot, block or byte of the engines is in use."""
-    left = {}
-    for _ in range(2):
-        for name, managed in engines.all_engines().items():
-            managed.engine.join()
-            used = {"in flight": managed.engine.in_flight_bytes, "in the tier": managed.tier.used_bytes}
-            left[name] = {where: number for where, number in used.items() if number}
-        if not any(left.values()):
-            return
-        gc.collect()  # an exception that pytest keeps holds the frames of a failed test
-    assert not any(left.values()), f"the swap engine still holds bytes: {left}"

@@ -37,8 +37,6 @@ class Operation(NamedTuple):
     comes_with: str | None = None
 
 
-LAYOUTS = "distributed tensors and layouts"
-ACTIVATION = "the activation memory part"
 COORDINATOR = "dual-pipe overlap"
 
 
@@ -148,16 +146,7 @@ OPERATIONS: tuple[Operation, ...] = (
         parameters_dict: Parameters by name, in order.
         search_parameter_by_name: `(owner, local name, parameter)` at a dotted path, or None.
         update_parameter_by_name: Replace a parameter, wherever the module holds it.
-        """,
-    ),
-    *_rows(
-        Section.MODULES,
-        "set_layout_into_parameter: A parameter whose data is a DTensor with that layout.",
-        LAYOUTS,
-    ),
-    *_rows(
-        Section.MODULES,
-        """
+        set_layout_into_parameter: A parameter whose data is a DTensor with that layout.
         get_param_local_shape: Shape of the local part of a parameter.
         get_param_local_data: The local part of a parameter.
         get_param_type_size: Bytes of one element of a parameter.
@@ -199,7 +188,6 @@ OPERATIONS: tuple[Operation, ...] = (
         ckpt_wrapper: A module whose forward is a region.
         swap_wrapper: A module whose residuals are swapped.
         """,
-        ACTIVATION,
     ),
     *_rows(
         Section.EXECUTION,

@@ -137,7 +137,7 @@ def part_of(platform: Platform, part: str, call: str) -> Any:
         if error.name is None or not (folder + part).startswith(error.name):
             raise
         raise ComesLaterError(
-            f"`{call}` comes with activation memory on {platform.platform_type.display_name}, which this version does not have.",
+            f"`{call}` comes with the {part} on {platform.platform_type.display_name}, which this version does not have.",
             do="Use PyTorch, or upgrade hyper_parallel once the CHANGELOG lists it.",
         ) from error
 

@@ -53,6 +53,7 @@ class Prepared(NamedTuple):
     returns_argument: int | None = None  # an operator in place answers the DTensor that it was given
     is_sequence: bool = False  # the outputs come in a list or tuple
     is_raw: bool = False  # `local` answers what the caller gets
+    is_kept: bool = True  # for the next call; not where it holds only as long as the caller allows it
 
 
 class Call(NamedTuple):
@@ -69,6 +70,7 @@ class Call(NamedTuple):
     wrap_output: Callable[[Any], Any] | None  # None: by `outputs`
     has_empty_parts: bool  # on some rank
     name: str
+    is_kept: bool = True  # for the next call
     simple: Spec | None = None  # of the one output, where arguments only have to be replaced by their local tensors
     is_view: bool = False  # of the one DTensor among its arguments: see `View`
 
@@ -95,7 +97,8 @@ class View(NamedTuple):
         return result
 
 
-_PLAIN = (int, str, bool, type(None))
+_PLAIN = (int, str, type(None))
+_BOOLS = (("no",), ("yes",))  # in a key: True and False would be found as 1 and 0, which mean something else
 _state = threading.local()
 
 
@@ -132,6 +135,8 @@ class OpDispatcher:
                 key.append(value)
             elif kind is float:
                 key.append(float)
+            elif kind is bool:
+                key.append(_BOOLS[value])
             else:
                 self._look_into(value, key, tensors)
         if kwargs:
@@ -154,7 +159,7 @@ class OpDispatcher:
             return made
         if call is None:
             call = self._decide(func, args, kwargs or {}, tensors)
-            if known:
+            if known and call.is_kept:
                 if len(self._calls) >= self.LIMIT:
                     self._calls.clear()
                 self._calls[known] = call
@@ -167,6 +172,8 @@ class OpDispatcher:
             tensors.append(value)
         elif kind is float or kind is complex:
             key.append(kind)
+        elif kind is bool:
+            key.append(_BOOLS[value])
         elif isinstance(value, (list, tuple)):
             key.append(kind)
             for each in value:
@@ -283,7 +290,7 @@ class OpDispatcher:
         call = Call(
             tuple(moves), _positions(args, kwargs, self._dtensors), decision.outputs, prepared.is_sequence, prepared.local,
             prepared.returns_argument, _as_it_is if prepared.is_raw else None,
-            prepared.returns_argument is None and has_empty_parts(tensors, decision), name,
+            prepared.returns_argument is None and has_empty_parts(tensors, decision), name, prepared.is_kept,
         )  # fmt: skip
         is_simple = (
             call.positions is not None

@@ -1,7 +1,65 @@
-"""What backward needs. The wrappers and regions come with activation memory on MindSpore; until then each says so."""
+"""What backward needs: regions, contexts and wrappers, each made in `activation_checkpoint` and loaded when first used."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import mindspore
+
+_OURS = {"policy_fn", "swap_inputs", "checkpoint_impl", "preserve_rng_state", "determinism_check", "debug"}
+
 
 class Activations:
-    """Nothing yet: the answers are those of `Platform`."""
+    @property
+    def checkpoint(self) -> Callable[..., Any]:
+        """The function that runs a region."""
+        from hyper_parallel.platform.mindspore.activation_checkpoint.region import checkpoint
+
+        return checkpoint
+
+    @property
+    def noop_context_fn(self) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
+        """A function that gives two contexts that do nothing."""
+        return _noop_contexts
+
+    @staticmethod
+    def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Any:
+        from hyper_parallel.platform.mindspore.activation_checkpoint.selective_contexts import (
+            create_selective_checkpoint_contexts,
+        )
+
+        return create_selective_checkpoint_contexts(policy_fn_or_list, allow_cache_entry_mutation)
+
+    @staticmethod
+    def async_save_on_cpu(policy_fn: Callable[[Any], Any] | None = None) -> Any:
+        from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import AsyncSaveOnCpu
+
+        return AsyncSaveOnCpu(policy_fn)
+
+    @staticmethod
+    def ckpt_wrapper(module: Any, checkpoint_fn: Callable[..., Any] | None = None, **checkpoint_fn_kwargs: Any) -> Any:
+        """A cell whose forward is a region, run by `checkpoint_fn(module, *args, **kwargs)` with these keywords.
+
+        Without a function MindSpore's own non-reentrant `recompute` runs it, unless there is something that only this package's
+        `checkpoint` can do (`policy_fn`, `swap_inputs`, `preserve_rng_state`, `determinism_check`, `debug`) or that the wrapper decides
+        (`checkpoint_impl`). MindSpore's keeps a tensor per step on the CPU, and draws other random numbers the second time.
+        """
+        from hyper_parallel.platform.mindspore.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        if checkpoint_fn is None and not _OURS & checkpoint_fn_kwargs.keys():
+            checkpoint_fn = functools.partial(mindspore.recompute, use_reentrant=False)
+        return checkpoint_wrapper(module, checkpoint_fn=checkpoint_fn, **checkpoint_fn_kwargs)
+
+    @staticmethod
+    def swap_wrapper(module: Any, policy_fn: Callable[[Any], Any] | None = None) -> Any:
+        from hyper_parallel.platform.mindspore.activation_checkpoint.activation_swap import swap_wrapper
+
+        return swap_wrapper(module, policy_fn)
+
+
+def _noop_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return contextlib.nullcontext(), contextlib.nullcontext()

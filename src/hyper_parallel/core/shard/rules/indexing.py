@@ -9,13 +9,15 @@ from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.shard.decision import Decision, decided
 from hyper_parallel.core.shard.dims import dim_in
 from hyper_parallel.core.shard.rules.elementwise import broadcast_shape
-from hyper_parallel.core.shard.rules.views import remap
+from hyper_parallel.core.shard.rules.views import decided_where_filled, remap
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.strategies import P, Place, R, S, Strategy
 
 __all__ = [
     "getitem",
     "index_by_tensor",
+    "index_rows",
+    "index_whole",
     "lines_by_index",
     "narrow",
     "pad",
@@ -112,6 +114,8 @@ def getitem(x: Spec, index: Any) -> Decision:
 def index_by_tensor(x: Spec, index: Spec, dim: int = 0) -> Decision:
     """`x[..., index, ...]`, one tensor of positions for a whole dim: the output has the dims of the index in its place."""
     at = dim_in(dim, x.ndim)
+    if not x.ndim:
+        return decided([x, index], [Strategy((place, R), (place,)) for place in (R, *_PARTIAL)], (), how="by_positions")
     shape = [*x.shape[:at], *index.shape, *x.shape[at + 1 :]]
     strategies = [Strategy((R, R), (R,))]
     strategies += [
@@ -119,7 +123,7 @@ def index_by_tensor(x: Spec, index: Spec, dim: int = 0) -> Decision:
     ]
     strategies += [Strategy((R, S(each)), (S(at + each),)) for each in range(index.ndim)]
     strategies += [Strategy((place, R), (place,)) for place in _PARTIAL]
-    return decided([x, index], strategies, shape)
+    return decided([x, index], strategies, shape, how="by_positions")
 
 
 def lines_by_index(x: Spec, dim: int, index: Spec) -> Decision:
@@ -148,8 +152,11 @@ def scatter_lines(x: Spec, dim: int, index: Spec, source: Spec | None = None, in
     return decided(tensors, strategies, x.shape, pinned=[0] if in_place else [])
 
 
-def pad(x: Spec, widths: Sequence[int]) -> Decision:
-    """Pairs of widths from the last dim on; padded dims must be whole."""
+def pad(x: Spec, widths: Sequence[int], can_be_empty: bool = True) -> Decision:
+    """Pairs of widths from the last dim on; padded dims must be whole.
+
+    Some ways to pad refuse a part that is empty: a dim of which a rank holds nothing is gathered then.
+    """
     shape = list(x.shape)
     whole = set()
     for pair in range(len(widths) // 2):
@@ -160,7 +167,7 @@ def pad(x: Spec, widths: Sequence[int]) -> Decision:
             whole.add(dim)
     strategies = [Strategy((R,), (R,))]
     strategies += [Strategy((S(each),), (S(each),)) for each in range(x.ndim) if each not in whole]
-    return decided([x], strategies, shape)
+    return decided([x], strategies, shape) if can_be_empty else decided_where_filled(x, strategies, shape)
 
 
 def index_rows(x: Spec, indices: Sequence[Spec]) -> Decision:
@@ -172,4 +179,10 @@ def index_rows(x: Spec, indices: Sequence[Spec]) -> Decision:
     strategies += [
         Strategy((S(each), *(R,) * count), (S(each - count + len(positions)),)) for each in range(count, x.ndim)
     ]
-    return decided([x, *indices], strategies, shape)
+    return decided([x, *indices], strategies, shape, how="by_positions")
+
+
+def index_whole(x: Spec, indices: Sequence[Spec], shape: Sequence[int]) -> Decision:
+    """Any other mix of numbers, slices and positions: all of it whole, or the values partial."""
+    strategies = [Strategy((place, *(R,) * len(indices)), (place,)) for place in (R, *_PARTIAL)]
+    return decided([x, *indices], strategies, shape, how="by_positions")

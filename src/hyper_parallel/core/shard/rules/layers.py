@@ -40,35 +40,41 @@ def attention(
     """Scaled dot-product attention, [..., heads, positions, width]: split by batch and heads; by query position where no mask
     depends on it. With fewer key heads than query heads, heads are split where both divide."""
     tensors = [query, key, value] if mask is None else [query, key, value, mask]
-    lead = broadcast_shape([query.shape[:-2], value.shape[:-2]]) if _are_stretched(query, value) else query.shape[:-2]
+    lead = _lead_shape(query, key, value)
     shape = [*lead, query.shape[-2], value.shape[-1]]
+    ndim = len(shape)
     strategies = [Strategy((R,) * len(tensors), (R,))]
-    for dim in range(query.ndim - 2):
-        lengths = {spec.shape[dim] for spec in (query, key, value)}
-        parts = max(_num_parts(spec, dim) for spec in (query, key, value))
+    for dim in range(len(lead)):
+        owns = [dim - (ndim - spec.ndim) for spec in tensors]
+        lengths = {spec.shape[own] for spec, own in zip(tensors[:3], owns, strict=False) if own >= 0}
+        parts = max(_num_parts(spec, own) for spec, own in zip(tensors, owns, strict=True) if own >= 0)
         if len(lengths) > 1 and any(length % parts for length in lengths):
             continue  # a rank would have query heads whose key heads are elsewhere
-        places: list[Place] = [S(dim)] * 3
+        places: list[Place] = [S(own) if own >= 0 else R for own in owns[:3]]
         if mask is not None:
-            own = dim - (query.ndim - mask.ndim)
-            places.append(S(own) if own >= 0 and mask.shape[own] == query.shape[dim] else R)
+            places.append(S(owns[3]) if owns[3] >= 0 and mask.shape[owns[3]] == lead[dim] else R)
         strategies.append(Strategy(tuple(places), (S(dim),)))
     if not is_causal:
         places = [S(query.ndim - 2), R, R]
         if mask is not None:
             own = mask.ndim - 2
             places.append(S(own) if own >= 0 and mask.shape[own] == query.shape[-2] else R)
-        strategies.append(Strategy(tuple(places), (S(query.ndim - 2),)))
-    strategies.append(Strategy((R, R, S(value.ndim - 1), *(R,) * (len(tensors) - 3)), (S(query.ndim - 1),)))
+        strategies.append(Strategy(tuple(places), (S(ndim - 2),)))
+    strategies.append(Strategy((R, R, S(value.ndim - 1), *(R,) * (len(tensors) - 3)), (S(ndim - 1),)))
     return decided(tensors, strategies, shape, how="random" if is_random else None)
+
+
+def _lead_shape(query: Spec, key: Spec, value: Spec) -> tuple[int, ...]:
+    """Batch and heads of the result: those of the query, or what all three are stretched to."""
+    leads = [spec.shape[:-2] for spec in (query, key, value)]
+    is_stretched = len({len(lead) for lead in leads}) > 1 or any(
+        1 in lengths and lengths != {1} for lengths in map(set, zip(*leads, strict=False))
+    )
+    return broadcast_shape(leads) if is_stretched else leads[0]
 
 
 def _num_parts(spec: Spec, dim: int) -> int:
     return math.prod(spec.layout.mesh.size(axis) for axis in spec.layout.axes_of(dim))
-
-
-def _are_stretched(query: Spec, value: Spec) -> bool:
-    return any(1 in pair and pair != (1, 1) for pair in zip(query.shape[:-2], value.shape[:-2], strict=False))
 
 
 def cross_entropy(

@@ -7,7 +7,7 @@ from typing import Any
 
 from hyper_parallel.core.shard.decision import Decision, decided
 from hyper_parallel.core.shard.dims import dims_in
-from hyper_parallel.core.shard.rules.views import has_empty_part
+from hyper_parallel.core.shard.rules.views import decided_where_filled
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.strategies import P, Place, R, S, Strategy
 
@@ -19,9 +19,10 @@ def reduction(
 ) -> Decision:
     """A reduction over `dim` (None: all). `op` is what combines the parts of a split dim; without one that dim must be whole.
 
-    `mean` divides a local sum by the global count, so that uneven parts weigh what they should: the parts are summed.
+    `mean` divides a local sum by the global count, so that uneven parts weigh what they should: the parts are summed. `nansum` sums
+    parts, too, but not partial values: one summand that is no number makes the whole no number.
     """
-    dims = dims_in(dim, x.ndim)
+    dims = dims_in(dim, x.ndim) if x.ndim else ()  # a number has no dims, and may be asked for its first
     kept = [each for each in range(x.ndim) if each not in dims]
     if keepdim:
         shape = [1 if each in dims else length for each, length in enumerate(x.shape)]
@@ -31,14 +32,9 @@ def reduction(
         position = {each: index for index, each in enumerate(kept)}
     strategies = [Strategy((R,), (R,))]
     strategies += [Strategy((S(each),), (S(position[each]),)) for each in kept]
-    combined = "sum" if op == "mean" else op
+    combined = "sum" if op in ("mean", "nansum") else op
     if combined is not None:
-        # The framework refuses the maximum of nothing: a dim of which a rank holds nothing is gathered.
-        strategies += [
-            Strategy((S(each),), (P(combined),))
-            for each in dims
-            if combined not in ("max", "min") or not has_empty_part(x, each)
-        ]
+        strategies += [Strategy((S(each),), (P(combined),)) for each in dims]
     if op in ("sum", "mean"):
         strategies += [Strategy((P(each),), (P(each),)) for each in ("sum", "avg")]
     elif op in ("max", "min"):
@@ -46,6 +42,9 @@ def reduction(
     count = 1
     for each in dims:
         count *= x.shape[each]
+    if op in ("max", "min"):
+        # The framework refuses the maximum of nothing: a dim of which a rank holds nothing is gathered.
+        return decided_where_filled(x, strategies, shape, dims=dims)
     return decided([x], strategies, shape, how="mean" if op == "mean" else how, count=count)
 
 
@@ -54,7 +53,7 @@ def whole_dims(x: Spec, dims: Any, *shapes: Sequence[int], is_linear: bool = Fal
 
     Without `shapes` there is one output of the shape of `x`; with `how="random"` ranks with the same part draw the same numbers.
     """
-    needed = dims_in(dims, x.ndim) if dims != () else ()
+    needed = dims_in(dims, x.ndim) if dims != () and x.ndim else ()
     results = shapes or (x.shape,)
     strategies = [Strategy((R,), (R,) * len(results))]
     strategies += [Strategy((S(each),), (S(each),) * len(results)) for each in range(x.ndim) if each not in needed]

@@ -14,7 +14,18 @@ from hyper_parallel.core.shard.dims import dim_in, dims_in
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.strategies import P, Place, R, S, Strategy
 
-__all__ = ["expand", "has_empty_part", "join", "permute", "remap", "repeat", "reshape", "squeeze", "stack", "unsqueeze"]
+__all__ = [
+    "decided_where_filled",
+    "expand",
+    "join",
+    "permute",
+    "remap",
+    "repeat",
+    "reshape",
+    "squeeze",
+    "stack",
+    "unsqueeze",
+]
 
 _PARTIAL: tuple[Place, ...] = (
     P("sum"),
@@ -47,7 +58,7 @@ def unsqueeze(x: Spec, dim: int) -> Decision:
 
 def squeeze(x: Spec, dim: Any = None) -> Decision:
     """Drops dims of length 1. A dim that is split over several ranks is gathered first: elsewhere its local length is 0."""
-    asked = dims_in(dim, x.ndim) if x.ndim else ()
+    asked = dims_in(dim, x.ndim) if x.ndim and dim != () else ()
     dropped = {each for each in asked if x.shape[each] == 1}
     kept = [each for each in range(x.ndim) if each not in dropped]
     # The global dims are named to the local call: a local length of 1 that is no global one must stay.
@@ -138,9 +149,25 @@ def _parts(layout: Layout, axes: Sequence[str], length: int) -> list[tuple[int, 
     return parts
 
 
-def has_empty_part(x: Spec, dim: int) -> bool:
-    """Whether a rank holds nothing of a split dim."""
-    return any(begin == end for begin, end in _parts(x.layout, x.layout.axes_of(dim), x.shape[dim]))
+def decided_where_filled(
+    x: Spec, strategies: Sequence[Strategy], shape: Sequence[int], dims: Sequence[int] | None = None
+) -> Decision:
+    """The decision for an operator that refuses a part that is empty: `dims` (None: all) are split only where every rank gets some."""
+    watched = range(x.ndim) if dims is None else dims
+    left = list(strategies)
+    while True:
+        decision = decided([x], left, shape)
+        layout = decision.inputs[0]
+        # Which axes split a dim is known only now.
+        empty = {S(dim) for dim in watched if _has_empty_part(layout, dim, x.shape[dim])}
+        if not empty:
+            return decision
+        left = [strategy for strategy in left if strategy.inputs[0] not in empty]
+
+
+def _has_empty_part(layout: Layout, dim: int, length: int) -> bool:
+    axes = layout.axes_of(dim)
+    return bool(axes) and any(begin == end for begin, end in _parts(layout, axes, length))
 
 
 def _without_minus_one(x: Spec, shape: Sequence[int]) -> list[int]:

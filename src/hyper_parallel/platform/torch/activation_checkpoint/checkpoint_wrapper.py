@@ -4,43 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from enum import Enum, auto
 from typing import Any, final
 
 import torch.utils.checkpoint
 from torch import nn
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.errors import ArgumentError
+from hyper_parallel.platform.regions.options import (
+    TAKEN,
+    CheckpointImpl,
+    as_impl,
+    check_callable,
+    check_options,
+    check_reentrant,
+    name_of,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.activation_wrapper import ActivationWrapper
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import not_compiled, prepare_for_compiled_code
 
 __all__ = ["CheckpointImpl", "CheckpointWrapper", "checkpoint_wrapper"]
-
-
-class CheckpointImpl(Enum):
-    """How backward gets what it needs: by calling autograd inside autograd, or by running the forward again up to there."""
-
-    REENTRANT = auto()
-    NO_REENTRANT = auto()
-
-
-# The options that the region hands to the framework, with what each may be.
-_FRAMEWORK_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "preserve_rng_state": (True, False),
-    "determinism_check": ("default", "none"),
-    "debug": (True, False),
-    "early_stop": (True, False),
-}
-_REGION_OPTIONS = ("policy_fn", "swap_inputs", *_FRAMEWORK_OPTIONS)
-
-# PyTorch's, and what stands for them here.
-_REFUSED = {
-    "use_reentrant": "Give checkpoint_impl=CheckpointImpl.REENTRANT or NO_REENTRANT.",
-    "context_fn": "Give the policy itself as policy_fn.",
-}
-
-# Arguments of the region itself. A keyword of this name in a call of the wrapper is meant for the inner module.
-_TAKEN = frozenset({"function", *_REFUSED, *_REGION_OPTIONS})
 
 
 @final
@@ -56,13 +38,13 @@ class CheckpointWrapper(ActivationWrapper):
         checkpoint_fn: Callable[..., Any] | None = None,
         **checkpoint_fn_kwargs: Any,
     ) -> None:
-        impl = _as_impl(checkpoint_impl)
-        _check_reentrant(impl, checkpoint_fn_kwargs)
+        impl = as_impl(checkpoint_impl)
+        check_reentrant(impl, checkpoint_fn_kwargs)
         own_fn = None if checkpoint_fn is not None else _default_fn(impl, checkpoint_fn_kwargs)
         super().__init__(mod)
         self.__dict__["_checkpoint_impl"] = impl
         if own_fn is None:
-            self.checkpoint_fn = functools.partial(_check_callable(checkpoint_fn), **checkpoint_fn_kwargs)
+            self.checkpoint_fn = functools.partial(check_callable(checkpoint_fn), **checkpoint_fn_kwargs)
         else:
             self.checkpoint_fn = own_fn
         self.__dict__["_has_default_fn"] = own_fn is not None
@@ -80,7 +62,7 @@ class CheckpointWrapper(ActivationWrapper):
 
     @checkpoint_fn.setter
     def checkpoint_fn(self, checkpoint_fn: Callable[..., Any]) -> None:
-        self.__dict__["_checkpoint_fn"] = _check_callable(checkpoint_fn)
+        self.__dict__["_checkpoint_fn"] = check_callable(checkpoint_fn)
         self.__dict__["_has_default_fn"] = False
 
     @not_compiled
@@ -91,7 +73,7 @@ class CheckpointWrapper(ActivationWrapper):
 
             run = run_reentrant if self._has_default_fn else run_packed
             return run(self.checkpoint_fn, inner, args, kwargs)
-        taken = _TAKEN & kwargs.keys() if self._has_default_fn else None
+        taken = TAKEN & kwargs.keys() if self._has_default_fn else None
         if taken:
             inner = functools.partial(inner, **{name: kwargs.pop(name) for name in taken})
         return self.checkpoint_fn(inner, *args, **kwargs)
@@ -100,9 +82,9 @@ class CheckpointWrapper(ActivationWrapper):
         fn = self.checkpoint_fn
         shown = {} if self.checkpoint_impl is CheckpointImpl.NO_REENTRANT else {"checkpoint_impl": "REENTRANT"}
         if not self._has_default_fn:
-            shown["checkpoint_fn"] = _name(getattr(fn, "func", fn))
+            shown["checkpoint_fn"] = name_of(getattr(fn, "func", fn))
         options = {name: value for name, value in getattr(fn, "keywords", {}).items() if name != "use_reentrant"}
-        shown.update({name: _name(value) for name, value in options.items()})
+        shown.update({name: name_of(value) for name, value in options.items()})
         return ", ".join(f"{name}={text}" for name, text in shown.items())
 
 
@@ -145,7 +127,7 @@ def checkpoint_wrapper(
 
 
 def _default_fn(impl: CheckpointImpl, options: dict[str, Any]) -> Callable[..., Any]:
-    _check_options(options)
+    check_options(options)
     if impl is CheckpointImpl.NO_REENTRANT:
         from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
 
@@ -163,74 +145,3 @@ def _default_fn(impl: CheckpointImpl, options: dict[str, Any]) -> Callable[..., 
         use_reentrant=True,
         preserve_rng_state=options.get("preserve_rng_state", True),
     )
-
-
-def _as_impl(value: Any) -> CheckpointImpl:
-    # PyTorch's own enum is known by its name; importing it here would import torch.distributed.
-    if (
-        isinstance(value, Enum)
-        and type(value).__name__ == "CheckpointImpl"
-        and value.name in CheckpointImpl.__members__
-    ):
-        return CheckpointImpl[value.name]
-    raise ArgumentTypeError(
-        "`checkpoint_impl` says how to recompute.",
-        expected="CheckpointImpl.REENTRANT or CheckpointImpl.NO_REENTRANT",
-        got=describe(value),
-    )
-
-
-def _check_reentrant(impl: CheckpointImpl, options: dict[str, Any]) -> None:
-    given = [name for name in ("policy_fn", "swap_inputs") if options.get(name) not in (None, False)]
-    if impl is CheckpointImpl.REENTRANT and given:
-        raise ArgumentError(
-            "Reentrant recomputation sees neither ops nor saved tensors.",
-            expected="no policy_fn and no swap_inputs with CheckpointImpl.REENTRANT",
-            got=" and ".join(given),
-            do="Leave checkpoint_impl out: CheckpointImpl.NO_REENTRANT has both.",
-        )
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """What the region would refuse in the first forward is refused here, where the mistake is."""
-    from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
-
-    as_policy_fn(options.get("policy_fn"))
-    if not isinstance(options.get("swap_inputs", False), bool):
-        raise ArgumentTypeError(
-            "`swap_inputs` is on or off.", expected="True or False", got=describe(options["swap_inputs"])
-        )
-    for name, value in options.items():
-        if name in _REFUSED:
-            raise ArgumentError(
-                f"`checkpoint_wrapper` has no option `{name}`.",
-                expected=", ".join(_REGION_OPTIONS),
-                got=f"{name}={describe(value)}",
-                do=_REFUSED[name],
-            )
-        if name not in _REGION_OPTIONS:
-            raise ArgumentTypeError(
-                f"`checkpoint_wrapper` has no option `{name}`.",
-                expected=", ".join(_REGION_OPTIONS),
-                got=f"{name}={describe(value)}",
-                do="Leave it out; an option of a function of yours needs that function as checkpoint_fn.",
-            )
-        accepted = _FRAMEWORK_OPTIONS.get(name)
-        if accepted is not None and not any(type(value) is type(one) and value == one for one in accepted):
-            raise ArgumentError(
-                f"`{name}` has no such value.", expected=" or ".join(map(repr, accepted)), got=describe(value)
-            )
-
-
-def _check_callable(checkpoint_fn: Any) -> Callable[..., Any]:
-    if not callable(checkpoint_fn):
-        raise ArgumentTypeError(
-            "`checkpoint_fn` runs the module.",
-            expected="a function checkpoint_fn(module, *args, **kwargs)",
-            got=describe(checkpoint_fn),
-        )
-    return checkpoint_fn
-
-
-def _name(value: Any) -> str:
-    return getattr(value, "__qualname__", None) or repr(value)

@@ -18,7 +18,9 @@ from torch import nn
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel._base.log import get_logger
-from hyper_parallel.platform.torch.activation_checkpoint.arguments import SavedArguments
+from hyper_parallel.platform.regions.arguments import SavedArguments
+from hyper_parallel.platform.regions.host_randomness import HostRandomness
+from hyper_parallel.platform.regions.passes import Pass
 from hyper_parallel.platform.torch.activation_checkpoint.checksums import checksum, find_difference
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES, is_plain, local_tensor
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import (
@@ -33,7 +35,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
     another_placeholder,
     is_placeholder,
 )
-from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, HostRandomness, states_of
+from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, states_of
 from hyper_parallel.platform.torch.activation_checkpoint.recording import (
     Record,
     RecordingMode,
@@ -42,7 +44,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.recording import (
 )
 from hyper_parallel.platform.torch.activation_checkpoint.region_swap import RegionSwap, Swapped
 from hyper_parallel.platform.torch.activation_checkpoint.replaying import AllFound, Replay, ReplayMode
-from hyper_parallel.platform.torch.activation_checkpoint.residuals import FromInput, FromKept, Pass, Recomputed
+from hyper_parallel.platform.torch.activation_checkpoint.residuals import FromInput, FromKept, Recomputed
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Kept, TensorSwap, changed_in_place
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import (
     ParametersOfModule,

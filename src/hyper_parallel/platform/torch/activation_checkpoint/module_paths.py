@@ -6,15 +6,14 @@ path. The frames of `nn.Module.__call__` are there anyway.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import weakref
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-_CALL = nn.Module._call_impl.__code__
+CALL = nn.Module._call_impl.__code__
 # Modules around a whole model whose own name says nothing: the attribute that has the model.
 _AROUND = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 
@@ -67,7 +66,7 @@ def paths_here(module: nn.Module | None) -> ModulePaths | None:
     frame: FrameType | None = sys._getframe(1)
     outermost = None
     while frame is not None:
-        if frame.f_code is _CALL:
+        if frame.f_code is CALL:
             outermost = frame
         frame = frame.f_back
     root = module if outermost is None else outermost.f_locals["self"]
@@ -78,88 +77,6 @@ def paths_here(module: nn.Module | None) -> ModulePaths | None:
     if paths is None:
         paths = _paths[root] = ModulePaths(root)
     return paths
-
-
-class Occurrence(NamedTuple):
-    """Which of the calls of an op one is.
-
-    Fields:
-        occurrence: how often the op ran before in the module
-        call: which call of the module it was
-        occurrence_in_call: how often the op ran before in that call
-    """
-
-    module: str
-    occurrence: int
-    call: int
-    occurrence_in_call: int
-
-
-class ModuleCall:
-    """One call of a module, with the ops that were met in it.
-
-    Fields:
-        number: how many calls of the same module came before it in the region, as far as ops ran in them
-        _in_call, _in_module: how often each op was met, by its id; `_in_module` is shared by the calls of a module
-    """
-
-    __slots__ = ("_in_call", "_in_module", "name", "number")
-
-    def __init__(self, name: str, number: int, in_module: dict[int, int]) -> None:
-        self.name = name
-        self.number = number
-        self._in_call: dict[int, int] = {}
-        self._in_module = in_module
-
-    def count(self, func: Any) -> Occurrence:
-        """Which call of the op this is. Whoever asks keeps the op, and so its id."""
-        key = id(func)
-        in_module = self._in_module.get(key, 0)
-        in_call = self._in_call.get(key, 0)
-        self._in_module[key] = in_module + 1
-        self._in_call[key] = in_call + 1
-        return Occurrence(self.name, in_module, self.number, in_call)
-
-
-class ModuleCalls:
-    """The calls of modules in a region, told apart by their frames on Python's stack.
-
-    What is known about a call lies in its frame, under a name that no variable has: there it ends with the call. To hold the frame would hold the
-    tensors that its function was called with, and its address is given to another one when it has ended.
-    """
-
-    _num_made = itertools.count()
-
-    def __init__(self, paths: ModulePaths | None) -> None:
-        self._paths = paths
-        self._mark = f"<call in region {next(ModuleCalls._num_made)}>"
-        self._without_module: ModuleCall | None = None
-        self._num_calls: dict[str, int] = {}
-        self._in_module: dict[str, dict[int, int]] = {}
-
-    def innermost(self, depth: int) -> ModuleCall:
-        """The call in which the caller, `depth` frames up or more, runs."""
-        if self._paths is not None:
-            frame: FrameType | None = sys._getframe(depth)
-            while frame is not None:
-                if frame.f_code is _CALL:
-                    variables = frame.f_locals
-                    call: ModuleCall | None = variables.get(self._mark)
-                    if call is None:
-                        call = variables[self._mark] = self._new(self._paths.name(variables["self"]))
-                    return call
-                frame = frame.f_back
-        if self._without_module is None:
-            self._without_module = self._new("")
-        return self._without_module
-
-    def _new(self, name: str) -> ModuleCall:
-        number = self._num_calls.get(name, 0)
-        self._num_calls[name] = number + 1
-        in_module = self._in_module.get(name)
-        if in_module is None:
-            in_module = self._in_module[name] = {}
-        return ModuleCall(name, number, in_module)
 
 
 def modules_in(root: nn.Module) -> list[nn.Module]:
@@ -195,7 +112,7 @@ def is_sharding(depth: int) -> bool:
     mixed precision are the module's: they are made in both calls.
     """
     frame: FrameType | None = sys._getframe(depth)
-    while frame is not None and frame.f_code is not _CALL:
+    while frame is not None and frame.f_code is not CALL:
         if frame.f_code.co_filename.endswith(_SHARDING):
             return True
         frame = frame.f_back

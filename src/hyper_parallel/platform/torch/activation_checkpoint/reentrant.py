@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
-from hyper_parallel.platform.torch.activation_checkpoint.arguments import SavedArguments
+from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
 from hyper_parallel.platform.trees import leaves, map_leaves
 
 
@@ -54,7 +54,7 @@ class PackedCall:
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._function = function
-        self._arguments = SavedArguments(args, kwargs)
+        self._arguments = saved_arguments(args, kwargs)
         # For the forward only: this object lives as long as the graph, and keeping the tensors is autograd's.
         self._given: _Given | None = _Given(tuple(self._arguments.tensors), args, kwargs)
         self._arguments.forget_tensors()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hyper_parallel._base.errors import StateError, describe
+from hyper_parallel.platform.regions.questions import PolicyContext
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
     PLAIN_TYPES,
     local_tensor,
@@ -29,7 +30,6 @@ from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
 )
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import drawing
 from hyper_parallel.platform.torch.activation_checkpoint.recording import (
-    PolicyContext,
     Record,
     RegionMode,
     aliased,

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hyper_parallel.platform.regions.module_calls import ModuleCall, Occurrence
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES
-from hyper_parallel.platform.torch.activation_checkpoint.module_paths import ModuleCall, Occurrence
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState
 

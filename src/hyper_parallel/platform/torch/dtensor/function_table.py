@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError
+from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.decision import Decision
 from hyper_parallel.core.shard.rules import indexing, layers, products, views
 from hyper_parallel.core.shard.rules.elementwise import DIVIDE, LINEAR, MULTIPLY, elementwise
@@ -88,10 +89,12 @@ expit erf erfc erfinv lgamma digamma floor ceil round trunc fix frac sign sgn si
 clamp_max clip eq ne lt le gt ge equal_ less less_equal greater greater_equal not_equal logical_and logical_or logical_not logical_xor
 bitwise_and bitwise_or bitwise_xor bitwise_not isnan isinf isfinite isposinf isneginf nan_to_num maximum minimum fmax fmin fmod remainder
 floor_divide hypot copysign logaddexp logaddexp2 xlogy xlog1py nextafter heaviside where masked_fill addcmul addcdiv rsub
-relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus logsigmoid softsign tanhshrink hardshrink softshrink
-threshold deg2rad rad2deg gcd lcm ldexp isclose bool
+gelu softplus logsigmoid softsign tanhshrink hardshrink softshrink deg2rad rad2deg gcd lcm ldexp isclose bool byte char short int long
 """
-_LINEAR = "neg negative positive clone contiguous real conj type_as float double half bfloat16 cpu cuda detach alias lift_fresh"
+_ACTIVATIONS = (
+    "relu relu6 silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid threshold"  # those with an `inplace`
+)
+_LINEAR = "neg negative positive clone contiguous real conj float double half bfloat16 cpu cuda detach alias lift_fresh"
 _DUNDER_NONLINEAR = "pow rpow eq ne lt le gt ge and or xor invert floordiv rfloordiv mod rmod rsub rtruediv rdiv abs"
 
 
@@ -107,6 +110,13 @@ def _nonlinear_in_place(*args: Any, **kwargs: Any) -> Decision:
     return elementwise(*_specs([*args, *kwargs.values()]), in_place=True)
 
 
+def _activation(*args: Any, **kwargs: Any) -> Decision:
+    # The one bool that these take, named or as the last of their arguments.
+    in_place = any(value is True for value in (*args, *kwargs.values()))
+    decision = elementwise(*_specs([*args, *kwargs.values()]), in_place=in_place)
+    return decision._replace(facts={"in_place": in_place})
+
+
 def _linear_unary(x: Any, *args: Any, **kwargs: Any) -> Decision:
     return elementwise(x, kind=LINEAR)
 
@@ -114,22 +124,32 @@ def _linear_unary(x: Any, *args: Any, **kwargs: Any) -> Decision:
 for _name in _NONLINEAR.split():
     of(_name)(_nonlinear)
     of(_name + "_", is_in_place=True)(_nonlinear_in_place)
+for _name in _ACTIVATIONS.split():
+    of(_name)(_activation)
+    of(_name + "_", is_in_place=True)(_nonlinear_in_place)
 for _name in _DUNDER_NONLINEAR.split():
     of(f"__{_name}__")(_nonlinear)
 for _name in _LINEAR.split():
     of(_name)(_linear_unary)
 
 
-@of("to")
+@of("to", "type")
 def _to(x: Spec, *args: Any, **kwargs: Any) -> Decision:
-    if _specs([*args, *kwargs.values()]):
-        raise ArgumentTypeError("`to` takes a dtype here, not another tensor.", do="Use `x.to(other.dtype)`.")
-    return elementwise(x, kind=LINEAR)
+    given = [*args, *kwargs.values()]
+    like = _specs(given)
+    if like:
+        return _cast_like(x, like[0])
+    # Cutting off the fraction of every part is not cutting off that of their sum.
+    kinds = [value for value in given if isinstance(value, (torch.dtype, str))]
+    is_linear = all(not isinstance(kind, torch.dtype) or kind.is_floating_point or kind.is_complex for kind in kinds)
+    is_named = any(isinstance(kind, str) and kind.endswith("Tensor") for kind in kinds)
+    return elementwise(x, kind=LINEAR if is_linear and not is_named else "")
 
 
-@of("type")
-def _type(x: Spec, dtype: Any) -> Decision:
-    return elementwise(x, kind=LINEAR)
+@of("type_as")
+def _cast_like(x: Spec, other: Spec) -> Decision:
+    decision = elementwise(x)  # to a dtype that no rule knows
+    return decision._replace(inputs=(*decision.inputs, other.layout))
 
 
 def _sum_kind(*values: Any) -> str:
@@ -167,15 +187,15 @@ def _mul_in_place(input: Any, other: Any) -> Decision:
     return elementwise(*specs, kind=MULTIPLY if len(specs) > 1 else LINEAR, in_place=True)
 
 
-@of("div_", "divide_", "__itruediv__", is_in_place=True)
+@of("div_", "divide_", "true_divide_", "__itruediv__", is_in_place=True)
 def _div_in_place(input: Any, other: Any, *, rounding_mode: Any = None) -> Decision:
     specs = _specs([input, other])
     kind = "" if rounding_mode is not None else DIVIDE if len(specs) > 1 else LINEAR
     return elementwise(*specs, kind=kind, in_place=True)
 
 
-@of("zero_", is_in_place=True)
-def _zero_in_place(x: Spec) -> Decision:
+@of("zero_", "neg_", "negative_", is_in_place=True)
+def _linear_in_place(x: Spec) -> Decision:
     return elementwise(x, kind=LINEAR, in_place=True)
 
 
@@ -275,7 +295,12 @@ def _einsum(equation: str, *operands: Any) -> Decision:
 # -- reductions ---------------------------------------------------------------------------------------------------------
 
 
-@of("sum", "nansum")
+@of("nansum")
+def _nansum(input: Spec, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Decision:
+    return reduction(input, dim, keepdim, "nansum")
+
+
+@of("sum")
 def _sum(input: Spec, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Decision:
     return reduction(input, dim, keepdim, "sum")
 
@@ -316,19 +341,33 @@ of("max")(_extreme("max"))
 of("min")(_extreme("min"))
 
 
-@of("median", "mode", "kthvalue_")
+@of("mode")
+def _mode(input: Spec, dim: int = -1, keepdim: bool = False) -> Decision:
+    values = reduction(input, dim, keepdim, None)
+    return values._replace(outputs=values.outputs * 2)
+
+
+@of("median")
 def _median(input: Spec, dim: Any = None, keepdim: bool = False) -> Decision:
     values = reduction(input, dim, keepdim, None)
     return values if dim is None else values._replace(outputs=values.outputs * 2)
 
 
-@of("argmax", "argmin", "any", "all", "logsumexp", "std", "var", "count_nonzero")
+@of("argmax", "argmin", "any", "all", "logsumexp", "count_nonzero")
 def _whole_reduction(input: Spec, dim: Any = None, keepdim: bool = False, **options: Any) -> Decision:
     return reduction(input, dim, keepdim, None)
 
 
+@of("std", "var")
+def _spread(input: Spec, dim: Any = None, unbiased: Any = True, keepdim: bool = False, **options: Any) -> Decision:
+    # `x.var(False)` is about the correction, not about a dim.
+    return reduction(input, None if isinstance(dim, bool) else dim, keepdim, None)
+
+
 @of("norm")
-def _norm(input: Spec, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Decision:
+def _norm(
+    input: Spec, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: None = None, dtype: Any = None
+) -> Decision:
     return reduction(input, dim, keepdim, None)
 
 
@@ -367,13 +406,14 @@ def _argsort(input: Spec, dim: int = -1, descending: bool = False, stable: Any =
 @of("topk")
 def _topk(input: Spec, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Decision:
     shape = list(input.shape)
-    shape[dim] = k
+    if shape:
+        shape[dim] = k
     return whole_dims(input, dim, shape, shape)
 
 
 @of("flip")
-def _flip(input: Spec, *dims: Any) -> Decision:
-    return whole_dims(input, as_shape(dims), is_linear=True)
+def _flip(input: Spec, *dims: Any, **named: Any) -> Decision:
+    return whole_dims(input, as_shape(named.get("dims", dims)), is_linear=True)
 
 
 @of("roll")
@@ -395,7 +435,8 @@ def _normalize(input: Spec, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, ou
 
 
 @of("view", "reshape")
-def _view(x: Spec, *shape: Any) -> Decision:
+def _view(x: Spec, *shape: Any, **named: Any) -> Decision:
+    shape = tuple(named.values()) or shape
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         raise ArgumentError("A distributed tensor cannot be viewed as another dtype.", do="Use `x.to(dtype)`.")
     return views.reshape(x, as_shape(shape))
@@ -424,19 +465,22 @@ def _unflatten(input: Spec, dim: int, sizes: Sequence[int]) -> Decision:
 
 
 @of("permute")
-def _permute(input: Spec, *dims: Any) -> Decision:
-    return views.permute(input, as_shape(dims))
+def _permute(input: Spec, *dims: Any, **named: Any) -> Decision:
+    return views.permute(input, as_shape(named.get("dims", dims)))
 
 
 @of("transpose", "swapaxes", "swapdims")
 def _transpose(input: Spec, dim0: int, dim1: int) -> Decision:
     order = list(range(input.ndim))
-    order[dim0], order[dim1] = order[dim1], order[dim0]
+    if order:
+        order[dim0], order[dim1] = order[dim1], order[dim0]
     return views.permute(input, order)
 
 
 @of("movedim", "moveaxis")
 def _movedim(input: Spec, source: Any, destination: Any) -> Decision:
+    if not input.ndim:
+        return views.permute(input, ())
     sources = [each % input.ndim for each in ((source,) if isinstance(source, int) else source)]
     targets = [each % input.ndim for each in ((destination,) if isinstance(destination, int) else destination)]
     order = [each for each in range(input.ndim) if each not in sources]
@@ -472,17 +516,19 @@ def _expand_as(input: Spec, other: Spec) -> Decision:
 
 
 @of("repeat", "tile")
-def _repeat(input: Spec, *sizes: Any) -> Decision:
-    counts = as_shape(sizes)
+def _repeat(input: Spec, *sizes: Any, **named: Any) -> Decision:
+    counts = as_shape(tuple(named.values()) or sizes)
     return views.repeat(input, (*(1,) * (input.ndim - len(counts)), *counts))
 
 
 @of("repeat_interleave")
 def _repeat_interleave(input: Spec, repeats: int, dim: int | None = None, *, output_size: Any = None) -> Decision:
-    if not isinstance(repeats, int) or dim is None:
+    if not isinstance(repeats, int):
         raise ArgumentError(
-            "`repeat_interleave` of distributed tensors takes a number and a dim.", got=f"{repeats!r}, {dim!r}"
+            "`repeat_interleave` of distributed tensors takes one number of repetitions.", got=repr(repeats)
         )
+    if dim is None or not input.ndim:
+        return views.remap(input, {}, [input.num_elements * repeats])
     shape = list(input.shape)
     shape[dim] *= repeats
     return whole_dims(input, dim, shape, is_linear=True)
@@ -522,8 +568,11 @@ def _unbind(input: Spec, dim: int = 0) -> Decision:
 
 
 @of("narrow")
-def _narrow(input: Spec, dim: int, start: int, length: int) -> Decision:
-    return indexing.narrow(input, dim, length)
+def _narrow(input: Spec, dim: int, start: Any, length: int) -> Decision:
+    decision = indexing.narrow(input, dim, length)
+    if not isinstance(start, Spec):
+        return decision
+    return decision._replace(inputs=(*decision.inputs, Layout(start.layout.mesh, ((),) * start.ndim)))
 
 
 @of("select")
@@ -535,16 +584,30 @@ def _select(input: Spec, dim: int, index: int) -> Decision:
 def _getitem(x: Spec, index: Any) -> Decision:
     items = index if isinstance(index, tuple) else (index,)
     positions = [item for item in items if isinstance(item, Spec)]
+    if any(isinstance(item, (list, range)) for item in items):
+        return indexing.index_whole(x, positions, _indexed_shape(x, items))
     if not positions:
         return indexing.getitem(x, index)
     if len(positions) == len(items):
         return indexing.index_rows(x, positions) if len(positions) > 1 else indexing.index_by_tensor(x, positions[0])
     before = [item for item in items if not isinstance(item, Spec)]
-    if len(positions) == 1 and all(item == slice(None) for item in before):
+    if len(positions) == 1 and all(isinstance(item, slice) and item == slice(None) for item in before):
         return indexing.index_by_tensor(x, positions[0], items.index(positions[0]))
-    raise ArgumentError(
-        "A distributed tensor is indexed by numbers and slices, or by tensors beside whole slices.", got=repr(index)
-    )
+    return indexing.index_whole(x, positions, _indexed_shape(x, items))
+
+
+def _indexed_shape(x: Spec, items: Sequence[Any]) -> tuple[int, ...]:
+    """The shape of a part, by the framework itself, on tensors without values."""
+
+    def bare(item: Any) -> Any:
+        return torch.empty(item.shape, dtype=torch.int64, device="meta") if isinstance(item, Spec) else item
+
+    try:
+        return tuple(torch.empty(x.shape, device="meta")[tuple(map(bare, items))].shape)
+    except (IndexError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise ArgumentError(
+            "A distributed tensor cannot be indexed so.", expected="numbers, slices, and positions", got=str(error)
+        ) from None
 
 
 @of("index_select")
@@ -564,7 +627,7 @@ def _scatter(input: Spec, dim: int, index: Spec, src: Any, *args: Any, **options
 
 @of("pad")
 def _pad(input: Spec, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Decision:
-    return indexing.pad(input, pad)
+    return indexing.pad(input, pad, can_be_empty=mode == "constant")
 
 
 # -- layers -------------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class TorchGlue:
         def call(func: Any, local_args: Sequence[Any], local_kwargs: dict[str, Any]) -> Any:
             return _all_wrapped(func(*local_args, **local_kwargs), inputs[0].layout)
 
-        return Prepared(decision, order, call, None, is_raw=True)
+        return Prepared(decision, order, call, None, is_raw=True, is_kept=False)
 
 
 def _all_wrapped(result: Any, like: Layout) -> Any:
@@ -110,7 +110,7 @@ def _prepared(entry: Entry, decision: Decision, order: list[int], inputs: list[S
         decision,
         order,
         local_call(decision, inputs, name),
-        order[0] if entry.is_in_place else None,
+        order[0] if entry.is_in_place or decision.facts.get("in_place") else None,
         entry.is_sequence or len(decision.outputs) > 1,
     )
 

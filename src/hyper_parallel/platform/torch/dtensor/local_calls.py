@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
+from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.dtensor.boxes import box_of
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.decision import Decision
@@ -37,15 +38,40 @@ def _to_local_shape(decision: Decision, inputs: Sequence[Spec], name: str) -> Lo
     layout = decision.outputs[0].layout
     shape = decision.outputs[0].local_shape_at(coordinate_on(layout))
     if name in ("expand", "broadcast_to", "expand_as"):
-        return lambda func, args, kwargs: args[0].expand(shape)
+        return lambda func, args, kwargs: _first(args, kwargs).expand(shape)
     if name == "view":
-        return lambda func, args, kwargs: args[0].view(shape)
-    return lambda func, args, kwargs: args[0].reshape(shape)
+        return lambda func, args, kwargs: _first(args, kwargs).view(shape)
+    return lambda func, args, kwargs: _first(args, kwargs).reshape(shape)
+
+
+def _first(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The tensor itself, named or not."""
+    tensor: torch.Tensor = args[0] if args else kwargs["input"]
+    return tensor
 
 
 def _squeeze(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
     dims = decision.facts["dims"]
-    return lambda func, args, kwargs: args[0].squeeze(dims) if dims else args[0]
+    return lambda func, args, kwargs: _first(args, kwargs).squeeze(dims)
+
+
+def _by_positions(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
+    """Positions are integers; a mask would leave as many elements as its values say, on each rank another number."""
+
+    def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+        index = args[1] if name == "__getitem__" else None
+        for each in index if isinstance(index, (list, tuple)) else (index,):
+            if isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8):
+                raise ArgumentError(
+                    "A distributed tensor cannot be indexed by a mask: the shape would depend on its values.",
+                    expected="positions, of an integer dtype",
+                    got=str(each.dtype),
+                    do="Use `torch.where(mask, x, other)`, or `x.full_tensor()[mask.full_tensor()]`.",
+                )
+        result: torch.Tensor = func(*args, **kwargs)
+        return result
+
+    return call
 
 
 def _mean(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
@@ -109,6 +135,7 @@ def _rows_of_a_part(decision: Decision, inputs: Sequence[Spec], name: str) -> Lo
 _MAKERS: dict[str, Callable[..., LocalCall | None]] = {
     "to_local_shape": _to_local_shape,
     "squeeze": _squeeze,
+    "by_positions": _by_positions,
     "mean": _mean,
     "like": _like,
     "random": _random,

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from hyper_parallel._base.errors import ArgumentError, StateError
-from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import _TAKEN, CheckpointWrapper
+from hyper_parallel.platform.regions.options import TAKEN
+from hyper_parallel.platform.regions.replacement import replace
+from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import CheckpointWrapper
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
-from hyper_parallel.platform.torch.activation_checkpoint.replacement import _replace
+from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.activation_checkpoint.values import traits_of
 from hyper_parallel.platform.torch.planner.signature import look_of
@@ -142,7 +144,7 @@ class PlannedCall:
         if planned is None:
             return module(*args, **kwargs)
         policy, swap_inputs = planned
-        taken = _TAKEN & kwargs.keys()
+        taken = TAKEN & kwargs.keys()
         if taken:
             module = functools.partial(module, **{name: kwargs.pop(name) for name in taken})
         result = checkpoint(module, *args, policy_fn=policy, swap_inputs=swap_inputs, **kwargs)
@@ -172,7 +174,7 @@ class Applied:
             call = PlannedCall([regions[index] for index in indices], decisions, self.mismatches, is_announced)
             self._wrappers[blocks[path]] = CheckpointWrapper(blocks[path], checkpoint_fn=call)
         self._model = model
-        _replace(model, self._wrappers)
+        replace(TREE, model, self._wrappers)
 
     @property
     def wrappers(self) -> list[nn.Module]:

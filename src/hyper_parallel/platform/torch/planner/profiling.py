@@ -413,6 +413,8 @@ def optimizer_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> i
             expected="a torch.optim.Optimizer, or None",
             got=describe(optimizer),
         )
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer  # Accelerate and Lightning wrap the one that holds the state
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     found = sum(
         _num_bytes(value)

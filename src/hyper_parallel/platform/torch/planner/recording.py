@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.platform.torch.activation_checkpoint.arguments import SavedArguments
+from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
 from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame, Options
 from hyper_parallel.platform.torch.activation_checkpoint.recording import Record
 from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value
@@ -144,7 +144,7 @@ def recording(blocks: dict[str, nn.Module], device: torch.device) -> Iterator[li
         noted = RecordedCall(path, counts.get(path, 0))
         counts[path] = noted.call + 1
         calls.append(noted)
-        frame = _RecordedFrame(_watched(originals[path], noted), SavedArguments(args, kwargs), None, Options())
+        frame = _RecordedFrame(_watched(originals[path], noted), saved_arguments(args, kwargs), None, Options())
         noted.record = frame._recorded()
         frame.noted = noted
         times = noted.times = OpTimes(Clock(device))

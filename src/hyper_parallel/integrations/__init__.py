@@ -1,0 +1,1 @@
+"""Memory plans where users already train: Hugging Face's Trainer, Accelerate, Lightning. Each needs its library and nothing else."""

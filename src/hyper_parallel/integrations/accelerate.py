@@ -1,0 +1,29 @@
+"""Accelerate: plan the model that `prepare` has given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.utils import send_to_device
+
+from hyper_parallel.core.planner.plan import MemoryPlan
+from hyper_parallel.core.planner.planning import plan_memory
+
+__all__ = ["fit_in_memory"]
+
+
+def fit_in_memory(accelerator: Any, model: Any, batch: Any, budget: int | str = "auto", **options: Any) -> MemoryPlan:
+    """Plan a model that `accelerator.prepare` has given, and apply the plan; `plan.remove(accelerator.unwrap_model(model))` undoes it.
+
+    Args:
+        accelerator: the `Accelerator`.
+        model: what `prepare` returned for the model.
+        batch: one batch, on any device.
+        budget: as of `hp.plan_memory`; so are the other options.
+    """
+    inner = accelerator.unwrap_model(model)
+    plan = plan_memory(
+        inner, send_to_device(batch, accelerator.device), budget=budget,
+        **{"progress": accelerator.is_main_process, **options},
+    )  # fmt: skip
+    return plan.apply(inner)

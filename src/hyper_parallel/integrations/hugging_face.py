@@ -1,0 +1,78 @@
+"""Hugging Face's `Trainer`: plan with the first batch, train inside the budget, leave the model as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from hyper_parallel._base.log import get_logger
+from hyper_parallel.core.planner.plan import MemoryPlan
+from hyper_parallel.core.planner.planning import plan_memory
+from hyper_parallel.integrations.first_batch import first_batch
+
+__all__ = ["MemoryPlanCallback", "fit_in_memory"]
+
+_logger = get_logger("integrations")
+
+
+class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed for mypy here
+    """Plans when training begins, and takes the plan off when it ends.
+
+    Args:
+        budget: as of `hp.plan_memory`.
+        options: more of `hp.plan_memory`'s arguments.
+
+    Attributes:
+        plan: the plan, once training has begun.
+
+    Example:
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[MemoryPlanCallback("60%")])
+    """
+
+    def __init__(self, budget: int | str = "auto", **options: Any) -> None:
+        self.budget = budget
+        self.options = options
+        self.plan: MemoryPlan | None = None
+        self._model: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._model = _inner(given["model"])
+        batch = _on_device(first_batch(given.get("train_dataloader"), self._model, "Trainer"), args.device)
+        options = {"loss_fn": _loss, "optimizer": given.get("optimizer"), "progress": False, **self.options}
+        self.plan = plan_memory(self._model, batch, budget=self.budget, **options)
+        self.plan.apply(self._model)
+        if state.is_world_process_zero:
+            _logger.info("%s", self.plan)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self.plan is not None and self._model is not None:
+            self.plan.remove(self._model)
+            self._model = None
+
+
+def fit_in_memory(trainer: Any, budget: int | str = "auto", **options: Any) -> MemoryPlanCallback:
+    """Let a `Trainer` train inside a budget: `fit_in_memory(trainer)`, then `trainer.train()` as ever.
+
+    The callback is returned; it has the plan once training has begun.
+    """
+    callback = MemoryPlanCallback(budget, **options)
+    trainer.add_callback(callback)
+    return callback
+
+
+def _inner(model: Any) -> Any:
+    """The model itself, inside of what data parallel training wraps around it."""
+    while type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+        model = model.module
+    return model
+
+
+def _on_device(batch: Any, device: Any) -> Any:
+    if hasattr(batch, "items"):
+        return {name: _on_device(value, device) for name, value in batch.items()}
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def _loss(out: Any) -> Any:
+    return out["loss"] if isinstance(out, dict) else out[0]
