@@ -73,7 +73,7 @@ class MindSporeGlue:
         def call(func: Any, local_args: Sequence[Any], local_kwargs: dict[str, Any]) -> Any:
             return _all_wrapped(func(*local_args, **local_kwargs), inputs[0].layout)
 
-        return Prepared(decision, order, call, None, is_raw=True)
+        return Prepared(decision, order, call, None, is_raw=True, is_kept=False)
 
 
 def _all_wrapped(result: Any, like: Layout) -> Any:

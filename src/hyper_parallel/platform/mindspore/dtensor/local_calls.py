@@ -254,7 +254,12 @@ def _dropout(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall
     return call
 
 
+def _as_it_is(decision: Decision, inputs: Sequence[Spec], name: str) -> None:
+    """The operator itself."""
+
+
 _MAKERS: dict[str, Callable[..., LocalCall | None]] = {
+    "by_positions": _as_it_is,  # primitives that gather take no masks; an index does, and has its own call
     "to_local_shape": _to_local_shape,
     "squeeze": _squeeze,
     "mean": _mean,
