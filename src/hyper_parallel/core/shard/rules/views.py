@@ -14,7 +14,18 @@ from hyper_parallel.core.shard.dims import dim_in, dims_in
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.strategies import P, Place, R, S, Strategy
 
-__all__ = ["decided_where_filled", "expand", "join", "permute", "remap", "repeat", "reshape", "squeeze", "stack", "unsqueeze"]
+__all__ = [
+    "decided_where_filled",
+    "expand",
+    "join",
+    "permute",
+    "remap",
+    "repeat",
+    "reshape",
+    "squeeze",
+    "stack",
+    "unsqueeze",
+]
 
 _PARTIAL: tuple[Place, ...] = (
     P("sum"),

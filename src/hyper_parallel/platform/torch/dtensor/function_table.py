@@ -91,7 +91,9 @@ bitwise_and bitwise_or bitwise_xor bitwise_not isnan isinf isfinite isposinf isn
 floor_divide hypot copysign logaddexp logaddexp2 xlogy xlog1py nextafter heaviside where masked_fill addcmul addcdiv rsub
 gelu softplus logsigmoid softsign tanhshrink hardshrink softshrink deg2rad rad2deg gcd lcm ldexp isclose bool byte char short int long
 """
-_ACTIVATIONS = "relu relu6 silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid threshold"  # those with an `inplace`
+_ACTIVATIONS = (
+    "relu relu6 silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid threshold"  # those with an `inplace`
+)
 _LINEAR = "neg negative positive clone contiguous real conj float double half bfloat16 cpu cuda detach alias lift_fresh"
 _DUNDER_NONLINEAR = "pow rpow eq ne lt le gt ge and or xor invert floordiv rfloordiv mod rmod rsub rtruediv rdiv abs"
 
