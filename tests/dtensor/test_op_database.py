@@ -41,7 +41,8 @@ def run_ops(which: list[str] | None, most_samples: int, ways: list[str] | None, 
     from support import op_database  # here: only the workers import PyTorch's test modules
 
     infos = op_database.database()
-    names = which or [each.formatted_name for each in infos if is_unknown_replicated or op_database.has_rule(each)]
+    is_wanted = op_database.can_be_distributed if is_unknown_replicated else op_database.has_rule
+    names = which or [each.formatted_name for each in infos if is_wanted(each)]
     ways = ways or list(op_database.WAYS)
     return op_database.run_ops(names, most_samples, ways, is_unknown_replicated=is_unknown_replicated)
 

@@ -79,10 +79,14 @@ def database() -> list[Any]:
     return list(op_db)
 
 
+def can_be_distributed(info: Any) -> bool:
+    """Not `torch.masked`, which asks for `layout == torch.strided` itself, nor what makes a sparse tensor."""
+    return not info.name.startswith(("masked.", "sparse.")) and info.name != "to_sparse"
+
+
 def has_rule(info: Any) -> bool:
     """Whether the table has the operator, as a function or as a method of its name."""
-    own = info.name.rpartition(".")[2]
-    return info.op in TABLE or (own in names() and not info.name.startswith(("masked.", "sparse.")))
+    return info.op in TABLE or (info.name.rpartition(".")[2] in names() and can_be_distributed(info))
 
 
 def run_ops(
@@ -121,10 +125,10 @@ def _calls(info: Any, most_samples: int, has_one_form: bool) -> Iterator[Call]:
     for number in range(0, len(samples), max(1, len(samples) // most_samples)):
         sample = samples[number]
         arguments = pytree.tree_map(_rounded, (sample.input, sample.args, sample.kwargs))
-        if not _tensors(arguments):
-            continue
+        if not _tensors(arguments) or any(each.layout is not torch.strided for each in _tensors(arguments)):
+            continue  # nothing to distribute, or a sparse tensor
         for form, function in forms.items():
-            is_in_place = form == "_" or info.name == "zero_"
+            is_in_place = form == "_"
             if function is None or (is_in_place and not isinstance(sample.input, torch.Tensor)):
                 continue
             yield Call(
@@ -139,7 +143,9 @@ def _has_values(info: Any, sample: Any) -> bool:
 
 def _rounded(value: Any) -> Any:
     """With few bits after the point, so that summands add up exactly: a comparison of partial sums is otherwise a matter of luck."""
-    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.float64, torch.complex128) or value.is_sparse:
+    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.float64, torch.complex128):
+        return value
+    if value.layout is not torch.strided:
         return value
     if value.is_complex():
         return torch.view_as_complex(_rounded(torch.view_as_real(value.resolve_conj())))
