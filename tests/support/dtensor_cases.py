@@ -79,6 +79,10 @@ ELEMENTWISE: dict[str, Case] = {
     "to float64": Case(lambda x: x.double().float(), ((4, 6),)),
     "mul in place": Case(lambda x: (x * 1).mul_(2.0), ((4, 6),)),
     "add in place": Case(lambda x, y: (x * 1).add_(y), ((4, 6), (4, 6))),
+    "an activation in place, of a copy": Case(lambda x: F.silu(x + 0.0, inplace=True), ((4, 6),)),
+    "cast to whole numbers": Case(lambda x: (x * 4).to(torch.int64), ((4, 6),)),
+    "cast to short ones": Case(lambda x: (x * 4).short(), ((5, 6),)),
+    "cast like another": Case(lambda x, i: (x * 4).type_as(i), ((4, 6), _index(3, high=4))),
     "dropout not training": Case(lambda x: F.dropout(x, 0.5, training=False), ((4, 6),)),
 }
 PRODUCTS: dict[str, Case] = {
@@ -112,6 +116,12 @@ REDUCTIONS: dict[str, Case] = {
     "amin": Case(lambda x: x.amin((0, 1)), ((4, 4),)),
     "max": Case(lambda x: x.max(), ((4, 6),)),
     "max of a dim": Case(lambda x: x.max(1).values, ((4, 6),)),
+    "amax, a part of nothing": Case(lambda x: x.amax((0, 1)), ((1, 1),)),
+    "max of a number's first dim": Case(lambda x: x.max(0).values, ((),)),
+    "nansum": Case(lambda x: torch.nansum(x, 0), ((5, 3),)),
+    "mode": Case(lambda x: (x * 2).round().mode().values, ((4, 6),)),
+    "var, uncorrected": Case(lambda x: x.var(False), ((4, 6),)),
+    "var of the first dim": Case(lambda x: x.var(0), ((4, 6),)),
     "argmax": Case(lambda x: x.argmax(1), ((4, 6),)),
     "var": Case(lambda x: x.var(1), ((4, 6),)),
     "logsumexp": Case(lambda x: x.logsumexp(-1), ((4, 6),)),
@@ -140,6 +150,11 @@ VIEWS: dict[str, Case] = {
     "unsqueeze": Case(lambda x: x.unsqueeze(1), ((4, 6),)),
     "squeeze": Case(lambda x: x.squeeze(), ((4, 1, 6),)),
     "squeeze a dim": Case(lambda x: x.squeeze(1), ((2, 1, 2),)),
+    "squeeze no dims": Case(lambda x: x.squeeze(()), ((1, 4, 1),)),
+    "transpose of a number": Case(lambda x: x.transpose(0, -1), ((),)),
+    "flip by name": Case(lambda x: torch.flip(x, dims=(0,)), ((4, 6),)),
+    "reshape by name": Case(lambda x: torch.reshape(input=x, shape=(-1, 3)), ((4, 6),)),
+    "repeat_interleave without a dim": Case(lambda x: x.repeat_interleave(2), ((3, 2),)),
     "expand": Case(lambda x: x.expand(3, 4, 6), ((4, 6),)),
     "expand a dim": Case(lambda x: x.expand(-1, 5), ((4, 1),)),
     "repeat": Case(lambda x: x.repeat(2, 1), ((4, 6),)),
@@ -156,9 +171,14 @@ VIEWS: dict[str, Case] = {
     "slice with a step": Case(lambda x: x[::2, None, ...], ((4, 6),)),
     "rows by a tensor": Case(lambda x, i: x[i], ((5, 6), _index(4, high=5))),
     "columns by a tensor": Case(lambda x, i: x[:, i], ((5, 6), _index(4, high=6))),
+    "a list as index": Case(lambda x: x[[2, 0]], ((5, 6),)),
+    "lists beside slices": Case(lambda x: x[:, [0, 3], :, [1, 2]], ((3, 4, 2, 3),)),
+    "a tensor beside a list": Case(lambda x, i: x[[1, 2], i], ((3, 4, 2), _index(2, high=4))),
+    "a tensor after a slice with ends": Case(lambda x, i: x[1:, i], ((5, 6), _index(4, high=6))),
     "index_select": Case(lambda x, i: x.index_select(1, i), ((5, 6), _index(3, high=6))),
     "gather": Case(lambda x, i: x.gather(1, i), ((4, 6), _index(4, 3, high=6))),
     "pad": Case(lambda x: F.pad(x, (1, 2)), ((4, 6),)),
+    "pad by reflection, a part of nothing": Case(lambda x: F.pad(x, (1, 2), mode="reflect"), ((1, 3),)),
 }
 LAYERS: dict[str, Case] = {
     "embedding": Case(F.embedding, (_index(2, 6, high=8), (8, 4))),
@@ -174,6 +194,7 @@ LAYERS: dict[str, Case] = {
     "attention of grouped heads": Case(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), ((1, 8, 3, 2), (1, 4, 3, 2), (1, 4, 3, 2)), 1e-5
     ),
+    "attention, stretched": Case(F.scaled_dot_product_attention, ((4, 3, 2), (2, 4, 5, 2), (2, 4, 5, 2)), 1e-5),
     "cross_entropy": Case(F.cross_entropy, ((6, 8), _index(6, high=8)), 1e-5),
     "cross_entropy, uneven": Case(F.cross_entropy, ((5, 7), _index(5, high=7)), 1e-5),
     "cross_entropy, some ignored": Case(lambda x, t: F.cross_entropy(x, t, ignore_index=2), ((6, 4), _index(6, high=4)), 1e-5),
@@ -232,7 +253,7 @@ def check_case(mesh: hp.DeviceMesh, name: str, case: Case, most: int) -> int:
 
 
 def _made(entry: Any) -> torch.Tensor:
-    if isinstance(entry[0], tuple):
+    if entry and isinstance(entry[0], tuple):
         shape, high = entry
         return torch.randint(0, high, shape)
     return torch.randn(entry)

@@ -44,13 +44,16 @@ def attention(
     shape = [*lead, query.shape[-2], value.shape[-1]]
     ndim = len(shape)
     strategies = [Strategy((R,) * len(tensors), (R,))]
+    if len({spec.ndim for spec in tensors[:3]}) > 1:
+        # Stretched over new dims, which the framework does not do where a part is empty: all of it whole.
+        return decided(tensors, strategies, shape, how="random" if is_random else None)
     for dim in range(len(lead)):
         owns = [dim - (ndim - spec.ndim) for spec in tensors]
-        lengths = {spec.shape[own] for spec, own in zip(tensors[:3], owns, strict=False) if own >= 0}
+        lengths = {spec.shape[dim] for spec in tensors[:3]}
         parts = max(_num_parts(spec, own) for spec, own in zip(tensors, owns, strict=True) if own >= 0)
         if len(lengths) > 1 and any(length % parts for length in lengths):
             continue  # a rank would have query heads whose key heads are elsewhere
-        places: list[Place] = [S(own) if own >= 0 else R for own in owns[:3]]
+        places: list[Place] = [S(dim)] * 3
         if mask is not None:
             places.append(S(owns[3]) if owns[3] >= 0 and mask.shape[owns[3]] == lead[dim] else R)
         strategies.append(Strategy(tuple(places), (S(dim),)))

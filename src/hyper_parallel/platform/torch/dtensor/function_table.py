@@ -238,6 +238,18 @@ def _bernoulli(input: Spec) -> Decision:
     return elementwise(input, how="random")
 
 
+@of(
+    *["bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"],
+    is_in_place=True,
+)
+def _drawn_in_place(x: Spec, *args: Any, **kwargs: Any) -> Decision:
+    if _specs([*args, *kwargs.values()]):
+        raise ArgumentError(
+            "Numbers are drawn into a distributed tensor with parameters that are numbers.", do="Pass numbers."
+        )
+    return elementwise(x, in_place=True, how="random")
+
+
 # -- products -----------------------------------------------------------------------------------------------------------
 
 
@@ -435,11 +447,11 @@ def _normalize(input: Spec, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, ou
 
 
 @of("view", "reshape")
-def _view(x: Spec, *shape: Any, **named: Any) -> Decision:
+def _view(input: Spec, *shape: Any, **named: Any) -> Decision:
     shape = tuple(named.values()) or shape
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         raise ArgumentError("A distributed tensor cannot be viewed as another dtype.", do="Use `x.to(dtype)`.")
-    return views.reshape(x, as_shape(shape))
+    return views.reshape(input, as_shape(shape))
 
 
 @of("view_as", "reshape_as")

@@ -20,6 +20,10 @@ from hyper_parallel.platform.torch.dtensor.local_tensors import TorchTensors
 __all__ = ["Move", "Tie", "anchored", "coordinate_on", "extremes_reduced", "move_values", "reduce_values", "tied_to"]
 
 
+# Integers that collectives do not know, and what carries them.
+_CARRIED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+
+
 def coordinate_on(layout: Layout) -> tuple[int, ...]:
     """Where this process is on the layout's mesh.
 
@@ -51,6 +55,9 @@ def move_values(local: torch.Tensor, source: Layout, target: Layout, shape: tupl
         return local
     coordinate = coordinate_on(source)
     with torch.no_grad():
+        if local.dtype in _CARRIED:
+            wide = local.to(_CARRIED[local.dtype])
+            return redistribute(wide, plan, coordinate, transport_for(wide, source.mesh)).to(local.dtype)
         return redistribute(local, plan, coordinate, transport_for(local, source.mesh))
 
 
