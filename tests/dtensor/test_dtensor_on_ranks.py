@@ -89,6 +89,8 @@ def test_mistakes_are_told_on_every_rank_and_nobody_waits() -> None:
         assert "rank 3" in said["one rank is wrong"]
         assert "rank 1" not in said["one rank is wrong"]
         assert "in place" in said["in place"] or "No strategy" in said["in place"]
+        assert "No strategy" in said["activation in place"]
+        assert "torch.where" in said["mask"]
         assert "softmax" in said["implicit"]
         assert "redistribute" in said["implicit"]
         assert "from_local" in said["class"]
