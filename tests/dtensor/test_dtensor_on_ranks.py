@@ -91,6 +91,8 @@ def test_mistakes_are_told_on_every_rank_and_nobody_waits() -> None:
         assert "in place" in said["in place"] or "No strategy" in said["in place"]
         assert "No strategy" in said["activation in place"]
         assert "torch.where" in said["mask"]
+        assert "copy_" in said["out"]
+        assert "change nothing" in said["set"]
         assert "softmax" in said["implicit"]
         assert "redistribute" in said["implicit"]
         assert "from_local" in said["class"]

@@ -314,6 +314,9 @@ def errors() -> dict[str, str]:
         lambda: F.relu(hp.distribute_tensor(torch.zeros(4), mesh, [Partial(), Replicate()]), True),
     )
     note("mask", lambda: x[x > 0])
+    note("out", lambda: torch.exp(x, out=x.detach()))
+    with hp.unknown_ops("replicate"):
+        note("set", lambda: x.detach().__setitem__(0, 1.0))
     with hp.explicit_communication():
         note("implicit", lambda: F.softmax(x, 0))
     note("class", lambda: DTensor(torch.zeros(2)))
