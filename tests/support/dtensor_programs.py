@@ -309,6 +309,14 @@ def errors() -> dict[str, str]:
         ),
     )
     note("in place", lambda: hp.distribute_tensor(torch.zeros(4), mesh, [Partial(), Replicate()]).exp_())
+    note(
+        "activation in place",
+        lambda: F.relu(hp.distribute_tensor(torch.zeros(4), mesh, [Partial(), Replicate()]), True),
+    )
+    note("mask", lambda: x[x > 0])
+    note("out", lambda: torch.exp(x, out=x.detach()))
+    with hp.unknown_ops("replicate"):
+        note("set", lambda: x.detach().__setitem__(0, 1.0))
     with hp.explicit_communication():
         note("implicit", lambda: F.softmax(x, 0))
     note("class", lambda: DTensor(torch.zeros(2)))
@@ -323,12 +331,18 @@ def unknown_ops_on_whole_tensors() -> dict[str, Any]:
     with hp.unknown_ops("replicate"):
         y = torch.diff(x)
         y.square().sum().backward()
+    try:
+        torch.diff(x)
+        is_refused_again = False
+    except NotImplementedError:  # what was decided inside does not hold outside
+        is_refused_again = True
     right = whole.clone().requires_grad_()
     torch.diff(right).square().sum().backward()
     keep_platform_groups()
     return {
         "value": torch.equal(y.full_tensor(), torch.diff(whole)),
         "layout": y.layout.is_replicated,
+        "refused outside": is_refused_again,
         "gradient": torch.allclose(x.grad.full_tensor(), right.grad),
     }
 

@@ -51,6 +51,11 @@ class TorchGlue:
     def decide(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Prepared | None:
         name = self.op_name(func)
         entry = TABLE.get(func)
+        if kwargs.get("out") is not None:
+            raise ArgumentError(
+                f"`{name}` of distributed tensors has no `out`: where arguments are moved, a copy of it would be filled.",
+                do="Take the result, or copy it: `target.copy_(result)`.",
+            )
         if entry is None:
             if name.startswith(("_foreach_", "_fused_")):
                 return decide_for_lists(name, args, kwargs)
@@ -68,7 +73,7 @@ class TorchGlue:
         order: list[int] = []
         inputs: list[Spec] = []
         _as_specs((args, kwargs), order, inputs)
-        if name.endswith("_") and not name.endswith("__") and not inputs[0].layout.is_replicated:
+        if _works_in_place(name) and not inputs[0].layout.is_replicated:
             raise ArgumentError(
                 f"`{name}` has no rule, and works in place: on a whole copy it would change nothing.",
                 got=repr(inputs[0]),
@@ -81,6 +86,12 @@ class TorchGlue:
             return _all_wrapped(func(*local_args, **local_kwargs), inputs[0].layout)
 
         return Prepared(decision, order, call, None, is_raw=True, is_kept=False)
+
+
+def _works_in_place(name: str) -> bool:
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    return name.endswith("_")
 
 
 def _all_wrapped(result: Any, like: Layout) -> Any:
