@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import threading
 from dataclasses import dataclass
 from typing import Any, cast
@@ -78,6 +79,19 @@ def get_platform() -> Platform:
             got="; ".join(reasons).rstrip("."),
             do="Run `pip install 'hyper-parallel[torch]'` or `pip install 'hyper-parallel[mindspore]'`.",
         )
+
+
+def communicating_platform() -> Platform:
+    """The platform whose ranks are meant: that of `get_platform()`, unless nothing has bound the process yet and `torch.distributed` is up.
+
+    A program on PyTorch, started by torchrun where MindSpore is installed as well, must not be told that it is rank 0 of 1.
+    """
+    with _lock:
+        distributed = sys.modules.get("torch.distributed")
+        is_open = _state.bound_since is None and _type_from_environment() is None
+        if is_open and distributed is not None and distributed.is_available() and distributed.is_initialized():
+            return _choose(PlatformType.PYTORCH)
+        return get_platform()
 
 
 def get_torch_platform() -> Platform:

@@ -7,6 +7,6 @@ __all__ = ["framework_folder"]
 
 def framework_folder() -> str:
     """The package that has the DTensor of the framework this process works on."""
-    from hyper_parallel.platform import get_platform
+    from hyper_parallel.platform.selection import communicating_platform
 
-    return f"hyper_parallel.platform.{get_platform().platform_type.value}.dtensor"
+    return f"hyper_parallel.platform.{communicating_platform().platform_type.value}.dtensor"

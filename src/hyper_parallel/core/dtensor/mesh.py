@@ -233,9 +233,9 @@ class DeviceMesh(Interned):
 
     def get_rank(self) -> int:
         """World rank of this process; 0 in a single one."""
-        from hyper_parallel.platform import get_platform
+        from hyper_parallel.platform.selection import communicating_platform
 
-        return int(get_platform().get_rank())
+        return int(communicating_platform().get_rank())
 
     def get_coordinate(self) -> tuple[int, ...] | None:
         """Where this process is, or None if the mesh does not have it."""
