@@ -108,5 +108,10 @@ def test_gradients_of_every_kind_are_those_of_one_device() -> None:
         assert all(found.values()), found
 
 
+def test_the_gradient_of_an_average_is_that_of_its_value() -> None:
+    for found in on_ranks(programs.averages):
+        assert all(found.values()), found
+
+
 def test_axes_may_split_a_dim_in_any_order() -> None:
     assert all(on_ranks(programs.layouts_in_any_order))

@@ -372,6 +372,28 @@ def gradients_of_every_kind() -> dict[str, bool]:
     return {name: torch.allclose(a, b, rtol=1e-4, atol=1e-4) for name, a, b in zip(names, *results, strict=True)}
 
 
+def averages() -> dict[str, bool]:
+    """A value that is the average of what the ranks hold: the gradient is that of the value, whoever asks."""
+    mesh = mesh_named("4")
+    x = DTensor.from_local(torch.full((3,), float(mesh.get_rank())), mesh, [Partial("avg")]).requires_grad_()
+    y = x * 2
+    y.sum().backward()
+    (again,) = torch.autograd.grad((x * 2).sum(), x)
+    keep_platform_groups()
+    return {
+        "value": y.full_tensor().tolist() == [3.0] * 3,
+        "layout": y.layout is x.layout,
+        "gradient": x.grad.full_tensor().tolist() == [2.0] * 3,
+        "autograd.grad": again.full_tensor().tolist() == [2.0] * 3,
+        "one_hot is of whole numbers": F.one_hot(
+            DTensor.from_local(torch.tensor([mesh.get_rank() == 0]).long(), mesh, [Partial()]), 2
+        )
+        .full_tensor()
+        .tolist()
+        == [[0, 1]],
+    }
+
+
 def _whole(tensor: Any) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 

@@ -651,7 +651,7 @@ def _one_hot(tensor: Spec, num_classes: int = -1) -> Decision:
         raise ArgumentError(
             "`one_hot` of distributed tensors needs the number of classes.", expected="num_classes=...", got="none"
         )
-    return views.remap(tensor, {dim: dim for dim in range(tensor.ndim)}, [*tensor.shape, num_classes])
+    return whole_dims(tensor, (), [*tensor.shape, num_classes])
 
 
 @of(F.embedding)

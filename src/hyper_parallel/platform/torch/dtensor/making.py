@@ -8,69 +8,19 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.errors import ArgumentTypeError, describe
 from hyper_parallel.core.dtensor.boxes import box_of
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placements import Placement
+from hyper_parallel.core.shard.local_parts import as_layout
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.torch.dtensor.movement import coordinate_on
-from hyper_parallel.platform.torch.dtensor.tensor import DTensor, as_layout, wrapped
+from hyper_parallel.platform.torch.dtensor.tensor import DTensor, wrapped
 
-__all__ = ["checked_spec", "distribute_tensor", "empty", "full", "ones", "rand", "randn", "zeros"]
+__all__ = ["distribute_tensor", "empty", "full", "ones", "rand", "randn", "zeros"]
 
 _MOST_DRAWN_AT_ONCE = 2**26  # elements; what is drawn at once must not depend on the mesh
-
-
-def checked_spec(local: torch.Tensor, layout: Layout, shape: Sequence[int] | None, run_check: bool) -> Spec:
-    """The spec of a part; the global shape is taken to be even where none is given."""
-    if layout.ndim != local.ndim:
-        raise ArgumentError(
-            "The layout has other dims than the tensor.", expected=f"{local.ndim} dims", got=repr(layout)
-        )
-    coordinate = coordinate_on(layout)
-    parts = [math.prod(layout.mesh.size(axis) for axis in axes) for axes in layout.axes_per_dim]
-    whole = tuple(shape) if shape is not None else tuple(n * p for n, p in zip(local.shape, parts, strict=True))
-    spec = Spec(layout, whole)
-    problem = None
-    if spec.local_shape_at(coordinate) != tuple(local.shape):
-        problem = f"{list(local.shape)}, where {spec} has {list(spec.local_shape_at(coordinate))}"
-    if run_check:
-        _check_on_all_ranks(local, spec, problem, is_shape_given=shape is not None)
-    elif problem is not None:
-        raise ArgumentError(
-            "The part does not have the shape that its layout gives it.",
-            expected=f"{list(spec.local_shape_at(coordinate))} of {spec}",
-            got=str(list(local.shape)),
-            where=f"rank {layout.mesh.get_rank()}",
-            do="Pass the global shape: `from_local(..., shape=...)`.",
-        )
-    return spec
-
-
-def _check_on_all_ranks(local: torch.Tensor, spec: Spec, problem: str | None, is_shape_given: bool) -> None:
-    """Raises on every rank where one of them differs, and names it."""
-    from hyper_parallel.platform import get_platform
-
-    platform = get_platform()
-    mesh = spec.layout.mesh
-    mine = (mesh.get_rank(), str(local.dtype), spec.shape, problem)
-    found: list[Any] = [None] * len(mesh.ranks)
-    if len(mesh.ranks) > 1:
-        platform.all_gather_object(found, mine, platform.create_group(list(mesh.ranks)))
-    else:
-        found = [mine]
-    wrong = [f"rank {rank}: {text}" for rank, _, _, text in found if text is not None]
-    if not wrong and len({(dtype, shape) for _, dtype, shape, _ in found}) > 1:
-        wrong = [f"rank {rank}: {dtype}{list(shape)}" for rank, dtype, shape, _ in found]
-    if wrong:
-        hint = "" if is_shape_given else " Where the parts are uneven, pass `shape`, the global shape."
-        raise ArgumentError(
-            "The parts of the ranks do not make one tensor.",
-            expected=f"parts of {spec}, and one dtype",
-            got="; ".join(wrong),
-            do=f"Give every rank its part of the same tensor.{hint}",
-        )
 
 
 def distribute_tensor(

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.dtensor.gradients import gradient_divisor, gradient_layout
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.dtensor.redistribution import plan_redistribution, redistribute
 from hyper_parallel.core.dtensor.redistribution.platform_transport import PlatformTransport
-from hyper_parallel.core.shard.communication_log import note, why
+from hyper_parallel.core.shard.communication_log import why
+from hyper_parallel.core.shard.local_parts import mesh_coordinate, noted_transport
 from hyper_parallel.platform.torch.dtensor.local_tensors import TorchTensors
 
 __all__ = ["Move", "Tie", "anchored", "coordinate_on", "extremes_reduced", "move_values", "reduce_values", "tied_to"]
@@ -31,19 +31,6 @@ def coordinate_on(layout: Layout) -> tuple[int, ...]:
         RuntimeError: the mesh does not have it.
     """
     return mesh_coordinate(layout.mesh)
-
-
-def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
-    found = mesh.get_coordinate()
-    if found is None:
-        raise StateError(
-            "A distributed tensor was used by a process that its mesh does not have.",
-            expected=f"one of the ranks {list(mesh.ranks)}",
-            got=str(mesh.get_rank()),
-            where=repr(mesh),
-            do="Leave this process out of the call, or make the mesh larger.",
-        )
-    return found
 
 
 def move_values(local: torch.Tensor, source: Layout, target: Layout, shape: tuple[int, ...]) -> torch.Tensor:
@@ -65,12 +52,7 @@ def transport_for(local: torch.Tensor, mesh: DeviceMesh) -> PlatformTransport:
     """The collectives for tensors like this one, told to the communication log."""
     from hyper_parallel.platform import get_torch_platform
 
-    def noted(kind: str, ranks: tuple[int, ...], num_bytes: int) -> None:
-        coordinates = [mesh.coordinate_of(rank) for rank in ranks]
-        axes = tuple(axis for i, axis in enumerate(mesh.axis_names) if len({each[i] for each in coordinates}) > 1)
-        note(kind, axes, num_bytes)
-
-    return PlatformTransport(get_torch_platform(), TorchTensors(local), noted)
+    return noted_transport(get_torch_platform(), TorchTensors(local), mesh)
 
 
 def reduce_values(tensor: torch.Tensor, mesh: DeviceMesh, axes: tuple[str, ...], op: str) -> torch.Tensor:

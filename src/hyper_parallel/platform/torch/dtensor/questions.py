@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hyper_parallel._base.errors import StateError
+from hyper_parallel.core.dtensor.gradients import gradient_divisor
 from hyper_parallel.platform.torch.dtensor.tensor import DIRECT, DTensor, _any_local
 
 __all__: list[str] = []
@@ -81,6 +82,18 @@ def _fill() -> None:
     DIRECT[torch.autograd.grad] = _grad
 
 
+def _given(grad: Any, of: Any) -> Any:
+    """The local gradient that backward begins with; None where the framework's own one is right."""
+    from hyper_parallel.platform.torch.dtensor.tensor import _laid_out
+
+    if not isinstance(of, DTensor):
+        return grad
+    if grad is not None:
+        return _laid_out(grad, of, "a gradient")
+    divisor = gradient_divisor(of._spec.layout)
+    return None if divisor == 1 else torch.ones_like(of._local) / divisor  # rule G4
+
+
 def _grad(
     outputs: Any,
     inputs: Any,
@@ -91,19 +104,14 @@ def _grad(
     **options: Any,
 ) -> tuple[Any, ...]:
     """`torch.autograd.grad` over local tensors."""
-    from hyper_parallel.core.dtensor.gradients import gradient_layout
-    from hyper_parallel.core.shard.spec import Spec
-    from hyper_parallel.platform.torch.dtensor.tensor import _laid_out, wrapped
+    from hyper_parallel.platform.torch.dtensor.tensor import _as_gradient
 
     results = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     given: list[Any] = [None] * len(results)
     if grad_outputs is not None:
         given = [grad_outputs] if isinstance(grad_outputs, torch.Tensor) else list(grad_outputs)
-    given = [
-        _laid_out(grad, each, "a gradient") if isinstance(each, DTensor) and grad is not None else grad
-        for grad, each in zip(given, results, strict=True)
-    ]
+    given = [_given(grad, each) for grad, each in zip(given, results, strict=True)]
     found = torch.autograd.grad(
         [each._local if isinstance(each, DTensor) else each for each in results],
         [each._local if isinstance(each, DTensor) else each for each in wanted],
@@ -114,9 +122,7 @@ def _grad(
         **options,
     )
     return tuple(
-        wrapped(grad, Spec(gradient_layout(each._spec.layout), each._spec.shape))
-        if isinstance(each, DTensor) and grad is not None
-        else grad
+        _as_gradient(grad, each) if isinstance(each, DTensor) and grad is not None else grad
         for grad, each in zip(found, wanted, strict=True)
     )
 

@@ -9,8 +9,9 @@ import torch
 
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.shard.decision import tied_axes
+from hyper_parallel.core.shard.local_parts import checked_spec
 from hyper_parallel.core.shard.spec import Spec
-from hyper_parallel.platform.torch.dtensor.making import checked_spec, distribute_tensor
+from hyper_parallel.platform.torch.dtensor.making import distribute_tensor
 from hyper_parallel.platform.torch.dtensor.tensor import DTensor, wrapped
 
 __all__ = ["call_on_shards", "distribute_buffers"]

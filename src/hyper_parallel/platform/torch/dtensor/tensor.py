@@ -19,15 +19,16 @@ from typing import Any
 import torch
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
-from hyper_parallel.core.dtensor.gradients import gradient_layout
+from hyper_parallel.core.dtensor.gradients import gradient_divisor, gradient_layout
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placements import Placement
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, NoRuleError
+from hyper_parallel.core.shard.local_parts import as_layout, checked_spec
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.torch.dtensor.movement import extremes_reduced, move_values, tied_to
 
-__all__ = ["DTensor", "as_layout", "wrapped"]
+__all__ = ["DTensor", "wrapped"]
 
 _make = torch.Tensor._make_wrapper_subclass
 _dispatch = _OP_DISPATCHER.dispatch
@@ -113,8 +114,6 @@ class DTensor(torch.Tensor):
         if not isinstance(local, torch.Tensor):
             raise ArgumentTypeError("A part is a tensor.", expected="a torch.Tensor", got=describe(local))
         layout = mesh if isinstance(mesh, Layout) else as_layout(mesh, placements, local.ndim)
-        from hyper_parallel.platform.torch.dtensor.making import checked_spec
-
         return wrapped(local, checked_spec(local, layout, shape, run_check))
 
     def to_local(self) -> torch.Tensor:
@@ -269,7 +268,7 @@ class DTensor(torch.Tensor):
     @property
     def grad(self) -> Any:
         grad = self._local.grad
-        return None if grad is None else wrapped(grad, Spec(gradient_layout(self._spec.layout), self._spec.shape))
+        return None if grad is None else _as_gradient(grad, self)
 
     @grad.setter
     def grad(self, value: DTensor | None) -> None:
@@ -313,7 +312,7 @@ class DTensor(torch.Tensor):
         elif self._spec.num_elements != 1:
             raise StateError("grad can be implicitly created only for scalar outputs", got=f"shape {self._spec.shape}")
         else:
-            local = torch.ones_like(self._local)
+            local = torch.ones_like(self._local) / gradient_divisor(self._spec.layout)  # rule G4
         chosen = None
         if inputs is not None:
             listed = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
@@ -322,10 +321,9 @@ class DTensor(torch.Tensor):
 
     def register_hook(self, hook: Callable[[DTensor], Any]) -> Any:
         """`hook` gets the gradient as a DTensor, and may answer another."""
-        spec = Spec(gradient_layout(self._spec.layout), self._spec.shape)
 
         def on_local(grad: torch.Tensor) -> Any:
-            answer = hook(wrapped(grad, spec))
+            answer = hook(_as_gradient(grad, self))
             return answer if answer is None else _laid_out(answer, self, "a gradient")
 
         return self._local.register_hook(on_local)
@@ -412,17 +410,6 @@ def moved(tensor: DTensor, target: Layout) -> DTensor:
     return made
 
 
-def as_layout(mesh: DeviceMesh | Any, placements: Sequence[Placement] | Layout | None, ndim: int) -> Layout:
-    """A layout from placements; without any the tensor is replicated."""
-    if isinstance(placements, Layout):
-        return placements
-    if not isinstance(mesh, DeviceMesh):
-        raise ArgumentTypeError("A distributed tensor lies on a mesh.", expected="a hp.DeviceMesh", got=describe(mesh))
-    if placements is None:
-        return Layout(mesh, ((),) * ndim)
-    return Layout.from_placements(mesh, list(placements), ndim)
-
-
 def _any_local(tensor: DTensor) -> torch.Tensor:
     """The local values, tied or not."""
     found = tensor.__dict__.get("_local")
@@ -435,7 +422,16 @@ def _laid_out(value: Any, like: DTensor, what: str) -> torch.Tensor:
         raise ArgumentTypeError(
             f"This is not {what} of the tensor.", expected=f"a DTensor of shape {like._spec.shape}", got=describe(value)
         )
-    return moved(value, gradient_layout(like._spec.layout))._local
+    local = moved(value, gradient_layout(like._spec.layout))._local
+    divisor = gradient_divisor(like._spec.layout)
+    return local if divisor == 1 else local / divisor  # rule G4
+
+
+def _as_gradient(grad: torch.Tensor, of: DTensor) -> DTensor:
+    """The gradient that a local one belongs to."""
+    divisor = gradient_divisor(of._spec.layout)
+    whole = grad if divisor == 1 else grad * divisor
+    return wrapped(whole, Spec(gradient_layout(of._spec.layout), of._spec.shape))
 
 
 def _rebuilt(local: torch.Tensor, spec: Spec, is_parameter: bool) -> DTensor:
