@@ -51,7 +51,7 @@ class FakePlatform:
 def process(monkeypatch: pytest.MonkeyPatch):
     def become(rank: int, world_size: int) -> FakePlatform:
         platform = FakePlatform(rank, world_size)
-        monkeypatch.setattr(hyper_parallel.platform, "get_platform", lambda: platform)
+        monkeypatch.setattr(hyper_parallel.platform.selection, "communicating_platform", lambda: platform)
         return platform
 
     return become

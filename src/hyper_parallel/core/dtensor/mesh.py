@@ -258,10 +258,10 @@ class DeviceMesh(Interned):
         Raises:
             RuntimeError: the mesh does not have this process, or has ranks that the world does not have.
         """
-        from hyper_parallel.platform import get_platform
+        from hyper_parallel.platform.selection import communicating_platform
 
         rank = self._rank_inside()
-        platform = get_platform()
+        platform = communicating_platform()
         world_size = int(platform.get_world_size())
         if max(self.ranks) >= world_size:
             raise StateError(
@@ -292,9 +292,9 @@ class DeviceMesh(Interned):
         Raises:
             ValueError: several groups and no `mesh`, or groups that are not the axes of `mesh`.
         """
-        from hyper_parallel.platform import get_platform
+        from hyper_parallel.platform.selection import communicating_platform
 
-        platform = get_platform()
+        platform = communicating_platform()
         groups = list(group) if isinstance(group, (list, tuple)) else [group]
         members = [tuple(int(rank) for rank in platform.get_process_group_ranks(each)) for each in groups]
         if mesh is None:
