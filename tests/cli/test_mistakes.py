@@ -116,6 +116,8 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "hyper_parallel", *words],
         cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Tests that run in the background are started with interrupts ignored, which children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
 
 
@@ -136,7 +138,11 @@ def test_an_interrupt_says_so_and_ends_with_130(folder) -> None:
     assert process.stdout.readline() == "building\n"
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    try:
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
     assert process.returncode == 130
     assert said.startswith("Interrupted")
     assert "Traceback" not in said

@@ -211,16 +211,22 @@ def test_groups_are_made_found_ended_and_made_again(backend: Backend, world_size
 
 
 def make_and_end_groups(framework: str) -> dict[str, Any]:
-    """`make_groups`, and nothing left of it."""
-    made = make_groups(framework)
+    """`make_groups`, and nothing left of it; groups that other tests keep in these processes are not seen by it, and stay."""
+    before = dict(EXISTING_COMM_GROUPS)
     EXISTING_COMM_GROUPS.clear()
+    others: set[Any] = set()
     if framework == "torch":
         import torch.distributed as dist
 
-        for group in list(dist.distributed_c10d._world.pg_names):
-            if group is not dist.group.WORLD:
+        others = set(dist.distributed_c10d._world.pg_names)
+    try:
+        return make_groups(framework)
+    finally:
+        EXISTING_COMM_GROUPS.clear()
+        if framework == "torch":
+            for group in set(dist.distributed_c10d._world.pg_names) - others:
                 dist.destroy_process_group(group)
-    return made
+        EXISTING_COMM_GROUPS.update(before)
 
 
 @covers(
