@@ -429,6 +429,8 @@ def _laid_out(value: Any, like: DTensor, what: str) -> torch.Tensor:
 
 def _as_gradient(grad: torch.Tensor, of: DTensor) -> DTensor:
     """The gradient that a local one belongs to."""
+    if not of._spec.layout.partial:  # most: gradients lie as their tensors do
+        return wrapped(grad, of._spec)
     divisor = gradient_divisor(of._spec.layout)
     whole = grad if divisor == 1 else grad * divisor
     return wrapped(whole, Spec(gradient_layout(of._spec.layout), of._spec.shape))
