@@ -21,6 +21,7 @@ _SLOT_BYTES = 128
 _NUM_SLOTS = 64
 _KEY = struct.Struct("<QQH")  # group, number, bytes of the text
 _JOIN_S = 30.0
+_SETTLED_S = 0.002
 _MOST_TEXT = _SLOT_BYTES - _KEY.size
 
 
@@ -66,11 +67,19 @@ class Board:
         key, mine = zlib.crc32(group.encode()), text.encode()[:_MOST_TEXT]
         for rank in ranks:
             start = _place(rank, key, number)
-            if _KEY.unpack_from(self._memory, start)[:2] == (key, number):
-                length = _KEY.unpack_from(self._memory, start)[2]
-                theirs = bytes(self._memory[start + _KEY.size : start + _KEY.size + length])
-                if theirs != mine:
+            seen: tuple[Any, bytes] | None = None
+            while True:
+                header = _KEY.unpack_from(self._memory, start)
+                if header[:2] != (key, number):
+                    break
+                theirs = bytes(self._memory[start + _KEY.size : start + _KEY.size + header[2]])
+                if theirs == mine:
+                    break
+                if seen == (header, theirs):
                     return rank, theirs.decode(errors="replace")
+                # It may be written at this moment, by a rank that is far ahead: only what is the same a little later counts.
+                seen = header, theirs
+                time.sleep(_SETTLED_S)
         return None
 
 
