@@ -108,6 +108,16 @@ def test_gradients_of_every_kind_are_those_of_one_device() -> None:
         assert all(found.values()), found
 
 
+def test_a_weight_in_two_places_stays_one_and_buffers_come_along() -> None:
+    for found in on_ranks(programs.tied_weights_and_buffers):
+        assert all(found.values()), found
+
+
+def test_a_local_function_runs_on_shards_with_the_gradients_of_one_device() -> None:
+    for found in on_ranks(programs.local_functions):
+        assert all(found.values()), found
+
+
 def test_the_gradient_of_an_average_is_that_of_its_value() -> None:
     for found in on_ranks(programs.averages):
         assert all(found.values()), found

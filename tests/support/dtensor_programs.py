@@ -372,6 +372,64 @@ def gradients_of_every_kind() -> dict[str, bool]:
     return {name: torch.allclose(a, b, rtol=1e-4, atol=1e-4) for name, a, b in zip(names, *results, strict=True)}
 
 
+class TiedLanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 8, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("scale", torch.full((6,), 0.5))
+
+    def forward(self, ids: Any) -> Any:
+        return self.head(self.norm(self.table(ids)) * self.scale)
+
+
+def tied_weights_and_buffers() -> dict[str, bool]:
+    """A weight that stands in two places stays one parameter, split by rows; buffers are distributed with the module."""
+    mesh = mesh_named("2x2")
+    plain = TiedLanguageModel()
+    sharded = hp.shard_module(copy.deepcopy(plain), mesh, ShardPlan(parameters={"table.weight": ("tp", None)}))
+    ids = torch.randint(0, 8, (3, 5))
+    plain(ids).square().sum().backward()
+    sharded(hp.distribute_tensor(ids, mesh, [Shard(0), Replicate()])).square().sum().backward()
+    keep_platform_groups()
+    grad = sharded.table.weight.grad.full_tensor()
+    return {
+        "one parameter": sharded.head.weight is sharded.table.weight and len(list(sharded.parameters())) == 3,
+        "buffer": isinstance(sharded.scale, DTensor),
+        "gradient": torch.allclose(grad, plain.table.weight.grad, rtol=1e-4, atol=1e-4),
+    }
+
+
+def local_functions() -> dict[str, Any]:
+    """`custom_shard`: a local function, whose replicated argument gets the sum of the gradients of all ranks."""
+    mesh = mesh_named("2x2")
+    x, f = torch.randn(4, 6), torch.randn(6)
+    run = hp.custom_shard(
+        lambda x, f, n: (x * f * n, x.sum()),
+        mesh,
+        [("dp", None), (None,), None],
+        (("dp", None), [Partial(), Replicate()]),
+    )
+    whole, part = hp.distribute_tensor(x, mesh).requires_grad_(), hp.distribute_tensor(f, mesh).requires_grad_()
+    product, total = run(whole, part, 2)
+    product.sum().backward()
+    said = ""
+    try:
+        run(whole, part)
+    except ValueError as error:
+        said = str(error)
+    keep_platform_groups()
+    return {
+        "value": torch.allclose(product.full_tensor(), x * f * 2),
+        "sum of the parts": torch.allclose(total.full_tensor(), x.sum(), atol=1e-5),
+        "gradient": torch.allclose(part.grad.full_tensor(), 2 * x.sum(0), atol=1e-5),
+        "gradient of what was cut": torch.allclose(whole.grad.full_tensor(), (2 * f).expand(4, 6), atol=1e-6),
+        "another number of arguments": "3 positional arguments" in said,
+    }
+
+
 def averages() -> dict[str, bool]:
     """A value that is the average of what the ranks hold: the gradient is that of the value, whoever asks."""
     mesh = mesh_named("4")

@@ -12,7 +12,7 @@ from hyper_parallel._base.errors import ArgumentError, HyperParallelError, descr
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard import registry
 from hyper_parallel.core.shard.communication_log import check_may_move, why
-from hyper_parallel.core.shard.decision import Decision, tied_axes
+from hyper_parallel.core.shard.decision import Decision, LocalCall, tied_axes
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.user_rule import decide_by_user_rule
 
@@ -49,7 +49,7 @@ class Prepared(NamedTuple):
 
     decision: Decision
     order: Sequence[int]  # for each tensor of the decision, its index among the DTensors of the call
-    local: Callable[..., Any] | None = None  # takes (func, args, kwargs), all local; None: func itself
+    local: LocalCall | None = None  # None: the operator itself
     returns_argument: int | None = None  # an operator in place answers the DTensor that it was given
     is_sequence: bool = False  # the outputs come in a list or tuple
     is_raw: bool = False  # `local` answers what the caller gets
@@ -65,7 +65,7 @@ class Call(NamedTuple):
     positions: tuple[int, ...] | None  # of the DTensors among the arguments; None: some are nested or named
     outputs: tuple[Spec | None, ...]
     is_sequence: bool  # the outputs come in a list or tuple
-    local: Callable[..., Any] | None
+    local: LocalCall | None
     returns_argument: int | None
     wrap_output: Callable[[Any], Any] | None  # None: by `outputs`
     has_empty_parts: bool  # on some rank
@@ -115,6 +115,10 @@ class OpDispatcher:
     def add_dtensor(self, kind: type, glue: Glue) -> None:
         """A class of DTensors; exactly this class is looked for, not its subclasses."""
         self._dtensors[kind] = glue
+
+    def glue_of(self, kind: type) -> Glue:
+        """What the framework of a class of DTensors has added."""
+        return self._dtensors[kind]
 
     def dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
         """The result of an operator with DTensors among its arguments.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.strategies import Strategy, choose
 
-__all__ = ["Decision", "decided", "tied_axes"]
+__all__ = ["Decision", "LocalCall", "decided", "tied_axes"]
+
+
+LocalCall = Callable[[Any, Sequence[Any], dict[str, Any]], Any]  # of an operator and its arguments, all local
 
 
 class Decision(NamedTuple):

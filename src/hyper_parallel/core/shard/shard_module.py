@@ -13,7 +13,11 @@ from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, descri
 from hyper_parallel.core.dtensor.framework import framework_folder
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placements import Placement
+from hyper_parallel.core.dtensor.placements import Placement, Shard
+from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
+from hyper_parallel.core.shard.decision import tied_axes
+from hyper_parallel.core.shard.local_parts import checked_spec
+from hyper_parallel.core.shard.spec import Spec
 
 __all__ = ["ShardPlan", "custom_shard", "shard_module"]
 
@@ -76,7 +80,10 @@ def shard_module(module: Any, mesh: DeviceMesh, plan: ShardPlan | Mapping[str, M
             whole = Layout(mesh, ((),) * len(parameter.shape))
             shared[id(parameter)] = platform.set_layout_into_parameter(parameter, layout or whole)
         platform.update_parameter_by_name(module, (name, parameter), shared[id(parameter)])
-    tensors.distribute_buffers(module, mesh)
+    for cell in cells.values():
+        for name, buffer in cell._buffers.items():
+            if buffer is not None and not isinstance(buffer, tensors.DTensor):
+                cell._buffers[name] = tensors.distribute_tensor(buffer, mesh)  # plain tensors do not mix with DTensors
     for name, wanted in inputs.items():
         hook = functools.partial(_lay_out_inputs, folder, mesh, wanted, name or "the module")
         platform.register_forward_pre_hook(cells[name], hook, with_kwargs=True)
@@ -117,9 +124,48 @@ def custom_shard(
             arg if wanted is None else _laid_out(tensors, arg, wanted, mesh, f"argument {index}")
             for index, (arg, wanted) in enumerate(zip(args, in_placements, strict=True))
         ]
-        return tensors.call_on_shards(fn, laid_out, kwargs, mesh, out_placements)
+        return _call_on_shards(tensors.DTensor, fn, laid_out, kwargs, mesh, out_placements)
 
     return on_shards
+
+
+def _call_on_shards(
+    dtensor: Any,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    mesh: DeviceMesh,
+    out_placements: Any,
+) -> Any:
+    """`fn` on local tensors; the results as DTensors."""
+    glue = _OP_DISPATCHER.glue_of(dtensor)
+    is_several = isinstance(out_placements, tuple)
+    wanted = out_placements if is_several else (out_placements,)
+    # What varies is known from the layouts alone, so the ties can be made before the call.
+    outputs = [None if each is None else _spec_of_any_shape(each, mesh) for each in wanted]
+    locals_ = [arg._tied(tied_axes(arg._spec.layout, outputs)) if isinstance(arg, dtensor) else arg for arg in args]
+    result = fn(*locals_, **kwargs)
+
+    def made(index: int, value: Any, each: Any) -> Any:
+        if each is None or not glue.is_tensor(value):
+            return value
+        layout = as_layout(each, mesh, len(value.shape), f"result {index}")
+        return glue.wrap(value, checked_spec(value, layout, None, False))
+
+    results = tuple(result) if is_several else (result,)
+    outcome = [made(index, value, each) for index, (value, each) in enumerate(zip(results, wanted, strict=True))]
+    return tuple(outcome) if is_several else outcome[0]
+
+
+def _spec_of_any_shape(wanted: Any, mesh: DeviceMesh) -> Spec:
+    if isinstance(wanted, Layout):
+        ndim = wanted.ndim
+    elif any(isinstance(each, Placement) for each in wanted):
+        # More dims than any placement names; a negative one counts from an end that is not known yet, and splits all the same.
+        ndim = 1 + max([0, *(abs(each.dim) for each in wanted if isinstance(each, Shard))])
+    else:
+        ndim = len(wanted)
+    return Spec(as_layout(wanted, mesh, ndim, "a result"), (1,) * ndim)
 
 
 def as_layout(wanted: Any, mesh: DeviceMesh, ndim: int, what: str) -> Layout:

@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hyper_parallel._base.errors import ArgumentTypeError
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard._op_dispatch import Slot
-from hyper_parallel.core.shard.decision import Decision
+from hyper_parallel.core.shard._op_dispatch import Glue, Prepared, Slot, type_of_sequence
+from hyper_parallel.core.shard.decision import Decision, LocalCall
 from hyper_parallel.core.shard.spec import Spec
 
-__all__ = ["Asked", "Entry", "as_specs", "ask", "entry_of", "replicated"]
+__all__ = ["Asked", "Entry", "ask", "entry_of", "on_whole_tensors", "prepared"]
 
 
 class Entry(NamedTuple):
@@ -57,27 +57,61 @@ def ask(entry: Entry, name: str, args: Sequence[Any], kwargs: dict[str, Any]) ->
         ) from None
     order: list[int] = []
     inputs: list[Spec] = []
-    bound.arguments.update({key: as_specs(value, order, inputs) for key, value in bound.arguments.items()})
+    bound.arguments.update({key: _as_specs(value, order, inputs) for key, value in bound.arguments.items()})
     return Asked(entry.adaptor(*bound.args, **bound.kwargs), order, inputs)
 
 
-def replicated(args: Sequence[Any], kwargs: dict[str, Any]) -> Asked:
-    """All tensors whole; what comes out is not known."""
+def prepared(entry: Entry, asked: Asked, local: LocalCall | None) -> Prepared:
+    """A rule's answer as a call; `local` is the local implementation, None for the operator itself."""
+    decision, order, _ = asked
+    is_in_place = entry.is_in_place or decision.facts.get("in_place")
+    return Prepared(
+        decision, order, local, order[0] if is_in_place else None, entry.is_sequence or len(decision.outputs) > 1
+    )
+
+
+def on_whole_tensors(
+    glue: Glue, name: str, args: Sequence[Any], kwargs: dict[str, Any], works_in_place: bool
+) -> Prepared:
+    """An operator without a rule, on whole tensors, whatever comes out.
+
+    Raises:
+        ValueError: it works in place, on a tensor that is not whole.
+    """
     order: list[int] = []
     inputs: list[Spec] = []
-    as_specs((tuple(args), kwargs), order, inputs)
-    whole = tuple(Layout(spec.layout.mesh, ((),) * spec.ndim) for spec in inputs)
-    return Asked(Decision(whole, ()), order, inputs)
+    _as_specs((tuple(args), kwargs), order, inputs)
+    if works_in_place and not inputs[0].layout.is_replicated:
+        raise ArgumentError(
+            f"`{name}` has no rule, and works in place: on a whole copy it would change nothing.",
+            got=repr(inputs[0]),
+            do="Use the form that returns a new tensor, or redistribute the tensor first.",
+        )
+    mesh = inputs[0].layout.mesh
+
+    def wrapped(result: Any) -> Any:
+        if glue.is_tensor(result):
+            shape = tuple(result.shape)
+            return glue.wrap(result, Spec(Layout(mesh, ((),) * len(shape)), shape))
+        if isinstance(result, (list, tuple)):
+            return type_of_sequence(result)(wrapped(each) for each in result)
+        return result
+
+    def call(func: Any, local_args: Sequence[Any], local_kwargs: dict[str, Any]) -> Any:
+        return wrapped(func(*local_args, **local_kwargs))
+
+    whole = tuple(Layout(mesh, ((),) * spec.ndim) for spec in inputs)
+    return Prepared(Decision(whole, ()), order, call, None, is_raw=True, is_kept=False)
 
 
-def as_specs(value: Any, order: list[int], inputs: list[Spec]) -> Any:
+def _as_specs(value: Any, order: list[int], inputs: list[Spec]) -> Any:
     """The arguments with specs in the places of slots, which are noted in the order in which they stand."""
     if isinstance(value, Slot):
         order.append(value.index)
         inputs.append(value.spec)
         return value.spec
     if type(value) in (list, tuple):
-        return type(value)(as_specs(each, order, inputs) for each in value)
+        return type(value)(_as_specs(each, order, inputs) for each in value)
     if type(value) is dict:
-        return {key: as_specs(each, order, inputs) for key, each in value.items()}
+        return {key: _as_specs(each, order, inputs) for key, each in value.items()}
     return value

@@ -2,13 +2,10 @@
 
 from hyper_parallel.platform.mindspore.dtensor import glue  # noqa: F401 - imported for what it registers
 from hyper_parallel.platform.mindspore.dtensor.making import distribute_tensor, empty, full, ones, rand, randn, zeros
-from hyper_parallel.platform.mindspore.dtensor.sharding import call_on_shards, distribute_buffers
 from hyper_parallel.platform.mindspore.dtensor.tensor import DTensor
 
 __all__ = [
     "DTensor",
-    "call_on_shards",
-    "distribute_buffers",
     "distribute_tensor",
     "empty",
     "full",

@@ -16,7 +16,7 @@ from mindspore.graph.api import _no_grad
 from hyper_parallel._base.errors import ArgumentTypeError, StateError
 from hyper_parallel.core.dtensor.boxes import box_of
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.decision import Decision
+from hyper_parallel.core.shard.decision import Decision, LocalCall
 from hyper_parallel.core.shard.local_parts import mesh_coordinate
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.mindspore.devices import Devices
@@ -24,7 +24,6 @@ from hyper_parallel.platform.mindspore.tensors import filled
 
 __all__ = ["check_seeded", "local_call"]
 
-LocalCall = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 # `mindspore.common.seed` is hidden behind a function of the same name.
 _seeds: Any = importlib.import_module("mindspore.common.seed")

@@ -6,29 +6,22 @@ stands for each DTensor. Tensors are given to the rule in the order of the adapt
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError
+from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.decision import Decision
 from hyper_parallel.core.shard.rules import indexing, layers, products, views
 from hyper_parallel.core.shard.rules.elementwise import DIVIDE, LINEAR, MULTIPLY, elementwise
 from hyper_parallel.core.shard.rules.reductions import reduction, whole_dims
 from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.core.shard.table import Entry, entry_of
 
-__all__ = ["Entry", "TABLE", "bound_arguments", "names"]
-
-
-class Entry(NamedTuple):
-    adaptor: Callable[..., Decision]
-    signature: inspect.Signature
-    is_sequence: bool  # the result is a list or tuple, also where it has one member
-    is_in_place: bool
+__all__ = ["TABLE", "names"]
 
 
 TABLE: dict[Any, Entry] = {}
@@ -49,29 +42,13 @@ def of(*functions: Any, is_sequence: bool = False, is_in_place: bool = False) ->
     """Registers an adaptor for functions, or for all that have a name."""
 
     def register(adaptor: Callable[..., Decision]) -> Callable[..., Decision]:
-        entry = Entry(adaptor, inspect.signature(adaptor), is_sequence, is_in_place)
+        entry = entry_of(adaptor, is_sequence, is_in_place)
         for function in functions:
             for each in functions_named(function) if isinstance(function, str) else [function]:
                 TABLE[each] = entry
         return adaptor
 
     return register
-
-
-def bound_arguments(entry: Entry, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-    """The arguments by the adaptor's parameters.
-
-    Raises:
-        TypeError: the rule knows no such argument.
-    """
-    try:
-        return entry.signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise ArgumentTypeError(
-            f"`{name}` of distributed tensors does not take these arguments.",
-            expected=f"{name}{entry.signature}",
-            got=str(error),
-        ) from None
 
 
 def as_shape(shape: Sequence[Any]) -> tuple[int, ...]:

@@ -15,14 +15,12 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.dtensor.boxes import box_of
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.decision import Decision
+from hyper_parallel.core.shard.decision import Decision, LocalCall
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.torch.dtensor.losses import cross_entropy_call
 from hyper_parallel.platform.torch.dtensor.movement import coordinate_on
 
 __all__ = ["drawn_alike", "local_call"]
-
-LocalCall = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 
 def local_call(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
