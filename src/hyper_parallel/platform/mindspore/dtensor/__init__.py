@@ -1,16 +1,10 @@
 """Distributed tensors on MindSpore. Importing this makes the dispatcher know them."""
 
 from hyper_parallel.platform.mindspore.dtensor import glue  # noqa: F401 - imported for what it registers
-from hyper_parallel.platform.mindspore.dtensor.making import distribute_tensor, empty, full, ones, rand, randn, zeros
+from hyper_parallel.platform.mindspore.dtensor.making import distribute_tensor
 from hyper_parallel.platform.mindspore.dtensor.tensor import DTensor
 
 __all__ = [
     "DTensor",
     "distribute_tensor",
-    "empty",
-    "full",
-    "ones",
-    "rand",
-    "randn",
-    "zeros",
 ]

@@ -2,20 +2,14 @@
 
 from hyper_parallel.platform.torch.dtensor import glue, questions  # noqa: F401 - imported for what they register
 from hyper_parallel.platform.torch.dtensor.conversion import from_torch, mesh_from_torch, mesh_to_torch, to_torch
-from hyper_parallel.platform.torch.dtensor.making import distribute_tensor, empty, full, ones, rand, randn, zeros
+from hyper_parallel.platform.torch.dtensor.making import distribute_tensor
 from hyper_parallel.platform.torch.dtensor.tensor import DTensor
 
 __all__ = [
     "DTensor",
     "distribute_tensor",
-    "empty",
     "from_torch",
-    "full",
     "mesh_from_torch",
     "mesh_to_torch",
-    "ones",
-    "rand",
-    "randn",
     "to_torch",
-    "zeros",
 ]

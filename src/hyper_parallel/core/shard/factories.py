@@ -1,0 +1,87 @@
+"""DTensors from nothing: `size` is the global shape, and values do not depend on the mesh."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor.boxes import Box, box_of
+from hyper_parallel.core.dtensor.framework import framework_folder
+from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
+from hyper_parallel.core.shard.local_parts import as_layout, mesh_coordinate
+from hyper_parallel.core.shard.spec import Spec
+
+__all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
+
+
+def full(
+    size: Sequence[int], fill_value: Any, mesh: Any, placements: Any = None, *, dtype: Any = None, device: Any = None,
+    requires_grad: bool = False,
+) -> Any:  # fmt: skip
+    """A DTensor of one value.
+
+    Args:
+        size: the global shape.
+        fill_value: the value.
+        mesh: a `DeviceMesh`, or a `Layout` instead of both.
+        placements: one per mesh axis, or a layout; replicated without.
+        dtype: the framework's own choice unless told.
+        device: that of the mesh unless told.
+        requires_grad: whether it is a leaf that learns.
+    """
+
+    def make(framework: Any, spec: Spec, box: Box) -> Any:
+        return framework.filled(box.sizes, fill_value, dtype, device, spec.layout.mesh)
+
+    return _made(size, mesh, placements, requires_grad, make)
+
+
+def ones(size: Sequence[int], mesh: Any, placements: Any = None, **options: Any) -> Any:
+    """A DTensor of ones. Options are those of `full`."""
+    return full(size, 1.0, mesh, placements, **options)
+
+
+def zeros(size: Sequence[int], mesh: Any, placements: Any = None, **options: Any) -> Any:
+    """A DTensor of zeros. Options are those of `full`."""
+    return full(size, 0.0, mesh, placements, **options)
+
+
+def empty(size: Sequence[int], mesh: Any, placements: Any = None, **options: Any) -> Any:
+    """A DTensor of whatever is in memory. Options are those of `full`."""
+    return full(size, None, mesh, placements, **options)
+
+
+def rand(size: Sequence[int], mesh: Any, placements: Any = None, **options: Any) -> Any:
+    """Uniform random numbers, the same whatever the mesh: those of one stream over the whole tensor. Options are those of `full`."""
+    return _drawn("rand", size, mesh, placements, **options)
+
+
+def randn(size: Sequence[int], mesh: Any, placements: Any = None, **options: Any) -> Any:
+    """Normal random numbers, the same whatever the mesh: those of one stream over the whole tensor. Options are those of `full`."""
+    return _drawn("randn", size, mesh, placements, **options)
+
+
+def _drawn(
+    kind: str, size: Sequence[int], mesh: Any, placements: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+) -> Any:  # fmt: skip
+    """Every rank draws the whole stream, slab by slab, and keeps its part: time for the sake of one stream, not memory."""
+
+    def make(framework: Any, spec: Spec, box: Box) -> Any:
+        return framework.drawn(kind, spec, box, dtype, device)
+
+    return _made(size, mesh, placements, requires_grad, make)
+
+
+def _made(
+    size: Sequence[int], mesh: Any, placements: Any, requires_grad: bool, make: Callable[[Any, Spec, Box], Any]
+) -> Any:
+    layout = as_layout(mesh, placements, len(size))
+    spec = Spec(layout.without_partial(), tuple(size))
+    box = box_of(spec.layout, spec.shape, mesh_coordinate(layout.mesh))
+    folder = framework_folder()
+    glue = _OP_DISPATCHER.glue_of(importlib.import_module(folder).DTensor)
+    made = glue.wrap(make(importlib.import_module(f"{folder}.making"), spec, box), spec)
+    if layout.partial:
+        made = glue.redistribute(made, layout)
+    return made.requires_grad_() if requires_grad else made
