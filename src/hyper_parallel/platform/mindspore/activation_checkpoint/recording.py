@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from mindspore import MsDispatchMode, Tensor
 from mindspore.ops.primitive import Primitive
@@ -41,6 +41,7 @@ _WRITES = {
     "ScatterAdd": (0,),
 }
 _WRITES_FIRST = ("Inplace", "Assign")
+_DEPTH = 3  # how many frames there are at least between `ModuleCalls.innermost` and who calls an op
 
 
 class Call(NamedTuple):
@@ -70,6 +71,11 @@ class Call(NamedTuple):
         if attributes:
             rest.append({name: value for name, value in attributes.items() if name not in SEED_NAMES})
         return tensors, rest
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether tensors come to it in lists, as to `Concat`."""
+        return any(_holds_tensors(each) for each in self.args)
 
     def run(self, args: tuple[Any, ...] | None = None) -> Any:
         args = self.args if args is None else args
@@ -121,7 +127,7 @@ class RecordedOp:
 
     __slots__ = (
         "before_write", "depends_on", "index", "is_primitive", "is_random", "must_run", "name", "nodes", "outputs", "policy", "reads", "redo",
-        "rest", "seeds", "where",
+        "rest", "seeds", "takes_lists", "where",
     )  # fmt: skip
 
     def __init__(self, index: int, call: Call, reads: list[Node | None], rest: list[Any], where: Occurrence) -> None:
@@ -129,7 +135,8 @@ class RecordedOp:
         self.name = call.name
         self.is_primitive = call.primitive is not None
         # A primitive that does not run in a dispatch mode waits for ever, if what it reads comes from `Concat`; and so may it for others.
-        self.must_run = self.is_primitive or any(_holds_tensors(each) for each in call.args)
+        self.takes_lists = call.takes_lists
+        self.must_run = self.is_primitive or self.takes_lists
         self.reads = reads  # None: a tensor that no op of the region has made
         self.depends_on: list[Node] = []  # what unknown tensors among them may be copies of
         self.rest = rest  # the arguments that are no tensors, and how the tensors look
@@ -213,6 +220,16 @@ class Record:
             return node if self._inputs_at.get(address) is base else None
         return node if node.num_bytes == 0 or base in self._newest.get(address, ()) else None
 
+    def may_raise(self, call: Call) -> bool:
+        """See `RegionMode`."""
+        nodes = map(self.node_of, call.sorted()[0])
+        return not call.takes_lists and all(
+            node is not None and node.op >= 0 and not self.ops[node.op].takes_lists for node in nodes
+        )
+
+    def leave(self, exception: BaseException) -> None:
+        raise exception
+
     def _mark(self, tensor: Tensor, node: Node, is_view: bool) -> None:
         # In MindSpore's own data of the tensor, which dies with it. Weak: a result that somebody keeps holds nothing else of the region.
         tensor._set_user_data(self.key, weakref.ref(node))
@@ -230,10 +247,10 @@ class Record:
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
-    def run(self, call: Call, depth: int) -> Any:
-        """Run an op and note it; the caller of the op is `depth` frames up or more."""
+    def run(self, call: Call) -> Any:
+        """Run an op and note it."""
         tensors, rest = call.sorted()
-        innermost = self._calls.innermost(depth + 1)
+        innermost = self._calls.innermost(_DEPTH)
         reads = [self.node_of(tensor) for tensor in tensors]
         op = RecordedOp(len(self.ops), call, reads, rest, innermost.count(call.name))
         for tensor, node in zip(tensors, reads, strict=True):
@@ -361,11 +378,48 @@ def _pairs(outputs: Any, result: Any) -> list[tuple[Node, Tensor]]:
     return [pair for each, tensor in zip(outputs, result, strict=True) for pair in _pairs(each, tensor)]
 
 
-class RecordingMode(MsDispatchMode):
-    """Sees every op of a region's forward."""
+class Handler(Protocol):
+    """What is told of every op."""
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
+    def run(self, call: Call) -> Any: ...
+
+    def may_raise(self, call: Call) -> bool:
+        """See `RegionMode`."""
+
+    def leave(self, exception: BaseException) -> None:
+        """Raises it."""
+
+
+class RegionMode(MsDispatchMode):
+    """Sees every op, and hands it to a handler. Call `check` when the function is over.
+
+    An exception that leaves a handler may leave the op's result behind: a tensor without memory that MindSpore waits for and never frees. It
+    does not where all that the op reads was made in this mode, and not by an op that takes lists (`may_raise`); elsewhere the op is run
+    nevertheless, and the exception comes with a later op, or with `check`.
+    """
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._postponed: BaseException | None = None
 
     def __ms_dispatch__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        return self._record.run(Call.of(func, args, kwargs), 2)
+        call = Call.of(func, args, kwargs)
+        if self._postponed is not None:
+            if self._handler.may_raise(call):
+                self.check()
+            return call.run()
+        try:
+            return self._handler.run(call)
+        except BaseException as error:
+            # What writes is not run twice, and what has no memory cannot be.
+            if self._handler.may_raise(call) or _writes(call) or any(tensor.is_meta for tensor in call.sorted()[0]):
+                raise
+            postponed = error
+        result = call.run()  # raises, if it was the op that did
+        self._postponed = postponed
+        return result
+
+    def check(self) -> None:
+        error, self._postponed = self._postponed, None
+        if error is not None:
+            self._handler.leave(error)

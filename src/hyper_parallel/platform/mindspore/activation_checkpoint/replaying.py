@@ -5,17 +5,17 @@ The rules are numbered in the README of core/activation_checkpoint; comments her
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Collection
 from types import FrameType
 from typing import Any
 
-from mindspore import MsDispatchMode, Tensor, mint
+from mindspore import Tensor, mint
 from mindspore.graph.api import _no_grad
 
 from hyper_parallel._base.errors import StateError, describe
 from hyper_parallel.platform.mindspore.activation_checkpoint.cell_paths import num_casting_cells
+from hyper_parallel.platform.mindspore.activation_checkpoint.random_ops import stand_in
 from hyper_parallel.platform.mindspore.activation_checkpoint.recording import (
     Call,
     Constant,
@@ -151,12 +151,19 @@ class Replay:
             self._ask_again(op, call, result)
         return result
 
+    def may_raise(self, call: Call) -> bool:
+        """See `RegionMode`. Inputs are aliases here, made of what nobody waits for."""
+        nodes = map(self._node_of, call.sorted()[0])
+        return not call.takes_lists and all(
+            node is not None and (node.op < 0 or not self._record.ops[node.op].takes_lists) for node in nodes
+        )
+
     def _stop_if_done(self) -> None:
         # Not before the op after which autograd saved the last of them: what is written by index until then is seen by nobody (README).
         if self._early_stop and len(self.found) == len(self._wanted) and self._current >= self._last_saved:
-            self._leave(AllFound())
+            self.leave(AllFound())
 
-    def _leave(self, exception: BaseException) -> None:
+    def leave(self, exception: BaseException) -> None:
         if self._base is not None:
             self.num_casting = num_casting_cells(self._base)
         raise exception
@@ -165,7 +172,7 @@ class Replay:
         replacements: dict[int, Tensor] = {}
         for position, tensor in enumerate(tensors):
             if tensor.is_meta:
-                self._leave(NeedsEverything(str(op)))
+                self.leave(NeedsEverything(str(op)))
             if self._elsewhere:
                 elsewhere = self._elsewhere.get(storage_address(tensor))
                 if elsewhere is not None:
@@ -175,8 +182,8 @@ class Replay:
                 mine = copied(op.before_write[position])
                 self._elsewhere[storage_address(tensor)] = replacements[id(tensor)] = mine
         if op.redo is not None:
-            # A copy runs, since something must (see `RecordedOp.must_run`), and the kernel of the original is not to draw again.
-            ran = call._replace(primitive=copy.deepcopy(call.primitive)).run()
+            # Another runs, since something must (see `RecordedOp.must_run`), and the kernel of the original is not to draw again.
+            ran = call._replace(primitive=stand_in(call.primitive)).run()
             result = op.redo(tensors[0])
             for tensor, other in zip(result, ran, strict=True):
                 if other._requires_grad:
@@ -236,7 +243,7 @@ class Replay:
             self.first_unknown = call.name
             self.first_missing = next((op for op in self._record.ops[self._next :] if not self._met[op.index]), None)
         if any(tensor.is_meta for tensor in tensors):
-            self._leave(NeedsEverything(call.name))
+            self.leave(NeedsEverything(call.name))
         return call.run()
 
     # -- what autograd saves ---------------------------------------------------------------------------------------------
@@ -319,17 +326,6 @@ class Replay:
             where=str(op),
             do="Make the function give the same each time, or let the policy save this op.",
         )
-
-
-class ReplayMode(MsDispatchMode):
-    """Sees every op of the second run."""
-
-    def __init__(self, replay: Replay | None) -> None:
-        self._replay = replay
-
-    def __ms_dispatch__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        call = Call.of(func, args, kwargs)
-        return call.run() if self._replay is None else self._replay.run(call)
 
 
 def _seeds(call: Call) -> Any:
