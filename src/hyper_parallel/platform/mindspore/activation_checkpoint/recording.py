@@ -405,19 +405,28 @@ class RegionMode(MsDispatchMode):
     def __ms_dispatch__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         call = Call.of(func, args, kwargs)
         if self._postponed is not None:
-            if self._handler.may_raise(call):
+            if self._must_raise(call):
                 self.check()
             return call.run()
         try:
             return self._handler.run(call)
         except BaseException as error:
-            # What writes is not run twice, and what has no memory cannot be.
-            if self._handler.may_raise(call) or _writes(call) or any(tensor.is_meta for tensor in call.sorted()[0]):
+            if self._must_raise(call) or _writes(call):  # what writes is not run twice
                 raise
-            postponed = error
-        result = call.run()  # raises, if it was the op that did
-        self._postponed = postponed
-        return result
+            self._postponed = error
+        try:
+            return call.run()
+        except BaseException:  # it was the op that raised
+            self._postponed = None
+            raise
+
+    def _must_raise(self, call: Call) -> bool:
+        # What has no memory cannot be read.
+        return self._handler.may_raise(call) or any(tensor.is_meta for tensor in call.sorted()[0])
+
+    def __exit__(self, *error: Any) -> bool:
+        self._postponed = None  # its frames lead to this object, and to tensors
+        return bool(super().__exit__(*error))
 
     def check(self) -> None:
         error, self._postponed = self._postponed, None
