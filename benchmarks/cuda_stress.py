@@ -289,13 +289,21 @@ def check_reduce_overhead(device: str) -> str:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.down(nn.functional.gelu(self.up(x)))
 
-    torch.manual_seed(0)
-    blocks = [Small().to(device) for _ in range(3)]
-    compiled = [torch.compile(block, mode="reduce-overhead") for block in blocks]
-    ways = list(WAYS.values())
-    # Before anything is compiled: then it is compiled so that regions see it.
-    managed = nn.Sequential(*(ways[i % 3](block) for i, block in enumerate(compiled)))
-    plain = nn.Sequential(*compiled)
+    found = []
+    for name, wrap in WAYS.items():
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        blocks = [Small().to(device) for _ in range(3)]
+        # Wrapped before anything is compiled: then it is compiled so that regions see it.
+        managed = nn.Sequential(
+            *(wrap(torch.compile(block, mode="reduce-overhead")) for block in copy.deepcopy(blocks))
+        )
+        plain = nn.Sequential(*(torch.compile(block, mode="reduce-overhead") for block in blocks))
+        found.append(f"{name}: {_reduced_overhead(device, plain, managed)}")
+    return "; ".join(found)
+
+
+def _reduced_overhead(device: str, plain: nn.Module, managed: nn.Module) -> str:
     for number in range(6):
         x = torch.randn(512, 256, generator=torch.Generator().manual_seed(number)).to(device)
         torch.compiler.cudagraph_mark_step_begin()
@@ -304,9 +312,9 @@ def check_reduce_overhead(device: str) -> str:
         try:
             got = [grad.clone() for grad in step(managed, x, number)]
         except HyperParallelError as error:
-            return f"refused ({error.what})"
+            return f"refused in step {number} ({error.what})"
         check_same(got, expected, f"reduce-overhead inside, step {number}")
-    return f"6 steps, {moved()}"
+    return "6 steps, right"
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------------------

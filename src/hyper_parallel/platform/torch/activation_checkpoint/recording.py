@@ -13,7 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyper_parallel.platform.regions.module_calls import ModuleCall, ModuleCalls
 from hyper_parallel.platform.regions.questions import PolicyContext, asked
 from hyper_parallel.platform.torch.activation_checkpoint.call_template import CallTemplate
-from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import check_not_in_compiled_code
+from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import (
+    check_no_cuda_graph,
+    check_not_in_compiled_code,
+    cuda_graph_now,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
     PLAIN_TYPES,
     Outer,
@@ -221,8 +225,9 @@ class Record:
         """Run an op that writes, or does something else that most do not."""
         func = traits.func
         arguments = Arguments(args, kwargs, traits.writes)
-        versions = None
+        versions, graph_before = None, None
         if not traits.has_schema:
+            graph_before = cuda_graph_now()
             versions = [version_of(tensor) for tensor in arguments.tensors]
             self.runs_everything = True  # compiled code looks at the types of what it is given: no placeholders
         with drawing if traits.is_random and self._keeps_random_state else _NOBODY_WAITS:
@@ -234,6 +239,7 @@ class Record:
                 self._copy_before_write(arguments)
             result = traits.call(*args, **kwargs)
         if versions is not None:  # nobody said what it writes
+            check_no_cuda_graph(graph_before, "A region", str(op.place()))
             changed = [i for i, t in enumerate(arguments.tensors) if version_of(t) != versions[i]]
             arguments.written.extend(changed)
         if traits.must_run:
