@@ -239,3 +239,11 @@ def test_two_calls_that_wait_for_their_backward_do_not_mix() -> None:
                 loss.backward()
             grads.append([each.grad for each in inner.parameters()])
         assert all(map(torch.equal, *grads)), number
+
+
+def test_the_framework_s_profiler_shows_what_is_recomputed() -> None:
+    managed = checkpoint_wrapper(Block())
+    for _ in range(3):  # by the function, and by its ops
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            managed(torch.randn(4, WIDTH)).sum().backward()
+        assert "hyper_parallel: recompute Block" in {event.key for event in profile.key_averages()}

@@ -61,6 +61,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.surroundings import (
     check_not_traced,
     replaying,
 )
+from hyper_parallel.platform.torch.activation_checkpoint.swap_device import shown
 from hyper_parallel.platform.torch.activation_checkpoint.values import KnownOp, Origin, Value, is_available, known_ops
 
 _INPUT, _OUTSIDE = Origin.INPUT, Origin.OUTSIDE
@@ -383,7 +384,8 @@ class Frame:
             if value not in current.found:
                 if current.has_given(value):
                     current.keep_all()
-                self._replay(current)
+                with shown(f"recompute {self.name}"):
+                    self._replay(current)
             tensor = current.take(value)
             if number == _NO_PASS:
                 self.end_pass(number)
