@@ -22,7 +22,7 @@ import mindspore
 import numpy as np
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore.activation_checkpoint.storages import unseen
+from hyper_parallel.platform.mindspore.activation_checkpoint.storages import unseen, watcher
 from hyper_parallel.platform.mindspore.activation_checkpoint.swap_device import is_on_host
 
 # As an attribute `mindspore.common.seed` is a function; the module is reached by its name alone.
@@ -102,6 +102,9 @@ class _Dropout:
     def __init__(self, mask: Tensor, keep_prob: float) -> None:
         with unseen():
             self._bits = np.packbits(mask.asnumpy() != 0)
+        watching = watcher()
+        if watching is not None:
+            watching.holds(self._bits)
         self._shape = mask.shape
         self._scale = np.float32(1) / np.float32(keep_prob)
 

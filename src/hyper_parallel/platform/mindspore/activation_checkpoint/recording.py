@@ -26,6 +26,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.storages import (
     copied,
     storage_address,
     storage_bytes,
+    watcher,
     whole,
 )
 from hyper_parallel.platform.regions.module_calls import ModuleCalls, Occurrence
@@ -41,7 +42,7 @@ _WRITES = {
     "ScatterAdd": (0,),
 }
 _WRITES_FIRST = ("Inplace", "Assign")
-_DEPTH = 3  # how many frames there are at least between `ModuleCalls.innermost` and who calls an op
+_DEPTH = 4  # how many frames there are at least between `ModuleCalls.innermost` and who calls an op
 
 
 class Call(NamedTuple):
@@ -404,6 +405,13 @@ class RegionMode(MsDispatchMode):
 
     def __ms_dispatch__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         call = Call.of(func, args, kwargs)
+        result = self._handled(call)
+        watching = watcher()
+        if watching is not None:
+            watching.ran(call.sorted()[0], result)
+        return result
+
+    def _handled(self, call: Call) -> Any:
         if self._postponed is not None:
             if self._must_raise(call):
                 self.check()
