@@ -4,7 +4,7 @@
 2. plain steps by the clock: how long each block takes, forward and backward;
 3. a plain step by the meter: how high memory rises, block by block, and what each block is given;
 4. steps in which every block is run again, by the clock and by the meter;
-5. where something can be swapped, a step that tells how much of what a block keeps is large enough for it.
+5. where something can be swapped, a step that tells which storages of a block are large enough for it.
 
 A block is one thing here: what it keeps is the difference between 3 and 4, and what running it again takes that between 2 and 4.
 """
@@ -49,7 +49,7 @@ class BlockCall:
         given: address of each storage it was given -> bytes; each is alive when the next call begins, or was of no use to anybody
         given_bytes: of those that no other call was given
         looks: of its results
-        swappable_bytes: of what autograd saved in it, those in storages that are large enough
+        swappable: sizes of the storages that autograd saved in it and that are large enough
     """
 
     def __init__(self, path: str, call: int) -> None:
@@ -58,7 +58,7 @@ class BlockCall:
         self.given: dict[int, int] = {}
         self.given_bytes = 0
         self.looks: tuple[str, ...] = ()
-        self.swappable_bytes = 0
+        self.swappable: list[int] = []
 
 
 class ProfiledModel:
@@ -206,7 +206,7 @@ class ProfiledModel:
             replace(TREE, self.model, {wrapper: self.blocks[path] for path, wrapper in wrappers.items()})
 
     def _note_swappable(self, calls: list[BlockCall], min_bytes: int) -> None:
-        """A step that notes how many bytes of what autograd saves in a block are large enough to be swapped."""
+        """A step that notes which storages of what autograd saves in a block are large enough to be swapped."""
         left = iter(calls)
 
         def run(block: nn.Cell, *args: Any, **kwargs: Any) -> Any:
@@ -225,7 +225,7 @@ class ProfiledModel:
                 result = block(*args, **kwargs)
             call = next(left, None)
             if call is not None:
-                call.swappable_bytes = sum(found.values())
+                call.swappable = sorted(found.values(), reverse=True)
             return result
 
         with self._wrapped(run):
@@ -332,15 +332,18 @@ def _region(
     forward_ms, backward_ms = (times[f"{which} {index}"] for which in ("forward", "backward"))
     again_ms = sum(times_again[f"{which} {index}"] for which in ("forward", "backward"))
     choices = ["recompute"]
-    if min_bytes is not None and kept_bytes > 0 and call.swappable_bytes >= _ALL * kept_bytes:
+    rest = kept_bytes - sum(call.swappable)
+    made = [kept_bytes]
+    if min_bytes is not None and call.swappable and 0 <= rest <= (1 - _ALL) * kept_bytes:
         choices.insert(0, "swap")
+        made = [*call.swappable, rest]
     op = Op(
         module="",
         name=_NAME,
         call=0,
         occurrence=0,
         forward_ms=max(again_ms - forward_ms - backward_ms, 0.0),
-        makes=(Value(kept_bytes, is_residual=True),),
+        makes=tuple(Value(num_bytes, is_residual=True) for num_bytes in made if num_bytes or kept_bytes == 0),
         reads_inputs=(0,),
         choices=tuple(choices),
         looks=call.looks,
