@@ -396,6 +396,8 @@ class Frame:
                 with contextlib.suppress(RuntimeError):  # an error of the framework may have ended it already
                     _pynative_executor.end_empty_graph()
                 raise
+            finally:
+                replay.end()
             _pynative_executor.end_empty_graph()
         return replay
 

@@ -96,6 +96,10 @@ class Replay:
         """Called by who calls the function."""
         self._base = sys._getframe(1)
 
+    def end(self) -> None:
+        """The function is over: the caller's frame holds this object, and what the function was given."""
+        self._base = None
+
     def has_met(self, op: RecordedOp) -> bool:
         return bool(self._met[op.index])
 

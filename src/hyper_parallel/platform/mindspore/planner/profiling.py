@@ -342,7 +342,8 @@ def _region(
         name=_NAME,
         call=0,
         occurrence=0,
-        forward_ms=max(again_ms - forward_ms - backward_ms, 0.0),
+        # At least its forward: two measured steps may differ by more than that on a busy machine.
+        forward_ms=max(again_ms - forward_ms - backward_ms, forward_ms),
         makes=tuple(Value(num_bytes, is_residual=True) for num_bytes in made if num_bytes or kept_bytes == 0),
         reads_inputs=(0,),
         choices=tuple(choices),
