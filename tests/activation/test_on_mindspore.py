@@ -40,6 +40,7 @@ from support.mindspore_training import (  # noqa: E402
     differentiate,
     loss_of,
     new_transformer,
+    num_live_tensors,
     same,
     seed,
     train,
@@ -580,3 +581,46 @@ equal = all((left == right.asnumpy()).all() for left, right in zip(planned, grad
 result = [bool(equal), plan.is_empty, plan.measured.peak_bytes <= plan.budget_bytes]
 """
     assert run_fresh(program) == [True, False, True]
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_replay_that_stops_where_tensors_come_in_a_list_leaves_none_behind(driver: str) -> None:
+    x = Tensor(np.ones((4, 4), np.float32))
+    met: list[str] = []
+
+    def function(y: Any) -> Any:
+        y = ops.exp(y)
+        both = ops.cat([y, y], 0)  # nothing after `exp` is needed
+        both = both * 2.0
+        met.append("product")
+        both = both + 1.0
+        met.append("sum")
+        return both
+
+    def step() -> None:
+        differentiate(lambda y: checkpoint(function, y).sum(), (x,), [], driver)
+
+    for _ in range(3):
+        step()
+    live = num_live_tensors()
+    met.clear()
+    for _ in range(10):
+        step()
+    assert num_live_tensors() <= live
+    # The second run stops, though not where the tensors come in a list, nor where their result is read.
+    assert met.count("product") == 20
+    assert met.count("sum") == 10
+
+
+def test_dropouts_that_must_not_draw_again_share_one_stand_in() -> None:
+    from hyper_parallel.platform.mindspore.activation_checkpoint import random_ops
+
+    wrapped = [checkpoint_wrapper(nn.SequentialCell(nn.Dropout(p=0.37), nn.Tanh())) for _ in range(3)]
+    for cell in wrapped:
+        cell.set_train()
+    x = Tensor(np.ones((8, 8), np.float32))
+    before = len(random_ops._stand_ins)
+    for _ in range(4):
+        for cell in wrapped:
+            differentiate(lambda y, cell=cell: cell(y).sum(), (x,), [], "tape")
+    assert len(random_ops._stand_ins) == before + 1

@@ -31,6 +31,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.storages import (
 )
 from hyper_parallel.platform.regions.module_calls import ModuleCalls, Occurrence
 from hyper_parallel.platform.regions.questions import PolicyContext, asked
+from hyper_parallel.platform.trees import leaves
 
 _num_records = itertools.count()
 # Ops that write into an argument: the name, and which ones. Those that begin with "Inplace" or "Assign" write the first.
@@ -42,6 +43,7 @@ _WRITES = {
     "ScatterAdd": (0,),
 }
 _WRITES_FIRST = ("Inplace", "Assign")
+_SETTLED = "hyper_parallel.settled"
 _DEPTH = 4  # how many frames there are at least between `ModuleCalls.innermost` and who calls an op
 
 
@@ -222,11 +224,21 @@ class Record:
         return node if node.num_bytes == 0 or base in self._newest.get(address, ()) else None
 
     def may_raise(self, call: Call) -> bool:
-        """See `RegionMode`."""
-        nodes = map(self.node_of, call.sorted()[0])
         return not call.takes_lists and all(
-            node is not None and node.op >= 0 and not self.ops[node.op].takes_lists for node in nodes
+            self.is_settled(tensor, self.node_of(tensor), again=False) for tensor in call.sorted()[0]
         )
+
+    def is_settled(self, tensor: Tensor, node: Node | None, *, again: bool) -> bool:
+        """Whether an op that reads this tensor may raise: see `RegionMode`. Parameters and numbers are no results that somebody waits for.
+
+        Nor are inputs when the function runs `again`, which are aliases then, and copies that kernels make of views. There it counts that an
+        early stop comes soon; in forward an error can wait, and what looks like a copy may be a tensor from outside.
+        """
+        if node is not None:
+            return again if node.op < 0 else not self.ops[node.op].takes_lists
+        if tensor.param_info is not None or tensor.size <= 1 or tensor._get_user_data(_SETTLED) is not None:
+            return True
+        return again and (tensor.dtype, tensor.shape) in self._views
 
     def leave(self, exception: BaseException) -> None:
         raise exception
@@ -415,7 +427,12 @@ class RegionMode(MsDispatchMode):
         if self._postponed is not None:
             if self._must_raise(call):
                 self.check()
-            return call.run()
+            result = call.run()
+            if not call.takes_lists:
+                for tensor in leaves(result):
+                    if isinstance(tensor, Tensor):
+                        tensor._set_user_data(_SETTLED, True)  # what reads it may raise
+            return result
         try:
             return self._handler.run(call)
         except BaseException as error:

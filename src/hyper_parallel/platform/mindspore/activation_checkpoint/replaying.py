@@ -156,10 +156,8 @@ class Replay:
         return result
 
     def may_raise(self, call: Call) -> bool:
-        """See `RegionMode`. Inputs are aliases here, made of what nobody waits for."""
-        nodes = map(self._node_of, call.sorted()[0])
         return not call.takes_lists and all(
-            node is not None and (node.op < 0 or not self._record.ops[node.op].takes_lists) for node in nodes
+            self._record.is_settled(tensor, self._node_of(tensor), again=True) for tensor in call.sorted()[0]
         )
 
     def _stop_if_done(self) -> None:
