@@ -43,7 +43,7 @@ _WRITES = {
     "ScatterAdd": (0,),
 }
 _WRITES_FIRST = ("Inplace", "Assign")
-_SETTLED = "hyper_parallel.settled"
+SETTLED = "hyper_parallel.settled"  # on a tensor: an op that reads it may raise, see `RegionMode`
 _DEPTH = 4  # how many frames there are at least between `ModuleCalls.innermost` and who calls an op
 
 
@@ -224,21 +224,11 @@ class Record:
         return node if node.num_bytes == 0 or base in self._newest.get(address, ()) else None
 
     def may_raise(self, call: Call) -> bool:
-        return not call.takes_lists and all(
-            self.is_settled(tensor, self.node_of(tensor), again=False) for tensor in call.sorted()[0]
-        )
+        return False  # what a policy raises can wait until the function is over
 
-    def is_settled(self, tensor: Tensor, node: Node | None, *, again: bool) -> bool:
-        """Whether an op that reads this tensor may raise: see `RegionMode`. Parameters and numbers are no results that somebody waits for.
-
-        Nor are inputs when the function runs `again`, which are aliases then, and copies that kernels make of views. There it counts that an
-        early stop comes soon; in forward an error can wait, and what looks like a copy may be a tensor from outside.
-        """
-        if node is not None:
-            return again if node.op < 0 else not self.ops[node.op].takes_lists
-        if tensor.param_info is not None or tensor.size <= 1 or tensor._get_user_data(_SETTLED) is not None:
-            return True
-        return again and (tensor.dtype, tensor.shape) in self._views
+    def may_copy(self, tensor: Tensor) -> bool:
+        """Whether a tensor that no op has made may be a copy that a kernel made of a view."""
+        return (tensor.dtype, tensor.shape) in self._views
 
     def leave(self, exception: BaseException) -> None:
         raise exception
@@ -391,13 +381,17 @@ def _pairs(outputs: Any, result: Any) -> list[tuple[Node, Tensor]]:
     return [pair for each, tensor in zip(outputs, result, strict=True) for pair in _pairs(each, tensor)]
 
 
+class Stop(BaseException):  # not an Exception: the function under replay may catch those
+    """Ends a function that runs again."""
+
+
 class Handler(Protocol):
     """What is told of every op."""
 
     def run(self, call: Call) -> Any: ...
 
     def may_raise(self, call: Call) -> bool:
-        """See `RegionMode`."""
+        """Whether an exception may leave the handler here: see `RegionMode`."""
 
     def leave(self, exception: BaseException) -> None:
         """Raises it."""
@@ -407,8 +401,8 @@ class RegionMode(MsDispatchMode):
     """Sees every op, and hands it to a handler. Call `check` when the function is over.
 
     An exception that leaves a handler may leave the op's result behind: a tensor without memory that MindSpore waits for and never frees. It
-    does not where all that the op reads was made in this mode, and not by an op that takes lists (`may_raise`); elsewhere the op is run
-    nevertheless, and the exception comes with a later op, or with `check`.
+    does not where all that the op reads was made in this mode, and not by an op that takes lists. So the op is run nevertheless, and the
+    exception comes with a later op of which that is known (`may_raise`), or with `check`.
     """
 
     def __init__(self, handler: Handler) -> None:
@@ -429,13 +423,14 @@ class RegionMode(MsDispatchMode):
                 self.check()
             result = call.run()
             if not call.takes_lists:
+                given = set(map(storage_address, call.sorted()[0]))
                 for tensor in leaves(result):
-                    if isinstance(tensor, Tensor):
-                        tensor._set_user_data(_SETTLED, True)  # what reads it may raise
+                    if isinstance(tensor, Tensor) and storage_address(tensor) not in given:
+                        tensor._set_user_data(SETTLED, True)
             return result
         try:
             return self._handler.run(call)
-        except BaseException as error:
+        except (Exception, Stop) as error:
             if self._must_raise(call) or _writes(call):  # what writes is not run twice
                 raise
             self._postponed = error

@@ -17,12 +17,14 @@ from hyper_parallel._base.errors import StateError, describe
 from hyper_parallel.platform.mindspore.activation_checkpoint.cell_paths import num_casting_cells
 from hyper_parallel.platform.mindspore.activation_checkpoint.random_ops import stand_in
 from hyper_parallel.platform.mindspore.activation_checkpoint.recording import (
+    SETTLED,
     Call,
     Constant,
     Node,
     Record,
     RecordedOp,
     Saves,
+    Stop,
 )
 from hyper_parallel.platform.mindspore.activation_checkpoint.storages import (
     Look,
@@ -38,11 +40,11 @@ from hyper_parallel.platform.regions.questions import PolicyContext, asked
 Wanted = Any  # a Node, or (Saves, which of them)
 
 
-class AllFound(BaseException):  # not an Exception: the function under replay may catch those
+class AllFound(Stop):
     """Every needed value was met: the rest of the function need not run (rule 6)."""
 
 
-class NeedsEverything(BaseException):
+class NeedsEverything(Stop):
     """What was left out is read after all (rule 5)."""
 
 
@@ -156,9 +158,17 @@ class Replay:
         return result
 
     def may_raise(self, call: Call) -> bool:
-        return not call.takes_lists and all(
-            self._record.is_settled(tensor, self._node_of(tensor), again=True) for tensor in call.sorted()[0]
-        )
+        return not call.takes_lists and all(map(self._is_settled, call.sorted()[0]))
+
+    def _is_settled(self, tensor: Tensor) -> bool:
+        """Whether nobody waits for a tensor: neither for inputs, which are aliases here, nor parameters, numbers and copies of views."""
+        node = self._node_of(tensor)
+        if node is not None:
+            base = node.base  # a view is as settled as what it looks at
+            return base.op < 0 or not self._record.ops[base.op].takes_lists
+        if tensor.param_info is not None or tensor.size <= 1 or tensor._get_user_data(SETTLED) is not None:
+            return True
+        return self._record.may_copy(tensor)
 
     def _stop_if_done(self) -> None:
         # Not before the op after which autograd saved the last of them: what is written by index until then is seen by nobody (README).
