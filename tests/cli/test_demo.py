@@ -38,7 +38,7 @@ def test_the_demo_trains_inside_a_budget_with_equal_losses_and_draws_a_page(tmp_
     assert not done.stderr, "nothing but the page and the table"
     assert "All losses are equal, bit for bit" in done.stdout
     page = (tmp_path / "page.html").read_text()
-    assert page.count("<svg") == 3, "before, after, and copies"
+    assert page.count('role="img"') == 6, "before, after, copies out, back and waits, and the curve"
     assert "http" not in re.sub(r"http://www.w3.org", "", page), "nothing comes from the network"
     data = json.loads(re.search(r'id="plan">(.*?)</script>', page, re.S)[1])  # type: ignore[index]
     assert data["measured"]["peak_bytes"] <= data["budget_bytes"] < data["plain"]["peak_bytes"]

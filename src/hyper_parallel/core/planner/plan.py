@@ -196,7 +196,8 @@ class MemoryPlan:
         return plan
 
     def report(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page: memory over one step before and after, copies with stalls, the table per block."""
+        """Write one self-contained HTML page: memory over one step before and after, by choice and by block; copies with waits; step time under
+        other budgets (solved within 15 s); the tables per block and module."""
         from hyper_parallel.report.page import write_report
 
         write_report(self, path)

@@ -88,7 +88,7 @@ def planned(profile: StepProfile, allowed_bytes: int, profiled: Any) -> MemoryPl
         BudgetError: nothing fits; the smallest peak it names was proved as well.
     """
     try:
-        plan = solved(profile, allowed_bytes, margin_bytes=_first_margin(profile))
+        plan = solved(profile, allowed_bytes, margin_bytes=first_margin(profile))
         return plan if profiled is None or plan.is_empty else _proved(plan, profiled)
     except BudgetError as error:
         if profiled is None:
@@ -108,7 +108,7 @@ def _proved_smallest(profile: StepProfile, profiled: Any, smallest_bytes: int) -
     """The smallest budget for which a plan was seen to keep it."""
     for _ in range(_MAX_TRIES):
         try:
-            _proved(solved(profile, smallest_bytes, margin_bytes=_first_margin(profile)), profiled)
+            _proved(solved(profile, smallest_bytes, margin_bytes=first_margin(profile)), profiled)
         except BudgetError as error:
             smallest_bytes = max(error.smallest_bytes, smallest_bytes + smallest_bytes // 200)
         else:
@@ -116,7 +116,7 @@ def _proved_smallest(profile: StepProfile, profiled: Any, smallest_bytes: int) -
     return smallest_bytes
 
 
-def solved(profile: StepProfile, allowed_bytes: int, *, margin_bytes: int) -> MemoryPlan:
+def solved(profile: StepProfile, allowed_bytes: int, *, margin_bytes: int, time_limit_s: float = 10.0) -> MemoryPlan:
     """The plan with the least predicted time within a budget. Pure: the same profile gives the same plan.
 
     Raises:
@@ -126,7 +126,9 @@ def solved(profile: StepProfile, allowed_bytes: int, *, margin_bytes: int) -> Me
     if profile.peak_bytes <= allowed_bytes:
         predicted = Predicted(profile.peak_bytes, profile.step_ms)
         return MemoryPlan(profile, plain_decision, candidates(profile)[0], allowed_bytes, predicted)
-    solution, setting = solve_over(profile, allowed_bytes, candidates(profile), margin_bytes=margin_bytes)
+    solution, setting = solve_over(
+        profile, allowed_bytes, candidates(profile), margin_bytes=margin_bytes, time_limit_s=time_limit_s
+    )
     # The rules promise the peak; what is predicted is without the margin.
     problem = Problem(profile, allowed_bytes, *setting)
     cost = evaluate(problem, solution.decision)
@@ -145,7 +147,7 @@ def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Calla
 
 def _proved(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
     """The plan, or one with a larger margin, whose real peak is within the budget."""
-    margin, peak_bytes = _first_margin(plan.profile), 0
+    margin, peak_bytes = first_margin(plan.profile), 0
     for _ in range(_MAX_TRIES):
         peak_bytes = _measured_peak(plan, profiled)
         if peak_bytes <= plan.budget_bytes:
@@ -174,7 +176,7 @@ def _measured_peak(plan: MemoryPlan, profiled: Any) -> int:
         plan.remove(profiled.model)
 
 
-def _first_margin(profile: StepProfile) -> int:
+def first_margin(profile: StepProfile) -> int:
     """What regions hold beside their values, sizes that allocators round up, and a thousandth for what differs from step to step."""
     notes = sum(region.note_bytes for region in profile.regions)
     return notes + 16 * _KIB + profile.activation_peak_bytes // 1000
