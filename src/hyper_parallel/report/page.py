@@ -82,7 +82,7 @@ def _cards(numbers: Numbers, notes: list[tuple[str, str]]) -> str:
     part = (plan.predicted.peak_bytes - profile.base_bytes) / max(profile.activation_peak_bytes, 1)
     cards = [
         ("budget", format_size(plan.budget_bytes)),
-        ("plain peak", format_size(profile.peak_bytes)),
+        ("plain peak" if profile.is_plain_measured else "plain peak (computed)", format_size(profile.peak_bytes)),
         ("predicted peak", format_size(plan.predicted.peak_bytes)),
         *([("measured peak", format_size(plan.measured.peak_bytes))] if plan.measured else []),
         ("activations", f"{part:.0%} of plain"),

@@ -182,16 +182,21 @@ class Applied:
 
     def remove(self) -> None:
         """Put the blocks back where the wrappers are."""
-        blocks = {wrapper: block for block, wrapper in self._wrappers.items()}
-        places = [
-            (parent, name, child)
-            for parent in self._model.modules()
-            for name, child in parent._modules.items()
-            if child in blocks
-        ]
-        for parent, name, child in places:
-            setattr(parent, name, blocks[child])
+        unwrap(self._model, self._wrappers)
         self._wrappers = {}
+
+
+def unwrap(model: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:
+    """Put the blocks, the keys of `wrappers`, back where their wrappers are."""
+    blocks = {wrapper: block for block, wrapper in wrappers.items()}
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child in blocks
+    ]
+    for parent, name, child in places:
+        setattr(parent, name, blocks[child])
 
 
 def relative(module: str, path: str) -> str:

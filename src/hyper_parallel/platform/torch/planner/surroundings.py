@@ -21,22 +21,22 @@ LossFn = Callable[[Any], Any]
 def preserved(model: nn.Module, *, with_gradients: bool = True) -> Iterator[None]:
     """Within: gradients are zeros that are allocated already. Afterwards all is as before, also after Ctrl-C.
 
+    Gradients that were there go to the host meanwhile, and their memory is used: a step shall not have them twice.
     `with_gradients=False`: gradients stay the user's own, for a step that is meant to happen.
     """
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
+    gradients = (
+        [_Gradient(parameter) for parameter in model.parameters() if parameter.requires_grad] if with_gradients else []
+    )
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
-    random_states = _RandomStates(_devices(model))
+    random_states = RandomStates(devices_of(model))
     try:
-        if with_gradients:
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        for gradient in gradients:
+            gradient.begin()
         yield
     finally:
-        if with_gradients:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+        for gradient in gradients:
+            gradient.end()
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -45,7 +45,33 @@ def preserved(model: nn.Module, *, with_gradients: bool = True) -> Iterator[None
         random_states.restore()
 
 
-class _RandomStates:
+class _Gradient:
+    """The gradient of one parameter while steps run that leave no trace."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
+        self._original = parameter.grad
+        self._copy: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        original = self._original
+        if original is None or original.layout != torch.strided or original.requires_grad:
+            self._parameter.grad = torch.zeros_like(self._parameter)
+            return
+        with torch.no_grad():
+            copied = original.clone() if original.device.type == "cpu" else original.to("cpu")
+            self._copy = copied
+            original.zero_()
+
+    def end(self) -> None:
+        self._parameter.grad = self._original
+        if self._copy is not None and self._original is not None:
+            with torch.no_grad():
+                self._original.copy_(self._copy)
+            self._copy = None
+
+
+class RandomStates:
     """All global generators that a step may draw from."""
 
     def __init__(self, devices: set[torch.device]) -> None:
@@ -67,7 +93,7 @@ class _RandomStates:
             numpy.random.set_state(state)
 
 
-def _devices(model: nn.Module) -> set[torch.device]:
+def devices_of(model: nn.Module) -> set[torch.device]:
     return {tensor.device for tensor in (*model.parameters(), *model.buffers())}
 
 
