@@ -9,7 +9,7 @@ from hyper_parallel._base.errors import ArgumentError, describe
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.choices import plain
-from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Predicted, _part
+from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, Predicted, _part
 from hyper_parallel.core.planner.problem import Problem, evaluate
 from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.progress import Progress, progress_of
@@ -78,7 +78,9 @@ def plan_memory(
         profile: StepProfile = profiled.profile(say)
         allowed = parse_budget(budget, profile, part.free_bytes(profiled.device))
         say("solving")
-        return planned(profile, allowed, profiled if verify else None)
+        plan = planned(profile, allowed, profiled if verify else None)
+        plan.origin = Origin(loss_fn, optimizer, _reserve_bytes(reserve))
+        return plan
 
 
 def planned(profile: StepProfile, allowed_bytes: int, profiled: Any) -> MemoryPlan:
@@ -150,7 +152,14 @@ def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Calla
     """See `MemoryPlan.verify`."""
     profiled = part.ProfiledModel(model, batch, loss_fn, regions=plan.profile.facts.get("blocks"))
     plan.check(model, batch)
-    return _proved(plan, profiled)
+    proved = _proved(plan, profiled)
+    if proved.measured is not None:
+        proved.attach(model, "error")
+        try:
+            proved.measured = Measured(proved.measured.peak_bytes, profiled.step_ms())
+        finally:
+            proved.detach(model)
+    return proved
 
 
 def _proved(plan: MemoryPlan, profiled: Any) -> MemoryPlan:

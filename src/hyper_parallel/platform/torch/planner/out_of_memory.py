@@ -58,7 +58,7 @@ def release(device: torch.device) -> None:
 
 _lock = threading.Lock()
 _words: list[str] = []
-_original: Callable[..., None] | None = None
+_original: Callable[..., None] = torch.autograd.backward
 
 
 @contextlib.contextmanager
@@ -70,25 +70,20 @@ def said_in_backward(words: str) -> Iterator[None]:
     """
     global _original
     with _lock:
-        _words.append(words)
-        if _original is None:
+        if torch.autograd.backward is not _backward and not _words:
             _original = torch.autograd.backward
             torch.autograd.backward = _backward
+        _words.append(words)
     try:
         yield
     finally:
         with _lock:
             _words.remove(words)
-            if not _words and torch.autograd.backward is _backward and _original is not None:
+            if not _words and torch.autograd.backward is _backward:
                 torch.autograd.backward = _original
-                _original = None
 
 
 def _backward(*args: Any, **kwargs: Any) -> None:
-    if _original is None:  # somebody kept this function beyond its time; the next call has the right one
-        raise RuntimeError(
-            "torch.autograd.backward was called through a reference that is out of date; call it by its name."
-        )
     try:
         _original(*args, **kwargs)
     except Exception as error:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
-from hyper_parallel.platform.trees import leaves
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
+from hyper_parallel.platform.trees import leaves, map_leaves
 
 LossFn = Callable[[Any], Any]
 
@@ -114,8 +117,83 @@ def device_of(model: nn.Module) -> torch.device:
     return next(iter(devices))
 
 
+class Arguments(NamedTuple):
+    """A batch of arguments and keywords both."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The batch that a forward was given, as a user would give it to `plan_memory`; its graph, if it has one, is not part of it."""
+    args, kwargs = map_leaves(_detached, args), map_leaves(_detached, kwargs)
+    if args and kwargs:
+        return Arguments(args, kwargs)
+    return kwargs or (args[0] if len(args) == 1 and isinstance(args[0], torch.Tensor) else args)
+
+
+def _detached(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def some_loss(output: Any) -> torch.Tensor:
+    """A loss where nobody has named one: the model's own, or the sum of all that it gives."""
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
+        return own
+    return torch.stack([each.float().sum() for each in tensors_of(output) if each.requires_grad]).sum()
+
+
+def is_first_forward() -> bool:
+    """Whether this is the forward of a step: not a region's that runs again, and not an evaluation."""
+    return torch.is_grad_enabled() and not is_replaying()
+
+
+class PatchedForward:
+    """A model whose forward asks `handler(original, args, kwargs)`; `remove` undoes it.
+
+    It is an attribute of the instance: hooks of the model are called once, around all that the handler does.
+    """
+
+    def __init__(self, model: nn.Module, handler: Callable[..., Any]) -> None:
+        self._model = weakref.ref(model)
+        self._before = model.__dict__.get("forward")
+        model.forward = _Forward(model, self._before, handler)
+
+    def remove(self) -> None:
+        model = self._model()
+        if model is not None and isinstance(model.__dict__.get("forward"), _Forward):
+            del model.forward
+            if self._before is not None:
+                model.forward = self._before
+
+
+class _Forward:
+    """Not a closure, so that a copy of the model can be refused: it would run the forward of the original."""
+
+    def __init__(self, model: nn.Module, before: Any, handler: Callable[..., Any]) -> None:
+        self._model = weakref.ref(model)
+        self._before = before
+        self._handler = handler
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self._model()
+        original = self._before or functools.partial(type(model).forward, model)
+        return self._handler(original, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            'A model cannot be copied or saved whole while a plan with on_oom="replan", or one that `run` was called on, is applied.',
+            do="Call `plan.remove(model)` first, or save `model.state_dict()`.",
+        )
+
+
 def call(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch: a tensor, a tuple of arguments, or a dict of keywords."""
+    """The model's output for a batch: a tensor, a tuple of arguments, a dict of keywords, or both."""
+    if isinstance(batch, Arguments):
+        return model(*batch.args, **batch.kwargs)
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return model(**batch)
     if isinstance(batch, (tuple, list)):
