@@ -72,14 +72,14 @@ def plan_memory(
         loss_fn,
         regions=regions,
         optimizer=optimizer,
-        reserve_bytes=_reserve_bytes(reserve),
+        reserve_bytes=reserve_bytes(reserve),
     )
     with progress_of(progress, "planning", num_steps=8) as say:
         profile: StepProfile = profiled.profile(say)
         allowed = parse_budget(budget, profile, part.free_bytes(profiled.device))
         say("solving")
         plan = planned(profile, allowed, profiled if verify else None)
-        plan.origin = Origin(loss_fn, optimizer, _reserve_bytes(reserve))
+        plan.origin = Origin(loss_fn, optimizer, reserve_bytes(reserve))
         return plan
 
 
@@ -246,7 +246,8 @@ class Explanation:
         return self.profile.as_dict()
 
 
-def _reserve_bytes(reserve: int | str) -> int:
+def reserve_bytes(reserve: int | str) -> int:
+    """What a user wants to keep free."""
     num_bytes = parse_size(reserve, "reserve")
     if num_bytes < 0:
         raise ArgumentError("`reserve` is negative.", expected="0 bytes or more", got=describe(reserve))
