@@ -140,7 +140,7 @@ class MemoryPlan:
 
         Raises:
             ValueError: the model is another one; the first difference is named.
-            StateError: the plan is applied to it already.
+            StateError: the plan is applied to it already; or "replan" where several ranks train together.
         """
         for name, value, known in (("on_mismatch", on_mismatch, _ON_MISMATCH), ("on_oom", on_oom, _ON_OOM)):
             if value not in known:
@@ -148,8 +148,12 @@ class MemoryPlan:
         if model in self._applied or model in self._managed:
             raise StateError("The plan is applied to this model already.", do="Call `plan.remove(model)` first.")
         self.attach(model, on_mismatch)
-        if on_oom == "replan":
-            self._manage(model, on_mismatch, retries_forward=True)
+        try:
+            if on_oom == "replan":
+                self._manage(model, on_mismatch, retries_forward=True)
+        except BaseException:
+            self.detach(model)
+            raise
         return self
 
     def remove(self, model: Any) -> None:
