@@ -424,8 +424,22 @@ measured = [plan.profile.activation_peak_bytes, plan.measured.peak_bytes - plan.
     assert 0.9 * saved < plain - planned < 1.1 * saved, (plain, planned, saved)
 
 
-def test_running_out_of_memory_is_not_planned_anew_here() -> None:
-    from hyper_parallel.platform.mindspore.planner import check_alone
-
+def test_what_is_not_planned_here_says_so() -> None:
+    case = Case()
+    plan = case.plan("60%", verify=False)
     with pytest.raises(ComesLaterError, match="MindSpore"):
-        check_alone("Planning anew where memory runs out")
+        plan.apply(case.model, on_oom="replan")
+    assert not list_wrappers(case.model)
+
+
+def test_the_largest_batch_is_found_and_proved() -> None:
+    model = new_transformer(width=16, num_blocks=2)
+    found = hp.largest(
+        model,
+        lambda n: Tensor(np.ones((n, 16), np.int32)),
+        "256KiB",
+        loss_fn=lambda output: (output**2).mean(),
+        progress=False,
+    )
+    assert found.n >= 1
+    assert found.plan.measured.peak_bytes <= 256 * 1024

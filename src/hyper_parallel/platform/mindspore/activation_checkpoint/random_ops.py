@@ -82,13 +82,13 @@ def redo_dropout(name: str, primitive: Any, result: Any) -> Callable[[Any], Any]
     return _Dropout(result[1], float(primitive.attrs["keep_prob"]))
 
 
-# Attributes of a dropout -> one that runs in its place, always the same: MindSpore keeps the kernel of every primitive for ever (63 KB).
+# Attributes of a dropout, without its seeds -> one that runs in its place, always the same: MindSpore keeps the kernel of every primitive for ever (63 KB).
 _stand_ins: dict[tuple[Any, ...], Any] = {}
 
 
 def stand_in(primitive: Any) -> Any:
     """A primitive that runs where `primitive` must not draw again; nobody uses its numbers."""
-    key = (type(primitive), *primitive.init_attrs.items())
+    key = (type(primitive), *((name, value) for name, value in primitive.init_attrs.items() if name not in SEED_NAMES))
     if key not in _stand_ins:
         _stand_ins[key] = copy.deepcopy(primitive)
     return _stand_ins[key]
