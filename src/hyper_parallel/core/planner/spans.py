@@ -5,18 +5,10 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from hyper_parallel.core.planner.choices import SWAP, RegionDecision, kept_bytes
 from hyper_parallel.core.planner.profile import Region
-
-
-class Span(NamedTuple):
-    """From one mark to the next; bytes above what was in use at the first mark."""
-
-    name: str
-    level_bytes: int  # when it begins
-    peak_bytes: int  # highest point within
+from hyper_parallel.platform.regions.spans import Span
 
 
 def with_common_times(regions: Sequence[Region]) -> list[Region]:

@@ -25,6 +25,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.storages import (
     storage_address,
     storage_bytes,
 )
+from hyper_parallel.platform.regions.spans import Span
 from hyper_parallel.platform.trees import leaves
 
 
@@ -95,8 +96,7 @@ class MemoryMeter(Protocol):
 
     def mark(self, name: str) -> None: ...
 
-    def spans(self) -> list[Any]:
-        """A `Span` for each mark."""
+    def spans(self) -> list[Span]: ...
 
 
 class CpuMemory:
@@ -104,7 +104,7 @@ class CpuMemory:
 
     def __init__(self, outside: Iterable[Tensor]) -> None:
         self._memory = HeldMemory(outside)
-        self._spans: list[Any] = []
+        self._spans: list[Span] = []
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -117,8 +117,6 @@ class CpuMemory:
             set_watcher(None)
 
     def mark(self, name: str) -> None:
-        from hyper_parallel.core.planner.spans import Span
-
         self._close()
         level = self._memory.peak_bytes = self._memory.held_bytes
         self._spans.append(Span(name, level, level))
@@ -127,7 +125,7 @@ class CpuMemory:
         if self._spans:
             self._spans[-1] = self._spans[-1]._replace(peak_bytes=self._memory.peak_bytes)
 
-    def spans(self) -> list[Any]:
+    def spans(self) -> list[Span]:
         return self._spans
 
 
@@ -135,7 +133,7 @@ class DeviceMemory:
     """From the statistics of an accelerator's allocator. Never run: no such device was at hand."""
 
     def __init__(self) -> None:
-        self._spans: list[Any] = []
+        self._spans: list[Span] = []
         self._first = 0
 
     @contextlib.contextmanager
@@ -144,8 +142,6 @@ class DeviceMemory:
         self._close()
 
     def mark(self, name: str) -> None:
-        from hyper_parallel.core.planner.spans import Span
-
         self._close()
         level = int(mindspore.runtime.memory_allocated())
         if not self._spans:
@@ -158,7 +154,7 @@ class DeviceMemory:
             peak = int(mindspore.runtime.max_memory_allocated())
             self._spans[-1] = self._spans[-1]._replace(peak_bytes=peak - self._first)
 
-    def spans(self) -> list[Any]:
+    def spans(self) -> list[Span]:
         return self._spans
 
 

@@ -35,6 +35,7 @@ from hyper_parallel.platform.mindspore.planner.link import measure_link
 from hyper_parallel.platform.mindspore.planner.meters import Clock, is_cpu, memory_meter
 from hyper_parallel.platform.mindspore.planner.surroundings import LossFn, device_of, preserved, run_step, tensors_of
 from hyper_parallel.platform.regions.replacement import replace
+from hyper_parallel.platform.regions.spans import Span
 
 NUM_TIMED = 3
 _ALL = 0.9  # so much of what a block keeps must be large enough to be swapped; the rest stays, and the proof counts it
@@ -177,7 +178,7 @@ class ProfiledModel:
             timed.append(clock.spans())
         return {name: statistics.median(each[name] for each in timed) for name in timed[0]}
 
-    def _measured(self, blocks: dict[str, nn.Cell]) -> tuple[list[BlockCall], list[Any]]:
+    def _measured(self, blocks: dict[str, nn.Cell]) -> tuple[list[BlockCall], list[Span]]:
         meter = memory_meter(self.device, self._outside())
         marks = _Marks(meter)
         with meter.running():
@@ -309,7 +310,7 @@ def _note_given(calls: Iterable[BlockCall]) -> list[int]:
     return list(shared.values())
 
 
-def _differences(spans: list[Any], again: list[Any]) -> list[int]:
+def _differences(spans: list[Span], again: list[Span]) -> list[int]:
     """How many bytes less each block has kept in the second of two steps."""
     levels = [{span.name: span.level_bytes for span in each} for each in (spans, again)]
     found: list[int] = []

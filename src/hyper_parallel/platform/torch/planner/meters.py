@@ -9,17 +9,11 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-
-class Span(NamedTuple):
-    """From one mark to the next; bytes above what was in use at the first mark."""
-
-    name: str
-    level_bytes: int  # when it begins
-    peak_bytes: int  # highest point within
+from hyper_parallel.platform.regions.spans import Span
 
 
 class MemoryMeter(Protocol):

@@ -26,6 +26,7 @@ from torch import nn
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform.regions.replacement import replace
+from hyper_parallel.platform.regions.spans import Span
 from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
 from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
@@ -35,7 +36,7 @@ from hyper_parallel.platform.torch.planner import signature
 from hyper_parallel.platform.torch.planner.applying import Applied, relative, unwrap
 from hyper_parallel.platform.torch.planner.blocks import find_blocks
 from hyper_parallel.platform.torch.planner.link import measure_link
-from hyper_parallel.platform.torch.planner.meters import Clock, Span, memory_meter
+from hyper_parallel.platform.torch.planner.meters import Clock, memory_meter
 from hyper_parallel.platform.torch.planner.out_of_memory import attempt
 from hyper_parallel.platform.torch.planner.recording import RecordedCall, is_made, note_shared, recording
 from hyper_parallel.platform.torch.planner.surroundings import (
@@ -127,6 +128,7 @@ class ProfiledModel:
     def profile(self, progress: Progress | None = None) -> Any:
         """A `StepProfile` of the plain step."""
         from hyper_parallel.core.planner.profile import StepProfile, Turn
+        from hyper_parallel.core.planner.spans import with_common_times, with_peaks
 
         say = progress or (lambda what: None)
         base_bytes = self.base_bytes()
@@ -149,8 +151,8 @@ class ProfiledModel:
         say("measuring recomputation")
         decision = [_run_again(region, swaps_inputs=way is _Way.SWAP_INPUTS) for region in regions]
         again = self._measured_again(regions, decision)
-        regions = _with_common_times(regions if way is _Way.PLAIN else _without_replay(regions, decision))
-        regions, turn_bytes = _with_peaks(regions, spans, again, decision)
+        regions = with_common_times(regions if way is _Way.PLAIN else _without_replay(regions, decision))
+        regions, turn_bytes = with_peaks(regions, spans, again, decision)
         turn_ms = times.get(f"after {len(calls) - 1}", 0.0) + times.get("turn", 0.0)
         profile = StepProfile(
             regions=tuple(regions),
@@ -408,26 +410,6 @@ def _op_times(noted: RecordedCall) -> list[float]:
     return found
 
 
-def _with_common_times(regions: list[Any]) -> list[Any]:
-    """Regions of one shape do the same work: what one op takes is the median over all of them."""
-    alike: dict[Any, list[int]] = {}
-    for index, region in enumerate(regions):
-        alike.setdefault(region.shape(), []).append(index)
-    common = list(regions)
-    for indices in alike.values():
-        columns = zip(*(regions[index].ops for index in indices), strict=True)
-        op_ms = [statistics.median(op.forward_ms for op in column) for column in columns]
-        for index in indices:
-            ops = zip(regions[index].ops, op_ms, strict=True)
-            common[index] = dataclasses.replace(
-                regions[index],
-                ops=tuple(dataclasses.replace(op, forward_ms=ms) for op, ms in ops),
-                forward_ms=statistics.median(regions[each].forward_ms for each in indices),
-                backward_ms=statistics.median(regions[each].backward_ms for each in indices),
-            )
-    return common
-
-
 def _run_again(region: Any, *, swaps_inputs: bool) -> Any:
     """The decision to keep inputs only, or not even these."""
     from hyper_parallel.core.planner.choices import SAVE, SWAP, recompute_all
@@ -458,53 +440,6 @@ def _with_computed_peak(profile: Any) -> Any:
 
     decision = tuple(plain(region) for region in profile.regions)
     return dataclasses.replace(profile, peak_bytes=evaluate(Problem(profile, 0, 0, 0), decision).peak_bytes)
-
-
-def _with_peaks(
-    regions: list[Any], spans: list[Span] | None, again: list[Span], decision: list[Any]
-) -> tuple[list[Any], int]:
-    """The regions with their peaks, and that of the turn.
-
-    Such that what was measured adds up: the plain step (`spans`, if it fits), and the one that runs blocks again (`again`, under
-    `decision`), for which the larger working set counts.
-    """
-    from hyper_parallel.core.planner.choices import kept_bytes
-
-    managed = {span.name: span.peak_bytes for span in again}
-    plain = None if spans is None else {span.name: span.peak_bytes for span in spans}
-
-    def highest(names: tuple[str, ...], kept: int, kept_again: int) -> int:
-        found = max(managed[name] for name in names) - kept_again
-        return found if plain is None else max(found, max(plain[name] for name in names) - kept)
-
-    found = []
-    kept = kept_again = 0
-    for index, region in enumerate(regions):
-        between = "start" if index == 0 else f"after {index - 1}"
-        kept_again += region.note_bytes
-        forward = highest((f"forward {index}", between), kept, kept_again)
-        backward = highest((f"backward {index}",), kept, kept_again)
-        residual = region.residual_bytes
-        found.append(
-            dataclasses.replace(
-                region, forward_peak_bytes=max(forward, residual), backward_peak_bytes=max(backward, residual)
-            )
-        )
-        kept += residual
-        kept_again += kept_bytes(region, decision[index])
-    turn = highest(("turn", f"after {len(regions) - 1}"), kept, kept_again)
-    if found:
-        # What the last region swaps comes back at once: its way out and back could hide behind nothing.
-        found[-1] = _without_swap(found[-1])
-    return found, max(turn, 0)
-
-
-def _without_swap(region: Any) -> Any:
-    ops = tuple(
-        dataclasses.replace(op, choices=tuple(choice for choice in op.choices if choice != "swap")) for op in region.ops
-    )
-    inputs = tuple(dataclasses.replace(each, may_swap=False) for each in region.inputs)
-    return dataclasses.replace(region, ops=ops, inputs=inputs)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
