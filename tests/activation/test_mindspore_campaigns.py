@@ -94,8 +94,7 @@ def test_exceptions_anywhere_leave_nothing_behind() -> None:
     check_nothing_left()
     print(f"{num_injected} exceptions")
     assert num_injected > 0.9 * len(share(500, 60))
-    # Of 498 exceptions 6 tensors were left; why is not known yet (README of the folder, "Open").
-    assert num_live_tensors() <= live + 2 + num_injected // 50, f"after {num_injected} exceptions"
+    assert num_live_tensors() <= live, f"after {num_injected} exceptions"
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
@@ -130,12 +129,12 @@ def test_many_steps_keep_no_tensor_and_no_more_memory_than_plain_steps(driver: s
             step()
         assert num_live_tensors() <= live, name
         growth[name] = (_resident_kib() - memory) / num_steps
-    # Plain steps grow by some 10 to 40 KiB each on this CPU, in pages; nothing may grow much faster. Over 150 steps the same run gives 8 or 40.
+    # Plain steps grow by some 12 to 16 KiB each on this CPU, in pages; nothing may grow faster. Over 150 steps the same run gives 8 or 40.
     print(f"KiB per step: {growth}")
     if num_steps < 1000:
         return
     for name in ("recompute", "mix", "swap"):
-        assert growth[name] <= growth["plain"] * 1.5 + 24, growth
+        assert growth[name] <= growth["plain"] * 1.25 + 4, growth  # runs of one kind differ by 2
 
 
 def _resident_kib() -> int:

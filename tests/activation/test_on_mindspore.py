@@ -40,6 +40,7 @@ from support.mindspore_training import (  # noqa: E402
     differentiate,
     loss_of,
     new_transformer,
+    num_live_tensors,
     same,
     seed,
     train,
@@ -561,3 +562,65 @@ def test_the_section_of_the_readme_runs_as_it_is_written() -> None:
     assert value > 0
     assert num_gradients == 26
     assert has_swapped
+
+
+def test_the_planners_lines_of_the_readme_run_as_they_are_written() -> None:
+    pytest.importorskip("scipy", reason="the solver is in SciPy")
+    from support.interpreter import run_fresh
+
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    section = text.partition("## The same on MindSpore")[2].partition("\n## ")[0]
+    block = next(each.partition("```")[0] for each in section.split("```python\n")[1:] if "plan_memory" in each)
+    program = "import os, sys\nshown, sys.stdout = sys.stdout, open(os.devnull, 'w')\n" + block
+    program += """
+sys.stdout = shown
+planned = [each.asnumpy() for each in gradients]
+plan.remove(model)
+value, gradients = ms.value_and_grad(lambda x: (model(x) ** 2).mean(), None, model.trainable_params())(batch)
+equal = all((left == right.asnumpy()).all() for left, right in zip(planned, gradients))
+result = [bool(equal), plan.is_empty, plan.measured.peak_bytes <= plan.budget_bytes]
+"""
+    assert run_fresh(program) == [True, False, True]
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_replay_that_stops_where_tensors_come_in_a_list_leaves_none_behind(driver: str) -> None:
+    x = Tensor(np.ones((4, 4), np.float32))
+    met: list[str] = []
+
+    def function(y: Any) -> Any:
+        y = ops.exp(y)
+        both = ops.cat([y, y], 0)  # nothing after `exp` is needed
+        both = both * 2.0
+        met.append("product")
+        both = both + 1.0
+        met.append("sum")
+        return both
+
+    def step() -> None:
+        differentiate(lambda y: checkpoint(function, y).sum(), (x,), [], driver)
+
+    for _ in range(3):
+        step()
+    live = num_live_tensors()
+    met.clear()
+    for _ in range(10):
+        step()
+    assert num_live_tensors() <= live
+    # The second run stops, though not where the tensors come in a list, nor where their result is read.
+    assert met.count("product") == 20
+    assert met.count("sum") == 10
+
+
+def test_dropouts_that_must_not_draw_again_share_one_stand_in() -> None:
+    from hyper_parallel.platform.mindspore.activation_checkpoint import random_ops
+
+    wrapped = [checkpoint_wrapper(nn.SequentialCell(nn.Dropout(p=0.37), nn.Tanh())) for _ in range(3)]
+    for cell in wrapped:
+        cell.set_train()
+    x = Tensor(np.ones((8, 8), np.float32))
+    before = len(random_ops._stand_ins)
+    for _ in range(4):
+        for cell in wrapped:
+            differentiate(lambda y, cell=cell: cell(y).sum(), (x,), [], "tape")
+    assert len(random_ops._stand_ins) == before + 1

@@ -27,7 +27,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.recording import (
     Node,
     Record,
     RecordedOp,
-    RecordingMode,
+    RegionMode,
     Saves,
     Swappable,
 )
@@ -36,7 +36,6 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.replaying import (
     AllFound,
     NeedsEverything,
     Replay,
-    ReplayMode,
 )
 from hyper_parallel.platform.mindspore.activation_checkpoint.replays import Hooks, pack_around, replaying
 from hyper_parallel.platform.mindspore.activation_checkpoint.residuals import FromInput, FromKept, Recomputed
@@ -115,8 +114,9 @@ class Frame:
             self._host_randomness = HostRandomness()
         packer = _Packer(self)
         try:
-            with Hooks(packer.pack, _unpack, packer.pack_input), RecordingMode(record):
+            with Hooks(packer.pack, _unpack, packer.pack_input), RegionMode(record) as mode:
                 result = self._function(*args, **kwargs)
+                mode.check()
             with unseen():
                 self._finish(record)
         finally:
@@ -380,12 +380,13 @@ class Frame:
             self._precision.again(),
             _recording_gradients(),
             saved_tensors_hooks(replay.pack, _unpack_again),
-            ReplayMode(replay),
+            RegionMode(replay) as mode,
         ):
             _pynative_executor.new_empty_graph()
             try:
                 replay.begin()
                 self._function(*args, **kwargs)
+                mode.check()
             except AllFound as stop:
                 forget_casts(replay.num_casting)
                 _forget_frames(stop)
@@ -395,6 +396,8 @@ class Frame:
                 with contextlib.suppress(RuntimeError):  # an error of the framework may have ended it already
                     _pynative_executor.end_empty_graph()
                 raise
+            finally:
+                replay.end()
             _pynative_executor.end_empty_graph()
         return replay
 

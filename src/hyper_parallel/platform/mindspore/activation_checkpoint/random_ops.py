@@ -12,6 +12,7 @@ On accelerators random ops take seed and offset from the framework's generator a
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ import mindspore
 import numpy as np
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore.activation_checkpoint.storages import unseen
+from hyper_parallel.platform.mindspore.activation_checkpoint.storages import unseen, watcher
 from hyper_parallel.platform.mindspore.activation_checkpoint.swap_device import is_on_host
 
 # As an attribute `mindspore.common.seed` is a function; the module is reached by its name alone.
@@ -81,6 +82,18 @@ def redo_dropout(name: str, primitive: Any, result: Any) -> Callable[[Any], Any]
     return _Dropout(result[1], float(primitive.attrs["keep_prob"]))
 
 
+# Attributes of a dropout -> one that runs in its place, always the same: MindSpore keeps the kernel of every primitive for ever (63 KB).
+_stand_ins: dict[tuple[Any, ...], Any] = {}
+
+
+def stand_in(primitive: Any) -> Any:
+    """A primitive that runs where `primitive` must not draw again; nobody uses its numbers."""
+    key = (type(primitive), *primitive.init_attrs.items())
+    if key not in _stand_ins:
+        _stand_ins[key] = copy.deepcopy(primitive)
+    return _stand_ins[key]
+
+
 class _Dropout:
     """A draw of dropout as bits. Gives the numbers that the kernel of the CPU gives, rounding included."""
 
@@ -89,6 +102,9 @@ class _Dropout:
     def __init__(self, mask: Tensor, keep_prob: float) -> None:
         with unseen():
             self._bits = np.packbits(mask.asnumpy() != 0)
+        watching = watcher()
+        if watching is not None:
+            watching.holds(self._bits)
         self._shape = mask.shape
         self._scale = np.float32(1) / np.float32(keep_prob)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from mindspore import MsDispatchMode, Tensor
 from mindspore.ops.primitive import Primitive
@@ -26,10 +26,12 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.storages import (
     copied,
     storage_address,
     storage_bytes,
+    watcher,
     whole,
 )
 from hyper_parallel.platform.regions.module_calls import ModuleCalls, Occurrence
 from hyper_parallel.platform.regions.questions import PolicyContext, asked
+from hyper_parallel.platform.trees import leaves
 
 _num_records = itertools.count()
 # Ops that write into an argument: the name, and which ones. Those that begin with "Inplace" or "Assign" write the first.
@@ -41,6 +43,8 @@ _WRITES = {
     "ScatterAdd": (0,),
 }
 _WRITES_FIRST = ("Inplace", "Assign")
+SETTLED = "hyper_parallel.settled"  # on a tensor: an op that reads it may raise, see `RegionMode`
+_DEPTH = 4  # how many frames there are at least between `ModuleCalls.innermost` and who calls an op
 
 
 class Call(NamedTuple):
@@ -70,6 +74,11 @@ class Call(NamedTuple):
         if attributes:
             rest.append({name: value for name, value in attributes.items() if name not in SEED_NAMES})
         return tensors, rest
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether tensors come to it in lists, as to `Concat`."""
+        return any(_holds_tensors(each) for each in self.args)
 
     def run(self, args: tuple[Any, ...] | None = None) -> Any:
         args = self.args if args is None else args
@@ -121,7 +130,7 @@ class RecordedOp:
 
     __slots__ = (
         "before_write", "depends_on", "index", "is_primitive", "is_random", "must_run", "name", "nodes", "outputs", "policy", "reads", "redo",
-        "rest", "seeds", "where",
+        "rest", "seeds", "takes_lists", "where",
     )  # fmt: skip
 
     def __init__(self, index: int, call: Call, reads: list[Node | None], rest: list[Any], where: Occurrence) -> None:
@@ -129,7 +138,8 @@ class RecordedOp:
         self.name = call.name
         self.is_primitive = call.primitive is not None
         # A primitive that does not run in a dispatch mode waits for ever, if what it reads comes from `Concat`; and so may it for others.
-        self.must_run = self.is_primitive or any(_holds_tensors(each) for each in call.args)
+        self.takes_lists = call.takes_lists
+        self.must_run = self.is_primitive or self.takes_lists
         self.reads = reads  # None: a tensor that no op of the region has made
         self.depends_on: list[Node] = []  # what unknown tensors among them may be copies of
         self.rest = rest  # the arguments that are no tensors, and how the tensors look
@@ -213,6 +223,16 @@ class Record:
             return node if self._inputs_at.get(address) is base else None
         return node if node.num_bytes == 0 or base in self._newest.get(address, ()) else None
 
+    def may_raise(self, call: Call) -> bool:
+        return False  # what a policy raises can wait until the function is over
+
+    def may_copy(self, tensor: Tensor) -> bool:
+        """Whether a tensor that no op has made may be a copy that a kernel made of a view."""
+        return (tensor.dtype, tensor.shape) in self._views
+
+    def leave(self, exception: BaseException) -> None:
+        raise exception
+
     def _mark(self, tensor: Tensor, node: Node, is_view: bool) -> None:
         # In MindSpore's own data of the tensor, which dies with it. Weak: a result that somebody keeps holds nothing else of the region.
         tensor._set_user_data(self.key, weakref.ref(node))
@@ -230,10 +250,10 @@ class Record:
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
-    def run(self, call: Call, depth: int) -> Any:
-        """Run an op and note it; the caller of the op is `depth` frames up or more."""
+    def run(self, call: Call) -> Any:
+        """Run an op and note it."""
         tensors, rest = call.sorted()
-        innermost = self._calls.innermost(depth + 1)
+        innermost = self._calls.innermost(_DEPTH)
         reads = [self.node_of(tensor) for tensor in tensors]
         op = RecordedOp(len(self.ops), call, reads, rest, innermost.count(call.name))
         for tensor, node in zip(tensors, reads, strict=True):
@@ -361,11 +381,74 @@ def _pairs(outputs: Any, result: Any) -> list[tuple[Node, Tensor]]:
     return [pair for each, tensor in zip(outputs, result, strict=True) for pair in _pairs(each, tensor)]
 
 
-class RecordingMode(MsDispatchMode):
-    """Sees every op of a region's forward."""
+class Stop(BaseException):  # not an Exception: the function under replay may catch those
+    """Ends a function that runs again."""
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
+
+class Handler(Protocol):
+    """What is told of every op."""
+
+    def run(self, call: Call) -> Any: ...
+
+    def may_raise(self, call: Call) -> bool:
+        """Whether an exception may leave the handler here: see `RegionMode`."""
+
+    def leave(self, exception: BaseException) -> None:
+        """Raises it."""
+
+
+class RegionMode(MsDispatchMode):
+    """Sees every op, and hands it to a handler. Call `check` when the function is over.
+
+    An exception that leaves a handler may leave the op's result behind: a tensor without memory that MindSpore waits for and never frees. It
+    does not where all that the op reads was made in this mode, and not by an op that takes lists. So the op is run nevertheless, and the
+    exception comes with a later op of which that is known (`may_raise`), or with `check`.
+    """
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._postponed: BaseException | None = None
 
     def __ms_dispatch__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        return self._record.run(Call.of(func, args, kwargs), 2)
+        call = Call.of(func, args, kwargs)
+        result = self._handled(call)
+        watching = watcher()
+        if watching is not None:
+            watching.ran(call.sorted()[0], result)
+        return result
+
+    def _handled(self, call: Call) -> Any:
+        if self._postponed is not None:
+            if self._must_raise(call):
+                self.check()
+            result = call.run()
+            if not call.takes_lists:
+                given = set(map(storage_address, call.sorted()[0]))
+                for tensor in leaves(result):
+                    if isinstance(tensor, Tensor) and storage_address(tensor) not in given:
+                        tensor._set_user_data(SETTLED, True)
+            return result
+        try:
+            return self._handler.run(call)
+        except (Exception, Stop) as error:
+            if self._must_raise(call) or _writes(call):  # what writes is not run twice
+                raise
+            self._postponed = error
+        try:
+            return call.run()
+        except BaseException:  # it was the op that raised
+            self._postponed = None
+            raise
+
+    def _must_raise(self, call: Call) -> bool:
+        # What has no memory cannot be read.
+        return self._handler.may_raise(call) or any(tensor.is_meta for tensor in call.sorted()[0])
+
+    def __exit__(self, *error: Any) -> bool:
+        self._postponed = None  # its frames lead to this object, and to tensors
+        return bool(super().__exit__(*error))
+
+    def check(self) -> None:
+        error, self._postponed = self._postponed, None
+        if error is not None:
+            self._handler.leave(error)

@@ -5,24 +5,26 @@ The rules are numbered in the README of core/activation_checkpoint; comments her
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Collection
 from types import FrameType
 from typing import Any
 
-from mindspore import MsDispatchMode, Tensor, mint
+from mindspore import Tensor, mint
 from mindspore.graph.api import _no_grad
 
 from hyper_parallel._base.errors import StateError, describe
 from hyper_parallel.platform.mindspore.activation_checkpoint.cell_paths import num_casting_cells
+from hyper_parallel.platform.mindspore.activation_checkpoint.random_ops import stand_in
 from hyper_parallel.platform.mindspore.activation_checkpoint.recording import (
+    SETTLED,
     Call,
     Constant,
     Node,
     Record,
     RecordedOp,
     Saves,
+    Stop,
 )
 from hyper_parallel.platform.mindspore.activation_checkpoint.storages import (
     Look,
@@ -38,11 +40,11 @@ from hyper_parallel.platform.regions.questions import PolicyContext, asked
 Wanted = Any  # a Node, or (Saves, which of them)
 
 
-class AllFound(BaseException):  # not an Exception: the function under replay may catch those
+class AllFound(Stop):
     """Every needed value was met: the rest of the function need not run (rule 6)."""
 
 
-class NeedsEverything(BaseException):
+class NeedsEverything(Stop):
     """What was left out is read after all (rule 5)."""
 
 
@@ -95,6 +97,10 @@ class Replay:
     def begin(self) -> None:
         """Called by who calls the function."""
         self._base = sys._getframe(1)
+
+    def end(self) -> None:
+        """The function is over: the caller's frame holds this object, and what the function was given."""
+        self._base = None
 
     def has_met(self, op: RecordedOp) -> bool:
         return bool(self._met[op.index])
@@ -151,12 +157,25 @@ class Replay:
             self._ask_again(op, call, result)
         return result
 
+    def may_raise(self, call: Call) -> bool:
+        return not call.takes_lists and all(map(self._is_settled, call.sorted()[0]))
+
+    def _is_settled(self, tensor: Tensor) -> bool:
+        """Whether nobody waits for a tensor: neither for inputs, which are aliases here, nor parameters, numbers and copies of views."""
+        node = self._node_of(tensor)
+        if node is not None:
+            base = node.base  # a view is as settled as what it looks at
+            return base.op < 0 or not self._record.ops[base.op].takes_lists
+        if tensor.param_info is not None or tensor.size <= 1 or tensor._get_user_data(SETTLED) is not None:
+            return True
+        return self._record.may_copy(tensor)
+
     def _stop_if_done(self) -> None:
         # Not before the op after which autograd saved the last of them: what is written by index until then is seen by nobody (README).
         if self._early_stop and len(self.found) == len(self._wanted) and self._current >= self._last_saved:
-            self._leave(AllFound())
+            self.leave(AllFound())
 
-    def _leave(self, exception: BaseException) -> None:
+    def leave(self, exception: BaseException) -> None:
         if self._base is not None:
             self.num_casting = num_casting_cells(self._base)
         raise exception
@@ -165,7 +184,7 @@ class Replay:
         replacements: dict[int, Tensor] = {}
         for position, tensor in enumerate(tensors):
             if tensor.is_meta:
-                self._leave(NeedsEverything(str(op)))
+                self.leave(NeedsEverything(str(op)))
             if self._elsewhere:
                 elsewhere = self._elsewhere.get(storage_address(tensor))
                 if elsewhere is not None:
@@ -175,8 +194,8 @@ class Replay:
                 mine = copied(op.before_write[position])
                 self._elsewhere[storage_address(tensor)] = replacements[id(tensor)] = mine
         if op.redo is not None:
-            # A copy runs, since something must (see `RecordedOp.must_run`), and the kernel of the original is not to draw again.
-            ran = call._replace(primitive=copy.deepcopy(call.primitive)).run()
+            # Another runs, since something must (see `RecordedOp.must_run`), and the kernel of the original is not to draw again.
+            ran = call._replace(primitive=stand_in(call.primitive)).run()
             result = op.redo(tensors[0])
             for tensor, other in zip(result, ran, strict=True):
                 if other._requires_grad:
@@ -236,7 +255,7 @@ class Replay:
             self.first_unknown = call.name
             self.first_missing = next((op for op in self._record.ops[self._next :] if not self._met[op.index]), None)
         if any(tensor.is_meta for tensor in tensors):
-            self._leave(NeedsEverything(call.name))
+            self.leave(NeedsEverything(call.name))
         return call.run()
 
     # -- what autograd saves ---------------------------------------------------------------------------------------------
@@ -319,17 +338,6 @@ class Replay:
             where=str(op),
             do="Make the function give the same each time, or let the policy save this op.",
         )
-
-
-class ReplayMode(MsDispatchMode):
-    """Sees every op of the second run."""
-
-    def __init__(self, replay: Replay | None) -> None:
-        self._replay = replay
-
-    def __ms_dispatch__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        call = Call.of(func, args, kwargs)
-        return call.run() if self._replay is None else self._replay.run(call)
 
 
 def _seeds(call: Call) -> Any:

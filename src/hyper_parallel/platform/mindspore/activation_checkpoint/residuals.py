@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import Swapped
-from hyper_parallel.platform.mindspore.activation_checkpoint.storages import Look, aliased, looking
+from hyper_parallel.platform.mindspore.activation_checkpoint.storages import Look, aliased, looking, watcher
 
 if TYPE_CHECKING:
     from hyper_parallel.platform.mindspore.activation_checkpoint.frame import Frame
@@ -28,6 +28,9 @@ class Recomputed:
         self._look = Look.of(tensor)
         self._held: Tensor | None = tensor
         self._kept: FromKept | None = None
+        watching = watcher()
+        if watching is not None:
+            watching.holds(tensor)
 
     @property
     def held(self) -> Tensor | None:

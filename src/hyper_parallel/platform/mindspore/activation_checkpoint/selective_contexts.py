@@ -13,9 +13,9 @@ from typing import Any
 from hyper_parallel.platform.mindspore.activation_checkpoint.cell_paths import paths_here
 from hyper_parallel.platform.mindspore.activation_checkpoint.planning import ReplayEntries
 from hyper_parallel.platform.mindspore.activation_checkpoint.random_ops import SeedState
-from hyper_parallel.platform.mindspore.activation_checkpoint.recording import Record, RecordingMode, Swappable
+from hyper_parallel.platform.mindspore.activation_checkpoint.recording import Record, RegionMode, Swappable
 from hyper_parallel.platform.mindspore.activation_checkpoint.region_swap import RegionSwap
-from hyper_parallel.platform.mindspore.activation_checkpoint.replaying import Replay, ReplayMode
+from hyper_parallel.platform.mindspore.activation_checkpoint.replaying import Replay
 from hyper_parallel.platform.mindspore.activation_checkpoint.storages import unseen
 
 
@@ -50,8 +50,9 @@ class _KeptValues:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         self._seeds = SeedState()
-        with RecordingMode(self._record):
+        with RegionMode(self._record) as mode:
             yield
+            mode.check()
         with unseen():
             for op in self._record.ops:
                 for node in op.nodes:
@@ -74,8 +75,9 @@ class _KeptValues:
             early_stop=False,
             preserves_random_state=True,
         )
-        with contextlib.nullcontext() if self._seeds is None else self._seeds.again(), ReplayMode(replay):
+        with contextlib.nullcontext() if self._seeds is None else self._seeds.again(), RegionMode(replay) as mode:
             yield
+            mode.check()
 
 
 class _Again:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 import mindspore
 import numpy as np
@@ -15,6 +16,29 @@ from mindspore.graph.api import _no_grad
 
 # What is done here must not be taken for an op by a region around it.
 unseen = _DisableMsDispatchMode
+
+
+class Watcher(Protocol):
+    """Who wants to know what memory this package holds: the planner's meter."""
+
+    def ran(self, tensors: Iterable[Tensor], result: Any) -> None:
+        """An op of a region has run, on these tensors. Dispatch modes around a region do not see its ops."""
+
+    def holds(self, memory: Tensor | np.ndarray[Any, Any]) -> None:
+        """The memory of this object is held as long as the object is there."""
+
+
+_watcher: Watcher | None = None
+
+
+def watcher() -> Watcher | None:
+    """Whoever watches now."""
+    return _watcher
+
+
+def set_watcher(new: Watcher | None) -> None:
+    global _watcher
+    _watcher = new
 
 
 def storage_bytes(tensor: Tensor) -> int:
@@ -49,7 +73,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 def aliased(tensor: Tensor) -> Tensor:
     """The same memory, and no way to the graph. Not by `stop_gradient`: dispatch modes see it even where they are disabled."""
-    return tensor.data
+    alias: Tensor = tensor.data
+    if _watcher is not None:
+        _watcher.holds(alias)
+    return alias
 
 
 class Look(NamedTuple):
@@ -80,7 +107,10 @@ class Look(NamedTuple):
         make a copy of what `set_` gives, each time: `on_host` has no such cost.
         """
         with unseen(), _no_grad():
-            return mint.empty((0,), dtype=self.dtype).set_(memory, self.offset, self.shape, self.stride)
+            tensor: Tensor = mint.empty((0,), dtype=self.dtype).set_(memory, self.offset, self.shape, self.stride)
+        if _watcher is not None:
+            _watcher.holds(tensor)
+        return tensor
 
     def on_host(self, memory: np.ndarray[Any, Any]) -> Tensor:
         """The same, for bytes on the CPU."""
@@ -104,7 +134,10 @@ def looking(tensor: Tensor, look: Look) -> Tensor:
         return tensor
     if now.is_contiguous and look.is_contiguous and now.offset == look.offset and tensor.size == math.prod(look.shape):
         with unseen(), _no_grad():
-            return tensor.view(look.shape)
+            view: Tensor = tensor.view(look.shape)
+        if _watcher is not None:
+            _watcher.holds(view)
+        return view
     return look.on(whole(tensor))
 
 
@@ -136,4 +169,7 @@ class HostMemory:
 def copied(tensor: Tensor) -> Tensor:
     """A tensor of the same values in memory of its own."""
     with unseen(), _no_grad():
-        return aliased(tensor).copy()
+        copy: Tensor = tensor.data.copy()
+    if _watcher is not None:
+        _watcher.holds(copy)
+    return copy

@@ -18,7 +18,7 @@ from mindspore import Tensor, mint
 from mindspore.graph.api import _no_grad
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
-from hyper_parallel.platform.mindspore.activation_checkpoint.storages import HostMemory, Look, unseen, whole
+from hyper_parallel.platform.mindspore.activation_checkpoint.storages import HostMemory, Look, unseen, watcher, whole
 
 
 class CpuDevice:
@@ -47,7 +47,11 @@ class CpuDevice:
         """Nobody counts the memory of the CPU."""
 
     def allocate(self, num_bytes: int, stream: Any) -> HostMemory:
-        return HostMemory(np.empty(num_bytes, np.uint8))
+        array = np.empty(num_bytes, np.uint8)
+        watching = watcher()
+        if watching is not None:
+            watching.holds(array)
+        return HostMemory(array)
 
     def stream_of(self, stream: Any) -> None:
         """The CPU has no other stream for copies than the engine's own."""

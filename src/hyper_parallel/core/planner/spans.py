@@ -1,0 +1,84 @@
+"""From marks in measured steps to the numbers of a profile. Pure: meters and clocks are the frameworks'."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hyper_parallel.core.planner.choices import SWAP, RegionDecision, kept_bytes
+from hyper_parallel.core.planner.profile import Region
+
+
+class Span(NamedTuple):
+    """From one mark to the next; bytes above what was in use at the first mark."""
+
+    name: str
+    level_bytes: int  # when it begins
+    peak_bytes: int  # highest point within
+
+
+def with_common_times(regions: Sequence[Region]) -> list[Region]:
+    """Regions of one shape do the same work: what one op takes is the median over all of them."""
+    alike: dict[object, list[int]] = {}
+    for index, region in enumerate(regions):
+        alike.setdefault(region.shape(), []).append(index)
+    common = list(regions)
+    for indices in alike.values():
+        columns = zip(*(regions[index].ops for index in indices), strict=True)
+        op_ms = [statistics.median(op.forward_ms for op in column) for column in columns]
+        for index in indices:
+            ops = zip(regions[index].ops, op_ms, strict=True)
+            common[index] = dataclasses.replace(
+                regions[index],
+                ops=tuple(dataclasses.replace(op, forward_ms=ms) for op, ms in ops),
+                forward_ms=statistics.median(regions[each].forward_ms for each in indices),
+                backward_ms=statistics.median(regions[each].backward_ms for each in indices),
+            )
+    return common
+
+
+def with_peaks(
+    regions: Sequence[Region], spans: Sequence[Span] | None, again: Sequence[Span], decision: Sequence[RegionDecision]
+) -> tuple[list[Region], int]:
+    """The regions with their peaks, and that of the turn.
+
+    Such that what was measured adds up: the plain step (`spans`, if it fits), and the one that runs blocks again (`again`, under
+    `decision`), for which the larger working set counts.
+    """
+    plain = None if spans is None else {span.name: span.peak_bytes for span in spans}
+    managed = {span.name: span.peak_bytes for span in again}
+
+    def highest(names: tuple[str, ...], kept: int, kept_again: int) -> int:
+        found = max(managed[name] for name in names) - kept_again
+        return found if plain is None else max(found, max(plain[name] for name in names) - kept)
+
+    found = []
+    kept = kept_again = 0
+    for index, region in enumerate(regions):
+        between = "start" if index == 0 else f"after {index - 1}"
+        kept_again += region.note_bytes
+        forward = highest((f"forward {index}", between), kept, kept_again)
+        backward = highest((f"backward {index}",), kept, kept_again)
+        residual = region.residual_bytes
+        found.append(
+            dataclasses.replace(
+                region, forward_peak_bytes=max(forward, residual), backward_peak_bytes=max(backward, residual)
+            )
+        )
+        kept += residual
+        kept_again += kept_bytes(region, decision[index])
+    turn = highest(("turn", f"after {len(regions) - 1}"), kept, kept_again)
+    if found:
+        # What the last region swaps comes back at once: its way out and back could hide behind nothing.
+        found[-1] = _without_swap(found[-1])
+    return found, max(turn, 0)
+
+
+def _without_swap(region: Region) -> Region:
+    ops = tuple(
+        dataclasses.replace(op, choices=tuple(choice for choice in op.choices if choice != SWAP)) for op in region.ops
+    )
+    inputs = tuple(dataclasses.replace(each, may_swap=False) for each in region.inputs)
+    return dataclasses.replace(region, ops=ops, inputs=inputs)

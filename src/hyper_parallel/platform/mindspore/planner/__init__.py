@@ -1,0 +1,20 @@
+"""The memory planner's MindSpore part: profiling a real model, and carrying a plan out on it. What it counts: README of this folder."""
+
+from hyper_parallel.platform.mindspore.planner.applying import Applied
+from hyper_parallel.platform.mindspore.planner.memory import free_bytes
+from hyper_parallel.platform.mindspore.planner.profiling import ProfiledModel
+from hyper_parallel.platform.mindspore.planner.signature import all_facts, batch_bytes, look, model_facts
+from hyper_parallel.platform.mindspore.planner.surroundings import attempt, check_alone, device_of
+
+__all__ = [
+    "Applied",
+    "ProfiledModel",
+    "all_facts",
+    "attempt",
+    "batch_bytes",
+    "check_alone",
+    "device_of",
+    "free_bytes",
+    "look",
+    "model_facts",
+]

@@ -1,0 +1,154 @@
+"""Carrying a plan out on a model: each block that the plan does not leave plain is wrapped, and its calls are run as was chosen.
+
+A choice is for a whole call of a block: on the CPU MindSpore's primitives (`nn.Dense` is one) run in every recomputation, whatever was saved,
+so that there is nothing to choose op by op.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mindspore import Tensor, nn
+from mindspore.graph.api import _pynative_executor
+
+from hyper_parallel._base.errors import ArgumentError, StateError
+from hyper_parallel.platform.mindspore.activation_checkpoint.activation_swap import AsyncSaveOnCpu
+from hyper_parallel.platform.mindspore.activation_checkpoint.checkpoint_wrapper import CheckpointWrapper
+from hyper_parallel.platform.mindspore.activation_checkpoint.region import checkpoint
+from hyper_parallel.platform.mindspore.activation_checkpoint.replacement import TREE
+from hyper_parallel.platform.mindspore.activation_checkpoint.replays import is_replaying
+from hyper_parallel.platform.mindspore.activation_checkpoint.storages import storage_address
+from hyper_parallel.platform.mindspore.planner.signature import look_of
+from hyper_parallel.platform.mindspore.planner.surroundings import tensors_of
+from hyper_parallel.platform.regions.options import TAKEN
+from hyper_parallel.platform.regions.replacement import replace
+
+
+class Mismatches:
+    """What was met that the plan knows otherwise; counted for `plan.stats()`."""
+
+    def __init__(self, on_mismatch: str) -> None:
+        self._raises = on_mismatch == "error"
+        self.counts: Counter[str] = Counter()
+
+    def note(self, what: str, *, expected: str, got: str, where: str) -> None:
+        self.counts[what] += 1
+        if self._raises:
+            raise StateError(
+                "The model does not do what it did when it was planned.",
+                expected=expected,
+                got=got,
+                where=where,
+                do='Plan again with a batch like this one, or apply with on_mismatch="recompute".',
+            )
+
+
+class _Choice(NamedTuple):
+    """How one call of a block is run. `how`: "plain", "recompute" or "swap"."""
+
+    how: str
+    swaps_inputs: bool
+    looks: tuple[str, ...]
+    where: str
+
+
+def _choice(region: Any, decision: Any) -> _Choice:
+    how = "plain" if decision.is_plain else decision.ops[0]
+    return _Choice(how, "swap" in decision.inputs, region.ops[0].looks, region.path)
+
+
+class PlannedCall:
+    """What a block's wrapper calls: the calls of a step in turn, each with its own choice."""
+
+    def __init__(self, choices: Sequence[_Choice], mismatches: Mismatches, checks: bool) -> None:
+        self._choices = list(choices)
+        self._mismatches = mismatches
+        self._unchecked = set(range(len(choices))) if checks else set()
+        self._number = 0
+
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _pynative_executor.requires_grad() or is_replaying():
+            return module(*args, **kwargs)
+        number = self._number % len(self._choices)
+        self._number += 1
+        choice = self._choices[number]
+        if choice.how == "plain":
+            result = module(*args, **kwargs)
+        elif choice.how == "swap":
+            with AsyncSaveOnCpu(None if choice.swaps_inputs else _keeps(args, kwargs), module=module):
+                result = module(*args, **kwargs)
+        else:
+            result = _recomputed(module, choice.swaps_inputs, args, kwargs)
+        if number in self._unchecked:
+            self._unchecked.discard(number)
+            self._check(number, choice, result)
+        return result
+
+    def _check(self, number: int, choice: _Choice, result: Any) -> None:
+        """Whether what a block gives looks as it did when it was planned; if not it is recomputed from now on."""
+        found = looks_of(result)
+        if found == choice.looks:
+            return
+        self._choices[number] = choice._replace(how="recompute", swaps_inputs=False)
+        self._mismatches.note(
+            "blocks of another shape", expected=" and ".join(choice.looks), got=" and ".join(found), where=choice.where
+        )
+
+
+def looks_of(output: Any) -> tuple[str, ...]:
+    """How the tensors that a block gives look."""
+    return tuple(look_of(tensor) for tensor in tensors_of(output))
+
+
+def _recomputed(module: Any, swaps_inputs: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    taken = TAKEN & kwargs.keys()
+    if taken:
+        module = functools.partial(module, **{name: kwargs.pop(name) for name in taken})
+    return checkpoint(module, *args, swap_inputs=swaps_inputs, **kwargs)
+
+
+def _keeps(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], bool]:
+    """Keep what the block was given: it is somebody else's."""
+    given = {storage_address(tensor) for tensor in tensors_of((args, kwargs))}
+    return lambda tensor: storage_address(tensor) in given
+
+
+class Applied:
+    """A plan on a model; `remove` undoes it. `checks_ops=False`: the first step is not compared with the profile."""
+
+    def __init__(
+        self,
+        model: nn.Cell,
+        regions: Sequence[Any],
+        decision: Sequence[Any],
+        on_mismatch: str,
+        *,
+        checks_ops: bool = True,
+    ) -> None:
+        self.mismatches = Mismatches(on_mismatch)
+        cells = dict(model.cells_and_names())
+        by_path: dict[str, list[_Choice]] = {}
+        for region, decided in zip(regions, decision, strict=True):
+            by_path.setdefault(region.path, []).append(_choice(region, decided))
+        self._model = model
+        self._wrappers: dict[nn.Cell, nn.Cell] = {}
+        for path, choices in by_path.items():
+            if all(each.how == "plain" for each in choices):
+                continue
+            if path not in cells:
+                raise ArgumentError("A planned block is not in the model.", expected=path, where=type(model).__name__)
+            call = PlannedCall(choices, self.mismatches, checks_ops)
+            self._wrappers[cells[path]] = CheckpointWrapper(cells[path], checkpoint_fn=call)
+        replace(TREE, model, self._wrappers)
+
+    @property
+    def wrappers(self) -> list[nn.Cell]:
+        return list(self._wrappers.values())
+
+    def remove(self) -> None:
+        """Put the blocks back where the wrappers are."""
+        replace(TREE, self._model, {wrapper: block for block, wrapper in self._wrappers.items()})
+        self._wrappers = {}

@@ -1,0 +1,37 @@
+"""Which cells of a model become regions; how they are found: `platform/regions/blocks.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mindspore import nn
+
+from hyper_parallel.platform.mindspore.activation_checkpoint.activation_wrapper import ActivationWrapper
+from hyper_parallel.platform.regions import blocks
+
+
+def _children(cell: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
+    seen: set[nn.Cell] = set()
+    for name, child in cell._cells.items():
+        if child is not None and child not in seen:
+            seen.add(child)
+            yield name, child
+
+
+_KINDS = blocks.Kinds(
+    sequences=(nn.CellList, nn.SequentialCell),
+    not_called=(nn.CellList, nn.CellDict),
+    wrapper=ActivationWrapper,
+    children=_children,
+    parameters=nn.Cell.get_parameters,
+    modules=nn.Cell.cells_and_names,
+)
+
+
+def find_blocks(model: nn.Cell, regions: Sequence[str | type[nn.Cell]] | None = None) -> dict[str, nn.Cell]:
+    """Paths and cells, in the order of the model; none inside another.
+
+    Raises:
+        ValueError: nothing is found, a pattern matches nothing, or a block is wrapped already.
+    """
+    return blocks.find_blocks(_KINDS, model, regions)
