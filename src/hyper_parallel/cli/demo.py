@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hyper_parallel.cli.build import quiet_stdout
+from hyper_parallel.core.planner.budget import check_budget
 from hyper_parallel.core.planner.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import plan_memory
 from hyper_parallel.core.swap.config import configure_swap
@@ -52,6 +53,7 @@ class Outcome(NamedTuple):
 
 def run_demo(console: Console, budget: str, num_steps: int, report: Path) -> Outcome:
     """Plan, train twice, show."""
+    check_budget(budget)
     part = part_of(get_torch_platform(), "planner.demo", "hyper-parallel demo")
     trainer = part.Trainer()
     console.print(f"[bold]{trainer.describe()}[/]")

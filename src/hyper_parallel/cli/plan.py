@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from hyper_parallel.cli.build import built, quiet_stdout
+from hyper_parallel.core.planner.budget import check_budget
 from hyper_parallel.core.planner.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import Explanation, explain, plan_memory
 
 
 def plan_build(build: str, budget: str) -> MemoryPlan:
     """The plan for what `package.module:function` builds. A budget in its dict counts where the command names none."""
+    check_budget(budget)  # before a model is built that may take minutes
     made = built(build)
     arguments = {**made.arguments, "budget": made.arguments.get("budget", "auto") if budget == "auto" else budget}
     with quiet_stdout():
