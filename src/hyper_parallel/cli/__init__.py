@@ -17,6 +17,10 @@ def main() -> None:
             "Run: pip install 'hyper-parallel[cli]'\n"
         )
         sys.exit(2)
-    from hyper_parallel.cli import app
+    try:
+        from hyper_parallel.cli import app
 
-    app.run()
+        app.run()
+    except KeyboardInterrupt:  # before the command itself could hear of it
+        sys.stderr.write("Interrupted.\n")
+        sys.exit(130)

@@ -103,7 +103,7 @@ def _trained(trainer: Any, plan: MemoryPlan | None, num_steps: int, what: str, c
 def _show(console: Console, outcome: Outcome) -> None:
     plan, plain, planned = outcome.plan, outcome.plain, outcome.planned
     table = Table(title=f"{len(plain.losses)} training steps", title_justify="left")
-    for name in ("", "peak memory", "of activations", "step", "first loss", "last loss"):
+    for name in ("", "peak memory", "activations", "step", "first loss", "last loss"):  # 80 columns are enough
         table.add_column(name, justify="left" if not name else "right")
     base, activations = plan.base_bytes, max(plan.profile.activation_peak_bytes, 1)
     peaks = (plan.profile.peak_bytes, plan.profile.peak_bytes if plan.measured is None else plan.measured.peak_bytes)
