@@ -20,11 +20,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 _MARK = re.compile(r"^<!-- measured: ([\w -]+) -->$", re.MULTILINE)
 _README_MARK = re.compile(r"(<!-- measured: summary -->\n).*?(\n<!-- end of what was measured -->)", re.DOTALL)
 
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks"), str(ROOT / "src")]
 
 import pictures  # noqa: E402 - beside this file, which no package holds
 import promises as promised  # noqa: E402
 import results_state  # noqa: E402
+
+from hyper_parallel.platform.contract import OPERATIONS, Section  # noqa: E402
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -162,6 +164,27 @@ def promises() -> str:
     return _table(head, promised.rows())
 
 
+def platform() -> str:
+    """Every operation of the platform, and where its tests passed: the data of `hyper-parallel doctor --platform`."""
+    columns = json.loads((ROOT / "src/hyper_parallel/platform/outcomes.json").read_text(encoding="utf-8"))["columns"]
+    parts = []
+    for section in Section:
+        lines = [
+            [f"`{each.name}`", each.summary, *(_outcome(column["cells"].get(each.name)) for column in columns.values())]
+            for each in OPERATIONS
+            if each.section is section
+        ]
+        head = ["operation", "", *(column["title"] for column in columns.values())]
+        parts.append(f"### {section.value}\n\n{_table(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def _outcome(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return "not tested"
+    return f"comes with {cell['text']}" if cell["state"] == "comes with" else str(cell["state"])
+
+
 def timeline() -> str:
     return pictures.timeline()
 
@@ -180,6 +203,7 @@ NAMES: dict[str, Callable[[], str]] = {
     "stress": stress,
     "sources": sources,
     "promises": promises,
+    "platform": platform,
     "timeline": timeline,
 }
 
@@ -218,9 +242,9 @@ def _activation_table(name: str) -> str:
         moved = f"{row['out_gb']:.1f} / {row['in_gb']:.1f}" if row["out_gb"] else ""
         lines.append(
             [row["mode"], f"{row['peak_gib']:.1f}", f"{row['of_plain']:.1%}", f"{row['step_ms']:.0f}", f"{row['to_plain']:.3f}",
-             moved, row.get("gradients", "")]
+             moved, "" if row.get("to_bound") is None else f"{row['to_bound']:.3f}", row.get("gradients", "")]
         )  # fmt: skip
-    head = ["mode", "peak GiB", "of plain", "step ms", "to plain", "GB out / in", "gradients"]
+    head = ["mode", "peak GiB", "of plain", "step ms", "to plain", "GB out / in", "to the bound", "gradients"]
     return _table(head, lines)
 
 
