@@ -34,6 +34,8 @@ _PUBLIC = {
     "configure_swap": "hyper_parallel.core.swap.config",
     "plan_memory": "hyper_parallel.core.planner.planning",
     "explain": "hyper_parallel.core.planner.planning",
+    "largest": "hyper_parallel.core.planner.largest",
+    "Largest": "hyper_parallel.core.planner.largest",
     "MemoryPlan": "hyper_parallel.core.planner.plan",
     "BudgetError": "hyper_parallel.core.planner.solver",
     "DeviceMesh": "hyper_parallel.core.dtensor.mesh",

@@ -38,7 +38,7 @@ def test_the_demo_trains_inside_a_budget_with_equal_losses_and_draws_a_page(tmp_
     assert not done.stderr, "nothing but the page and the table"
     assert "All losses are equal, bit for bit" in done.stdout
     page = (tmp_path / "page.html").read_text()
-    assert page.count("<svg") == 3, "before, after, and copies"
+    assert page.count('role="img"') == 6, "before, after, copies out, back and waits, and the curve"
     assert "http" not in re.sub(r"http://www.w3.org", "", page), "nothing comes from the network"
     data = json.loads(re.search(r'id="plan">(.*?)</script>', page, re.S)[1])  # type: ignore[index]
     assert data["measured"]["peak_bytes"] <= data["budget_bytes"] < data["plain"]["peak_bytes"]
@@ -78,6 +78,9 @@ class Model(torch.nn.Module):
 def build():
     return Model(), torch.randn(256, 64)
 
+def sizes():
+    return Model(), lambda n: torch.randn(16 * n, 64)
+
 def nothing():
     return 7
 """
@@ -97,6 +100,22 @@ def test_plan_writes_the_plan_and_the_page_of_a_function_of_the_user(folder: Pat
     assert plan.measured is not None
     assert plan.measured.peak_bytes <= plan.budget_bytes
     assert "<svg" in (folder / "plan.html").read_text()
+
+
+def test_largest_finds_the_size_of_a_function_of_the_user(folder: Path) -> None:
+    done = run_in(folder, "largest", "mine:sizes", "--budget", "3MiB", "--out", "plan.json", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["peak_bytes"] <= 3 * 1024**2
+    assert found["next"]["n"] == found["n"] + 1
+    plan = hyper_parallel.MemoryPlan.load(folder / "plan.json")
+    assert plan.profile.facts["batch"] == f"float32[{16 * found['n']}, 64]"
+    done = run_in(folder, "largest", "mine:sizes", "--budget", "1KiB")
+    assert done.returncode == 3
+    assert "make_batch(1)" in done.stderr
+    done = run_in(folder, "largest", "mine:nothing")
+    assert done.returncode == 1
+    assert "make_batch" in done.stderr
 
 
 @pytest.mark.parametrize(

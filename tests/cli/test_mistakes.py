@@ -108,7 +108,7 @@ def test_wrong_usage_is_exit_code_2(monkeypatch, capsys, words) -> None:
     assert run_here(monkeypatch, capsys, *words)[0] == 2
 
 
-@pytest.mark.parametrize("name", ["doctor", "demo", "plan", "explain", "report", "bench"])
+@pytest.mark.parametrize("name", ["doctor", "demo", "plan", "largest", "explain", "report", "bench"])
 def test_every_command_has_json_and_help(monkeypatch, capsys, name) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys, "argv", ["hyper-parallel", name, "--help"])

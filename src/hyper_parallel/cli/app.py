@@ -168,6 +168,31 @@ def plan(
         typer.echo(str(made))
 
 
+@app.command(epilog="Example: `hyper-parallel largest mypackage.train:build --budget 24GiB --out plan.json`")
+def largest(
+    build: BuildArgument,
+    budget: Annotated[str, typer.Option(help='"24GiB", or "auto".')] = "auto",
+    at_most: Annotated[int | None, typer.Option(min=1, help="Where sizes end.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan for the largest size here, as JSON.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the largest batch, or the longest sequence, that fits, and the plan for it.
+
+    The function returns (model, make_batch), (model, make_batch, loss_fn) or a dict of `largest`'s arguments; make_batch(n) gives a batch of size n.
+    """
+    from hyper_parallel.cli.build import check_folder
+    from hyper_parallel.cli.plan import largest_build
+
+    check_folder(out)
+    found = largest_build(build, budget, at_most)
+    if out is not None:
+        found.plan.save(out)
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        typer.echo(str(found))
+
+
 @app.command(epilog="Example: `hyper-parallel explain mypackage.train:build`")
 def explain(build: BuildArgument, as_json: JsonOption = False) -> None:
     """Show what a model of your own keeps for backward: per module and op, with bytes, and which choice suits each.

@@ -28,8 +28,8 @@ class Built(NamedTuple):
         return {name: value for name, value in self.arguments.items() if name in names}
 
 
-def built(build: str) -> Built:
-    """Call `package.module:function` and look at what it returns.
+def built(build: str, second: str = "batch") -> Built:
+    """Call `package.module:function` and look at what it returns: the model, and what `second` names.
 
     Raises:
         ValueError, TypeError: there is no such function, or it returns something else than a model and a batch.
@@ -47,17 +47,17 @@ def built(build: str) -> Built:
         ) from error
     if isinstance(made, dict):
         arguments = dict(made)
-        missing = [name for name in ("model", "batch") if name not in arguments]
+        missing = [name for name in ("model", second) if name not in arguments]
         if missing:
             raise ArgumentError(
-                "The function's dict lacks something.", expected="model and batch", got=", ".join(made), where=build
+                "The function's dict lacks something.", expected=f"model and {second}", got=", ".join(made), where=build
             )
-        return Built(arguments.pop("model"), arguments.pop("batch"), arguments)
+        return Built(arguments.pop("model"), arguments.pop(second), arguments)
     if isinstance(made, tuple) and len(made) in (2, 3):
         return Built(made[0], made[1], {"loss_fn": made[2]} if len(made) == 3 else {})
     raise ArgumentTypeError(
         "The function that builds the model returned something else.",
-        expected="(model, batch), (model, batch, loss_fn), or a dict of plan_memory's arguments",
+        expected=f"(model, {second}), (model, {second}, loss_fn), or a dict of the arguments",
         got=describe(made),
         where=build,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hyper_parallel.cli.build import built, quiet_stdout
 from hyper_parallel.core.planner.budget import check_budget
+from hyper_parallel.core.planner.largest import Largest, largest
 from hyper_parallel.core.planner.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import Explanation, explain, plan_memory
 
@@ -15,6 +16,17 @@ def plan_build(build: str, budget: str) -> MemoryPlan:
     arguments = {**made.arguments, "budget": made.arguments.get("budget", "auto") if budget == "auto" else budget}
     with quiet_stdout():
         return plan_memory(made.model, made.batch, **arguments)
+
+
+def largest_build(build: str, budget: str, at_most: int | None) -> Largest:
+    """The largest size for what `package.module:function` builds: a model, and a function that makes a batch of a size."""
+    check_budget(budget)
+    made = built(build, "make_batch")
+    arguments = {**made.arguments, "budget": made.arguments.get("budget", "auto") if budget == "auto" else budget}
+    if at_most is not None:
+        arguments["at_most"] = at_most
+    with quiet_stdout():
+        return largest(made.model, made.batch, **arguments)
 
 
 def explain_build(build: str) -> Explanation:

@@ -1,70 +1,74 @@
-"""The page of a plan: memory over one step before and after, copies with stalls, and the table per block. No network, no script."""
+"""The page of a plan: one self-contained file that needs no network. What it shows is in `numbers`; how it looks in `page.css`.
+
+A script of a few lines moves a line through the pictures and shows the numbers there; without it the page has everything but that.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from html import escape
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hyper_parallel.core.planner.choices import kept_bytes, recompute_ms, recomputed_bytes, swapped_bytes
-from hyper_parallel.core.planner.timeline import Timeline, plain_step, run_step
-from hyper_parallel.core.swap.engine import Limits
 from hyper_parallel.core.swap.sizes import format_size
-from hyper_parallel.report.picture import Bar, Layer, lanes, stacked
+from hyper_parallel.report.numbers import CURVE_SECONDS, Bar, Block, Numbers, Row, Step, numbers_of
+from hyper_parallel.report.picture import Axis, Mark, Span, curve, frame, lane, stacked
 
 if TYPE_CHECKING:
     from hyper_parallel.core.planner.plan import MemoryPlan
 
-_MAX_MOMENTS = 1500  # more would not be seen, and make the page heavy
-_LAYERS = (
-    ("alive before forward", "base", "base_bytes"),
-    ("outside of blocks", "outside", "outside_bytes"),
-    ("saved for backward", "saved", "saved_bytes"),
-    ("working set", "working", "working_bytes"),
-    ("on its way out", "window", "window_bytes"),
-    ("loaded ahead", "prefetched", "prefetched_bytes"),
-)
+_NUM_SPANS = 16  # rows of the table beside the pictures of memory
 
 
-def write_report(plan: MemoryPlan, path: str | os.PathLike[str], *, notes: list[tuple[str, str]] | None = None) -> Path:
+def write_report(
+    plan: MemoryPlan,
+    path: str | os.PathLike[str],
+    *,
+    notes: list[tuple[str, str]] | None = None,
+    curve_seconds: float = CURVE_SECONDS,
+) -> Path:
     """Write the page of a plan; `notes`: more facts to show beside the others, name and text."""
     target = Path(path)
-    target.write_text(page(plan, notes or []), encoding="utf-8")
+    target.write_text(page(numbers_of(plan, curve_seconds=curve_seconds), notes or []), encoding="utf-8")
     return target
 
 
-def page(plan: MemoryPlan, notes: list[tuple[str, str]]) -> str:
-    before = plain_step(plan.profile)
-    window, prefetch = plan.setting
-    after = run_step(plan.profile, plan.decision, Limits(window, prefetch))
-    end_ms = max(before.step_ms, after.step_ms)
-    top = 1.08 * max(before.peak_bytes, after.peak_bytes, plan.budget_bytes if not plan.is_empty else 0)
-    name = str(plan.profile.facts.get("model", "model"))
+def page(numbers: Numbers, notes: list[tuple[str, str]]) -> str:
+    name = str(numbers.plan.profile.facts.get("model", "model"))
     body = [
-        f"<h1>Memory of one step: {escape(name)}</h1>",
-        f"<p>{escape(_summary(plan))}</p>",
-        _cards(plan, notes),
-        "<h2>Before</h2>",
-        _memory(before, plan, end_ms, top),
-        "<h2>With the plan</h2>",
-        _memory(after, plan, end_ms, top),
-        _legend(),
-        _copies(after, end_ms),
-        "<h2>Block by block</h2>",
-        _table(plan),
-        '<p class="small">Curves are predicted from one profiled step; peaks and times that were measured are named so.</p>',
-        f'<script type="application/json" id="plan">{_json(plan, before, after)}</script>',
+        f"<header><h1>Memory of one step: {escape(name)}</h1><p>{escape(_summary(numbers.plan))}</p></header>",
+        _cards(numbers, notes),
+        _memory(numbers),
+        _copies(numbers),
+        _curve(numbers),
+        _blocks(numbers.blocks),
+        _facts(numbers),
+        f'<script type="application/json" id="plan">{_json(numbers)}</script>',
+        f"<script>{_text('page.js')}</script>",
     ]
-    return _FRAME.format(title=escape(f"Memory plan: {name}"), style=_STYLE, body="\n".join(body))
+    return _FRAME.format(title=escape(f"Memory plan: {name}"), style=_text("page.css"), body="\n".join(body))
+
+
+def _text(name: str) -> str:
+    return resources.files(__package__ or "hyper_parallel.report").joinpath(name).read_text(encoding="utf-8").strip()
+
+
+def _json(numbers: Numbers) -> str:
+    return json.dumps(numbers.as_dict()).replace("<", "\\u003c")
+
+
+# -- words ------------------------------------------------------------------------------------------------------------------------
 
 
 def _summary(plan: MemoryPlan) -> str:
     profile = plan.profile
     if plan.is_empty:
         return (
-            f"The plain step fits into {format_size(plan.budget_bytes)}: its peak is {format_size(profile.peak_bytes)}."
+            f"The plain step fits into {format_size(plan.budget_bytes)}: its peak is {format_size(profile.peak_bytes)}. "
+            "Nothing is changed."
         )
     peak = plan.predicted.peak_bytes if plan.measured is None else plan.measured.peak_bytes
     return (
@@ -73,114 +77,296 @@ def _summary(plan: MemoryPlan) -> str:
     )
 
 
-def _cards(plan: MemoryPlan, notes: list[tuple[str, str]]) -> str:
-    profile = plan.profile
-    activations = max(profile.activation_peak_bytes, 1)
-    part = (plan.predicted.peak_bytes - profile.base_bytes) / activations
+def _cards(numbers: Numbers, notes: list[tuple[str, str]]) -> str:
+    plan, profile = numbers.plan, numbers.plan.profile
+    part = (plan.predicted.peak_bytes - profile.base_bytes) / max(profile.activation_peak_bytes, 1)
     cards = [
-        ("plain peak", format_size(profile.peak_bytes)),
+        ("budget", format_size(plan.budget_bytes)),
+        ("plain peak" if profile.is_plain_measured else "plain peak (computed)", format_size(profile.peak_bytes)),
         ("predicted peak", format_size(plan.predicted.peak_bytes)),
         *([("measured peak", format_size(plan.measured.peak_bytes))] if plan.measured else []),
         ("activations", f"{part:.0%} of plain"),
-        ("predicted step time", f"{plan.predicted.step_ms / profile.step_ms:.2f} of plain"),
+        ("predicted step", f"{plan.predicted.step_ms:.1f} ms, {plan.predicted.step_ms / profile.step_ms:.3f} of plain"),
+        *(
+            [("measured step", f"{plan.measured.step_ms:.1f} ms")]
+            if plan.measured is not None and plan.measured.step_ms is not None
+            else []
+        ),
         *notes,
     ]
+    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in cards)
+    return f'<dl class="cards">{items}</dl>'
+
+
+# -- memory over one step -----------------------------------------------------------------------------------------------------------
+
+
+def _memory(numbers: Numbers) -> str:
+    plan, before, after = numbers.plan, numbers.before, numbers.after
+    x = Axis(0.0, max(before.step_ms, after.step_ms), 1.0, "ms")
+    highest = max(before.peak_bytes, after.peak_bytes, 0 if plan.is_empty else plan.budget_bytes)
+    y = Axis(0.0, 1.08 * highest, *_unit(highest))
+    line = None if plan.is_empty else plan.budget_bytes
+    steps = (
+        [("before", "Before", before)]
+        if plan.is_empty
+        else [("before", "Before", before), ("after", "With the plan", after)]
+    )
+    figures = "".join(_figure(name, title, step, x, y, line) for name, title, step in steps)
+    budget = "" if plan.is_empty else f'<span><i class="budget-key"></i>budget, {format_size(plan.budget_bytes)}</span>'
+    legends = "".join(
+        f'<p class="legend {css}">'
+        + "".join(f'<span><i class="{layer.css}"></i>{escape(layer.name)}</span>' for layer in layers if any(layer.num_bytes))
+        + budget + "</p>"
+        for css, layers in (("by-choice", after.stacks.by_choice), ("by-block", after.stacks.by_block))
+    )  # fmt: skip
     return (
-        '<dl class="cards">'
-        + "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in cards)
-        + "</dl>"
+        '<section aria-labelledby="h-memory"><h2 id="h-memory">Memory over one step</h2>'
+        f"<p>Drawn moment by moment from the profile: the plain step's peak of {format_size(plan.profile.peak_bytes)} appears as "
+        f"{format_size(before.peak_bytes)} here.</p>"
+        '<input type="radio" name="view" id="view-choice" checked><label for="view-choice">by choice</label>'
+        '<input type="radio" name="view" id="view-block"><label for="view-block">by block</label>'
+        f'<div class="views">{legends}{figures}{_slider()}{_moments_table(steps, x.high)}</div></section>'
     )
 
 
-def _memory(timeline: Timeline, plan: MemoryPlan, end_ms: float, top: float) -> str:
-    moments = timeline.moments
-    stride = -(-len(moments) // _MAX_MOMENTS)
-    # Of each few moments the highest: the peak is never left out.
-    chosen = [max(moments[i : i + stride], key=lambda m: m.num_bytes) for i in range(0, len(moments), stride)]
-    layers = [Layer(name, css, [getattr(moment, field) for moment in chosen]) for name, css, field in _LAYERS]
-    unit, unit_name = _unit(top)
-    return stacked(
-        [moment.ms for moment in chosen], layers, end_ms=end_ms, top=top, unit=unit, unit_name=unit_name,
-        line=None if plan.is_empty else plan.budget_bytes,
+def _figure(name: str, title: str, step: Step, x: Axis, y: Axis, line: float | None) -> str:
+    stacks = step.stacks
+    turn = step.forward_ms + step.turn_ms
+    ends = (step.forward_ms, turn, step.step_ms)
+    ms = [*stacks.ms, step.step_ms]
+    drawings = "".join(
+        stacked(
+            ms,
+            [layer._replace(num_bytes=[*layer.num_bytes, layer.num_bytes[-1]]) for layer in layers],
+            x, y, css=css, line=line, ends=ends,
+        )
+        for css, layers in (("by-choice", stacks.by_choice), ("by-block", stacks.by_block))
     )  # fmt: skip
+    peak = format_size(step.peak_bytes)
+    label = (
+        f"{title}: memory rises to {peak} at {step.peak_ms:.1f} ms of {step.step_ms:.1f} ms. "
+        f"Forward takes {step.forward_ms:.1f} ms, backward begins at {turn:.1f} ms."
+    )
+    plot = frame(label, drawings, x, y, marks=[Mark(step.peak_ms, step.peak_bytes, f"peak {peak}")])
+    return (
+        f'<figure data-step="{name}"><figcaption><b>{title}</b> peak {peak}, {step.step_ms:.1f} ms '
+        f"<small>forward until {step.forward_ms:.1f} ms, backward from {turn:.1f} ms</small></figcaption>{plot}</figure>"
+    )
+
+
+def _slider() -> str:
+    return (
+        '<div class="slider" hidden><label for="moment">Numbers at a moment: <output id="moment-ms"></output></label>'
+        '<input type="range" id="moment" min="0" max="1000" value="0">'
+        '<div class="scroll"><table id="moment-table"></table></div></div>'
+    )
+
+
+def _moments_table(steps: Sequence[tuple[str, str, Step]], end_ms: float) -> str:
+    rows = []
+    for index in range(_NUM_SPANS):
+        low, high = end_ms * index / _NUM_SPANS, end_ms * (index + 1) / _NUM_SPANS
+        rows.append([f"{low:.1f} to {high:.1f} ms", *(_highest_within(step, low, high) for _, _, step in steps)])
+    table = _table("Highest point in each part of the step", ["time", *(title for _, title, _ in steps)], rows)
+    return f"<details><summary>The same as a table</summary>{table}</details>"
+
+
+def _highest_within(step: Step, low_ms: float, high_ms: float) -> str:
+    if low_ms >= step.step_ms:
+        return "(over)"
+    totals = step.stacks.totals()
+    inside = [total for ms, total in zip(step.stacks.ms, totals, strict=True) if low_ms <= ms < high_ms]
+    before = [total for ms, total in zip(step.stacks.ms, totals, strict=True) if ms < low_ms][-1:]
+    return format_size(max(inside + before, default=totals[0]))
+
+
+# -- copies -------------------------------------------------------------------------------------------------------------------------
+
+
+def _copies(numbers: Numbers) -> str:
+    copies = numbers.copies
+    if not copies.out and not copies.back:
+        return ""
+    x = Axis(0.0, max(numbers.before.step_ms, numbers.after.step_ms), 1.0, "ms")
+    lanes = (("out", "out", copies.out, "window"), ("back", "back", copies.back, "prefetched"), ("waits", "waits", copies.waits, "stall"))  # fmt: skip
+    drawn = []
+    for name, words, bars, css in lanes:
+        busy_ms = sum(bar.end_ms - bar.start_ms for bar in bars)
+        label = f"copies {words}: busy for {busy_ms:.1f} ms of {numbers.after.step_ms:.1f} ms"
+        plot = frame(label, lane([_span(bar, css) for bar in bars], x), x, None, css=f"lane lane-{name}")
+        drawn.append(f'<div class="lane-row"><span class="lane-name">{escape(words)}</span>{plot}</div>')
+    numbers_json = copies.as_dict()
+    text = (
+        f"{format_size(numbers_json['out_bytes'])} go to the host in forward and {format_size(numbers_json['back_bytes'])} come back for backward. "
+        f"Compute waits {numbers_json['wait_ms']:.1f} ms for them, {numbers_json['wait_ms'] / numbers.after.step_ms:.1%} of the step."
+    )
+    return (
+        '<section aria-labelledby="h-copies"><h2 id="h-copies">Copies on both directions of the link</h2>'
+        f'<p>{escape(text)}</p><figure class="lanes">{"".join(drawn)}</figure>{_copies_table(numbers)}</section>'
+    )
+
+
+def _span(bar: Bar, css: str) -> Span:
+    size = f", {format_size(bar.num_bytes)}" if bar.num_bytes else ""
+    return Span(bar.start_ms, bar.end_ms, css, f"{bar.block}{size}, {bar.start_ms:.1f} to {bar.end_ms:.1f} ms")
+
+
+def _copies_table(numbers: Numbers) -> str:
+    copies = numbers.copies
+    rows = []
+    for block in dict.fromkeys(bar.block for bar in (*copies.out, *copies.back, *copies.waits)):
+        out, back, waits = (
+            [bar for bar in bars if bar.block == block] for bars in (copies.out, copies.back, copies.waits)
+        )
+        cells = [_sum_of(out), _sum_of(back), f"{sum(bar.end_ms - bar.start_ms for bar in waits):.2f}"]
+        rows.append([block or "between blocks", *cells])
+    head = ["block", "out", "back", "waits ms"]
+    return f"<details><summary>The same as a table</summary>{_table('Copies by block', head, rows)}</details>"
+
+
+def _sum_of(bars: Sequence[Bar]) -> str:
+    if not bars:
+        return "–"  # noqa: RUF001 - nothing, in a table
+    busy_ms = sum(bar.end_ms - bar.start_ms for bar in bars)
+    return f"{format_size(sum(bar.num_bytes for bar in bars))} in {busy_ms:.2f} ms"
+
+
+# -- other budgets ------------------------------------------------------------------------------------------------------------------
+
+
+def _curve(numbers: Numbers) -> str:
+    head = '<section aria-labelledby="h-curve"><h2 id="h-curve">Step time under other budgets</h2>'
+    plan, points = numbers.plan, numbers.curve
+    if not points:
+        return f"{head}<p>There is no curve: {escape(numbers.why_no_curve or 'no other budget was solved in time')}</p></section>"
+    plain_ms = plan.profile.step_ms
+    pairs = [(float(point.budget_bytes), point.step_ms / plain_ms) for point in points]
+    mine = (float(min(plan.budget_bytes, plan.profile.peak_bytes)), plan.predicted.step_ms / plain_ms)
+    low, high = min(mine[0], pairs[0][0]), max(mine[0], pairs[-1][0])
+    room = 0.04 * (high - low) or 0.04 * high
+    x = Axis(low - room, high + room, *_unit(high))
+    y = Axis(0.0, 1.12 * max(mine[1], *(ratio for _, ratio in pairs)), 1.0, "")
+    if max(mine[1], pairs[0][1]) < 2.5:  # what differs is seen; the edge says where it begins
+        y = Axis(
+            1 - 0.12 * max(pairs[0][1] - 1, mine[1] - 1, 0.05),
+            1 + 1.2 * max(pairs[0][1] - 1, mine[1] - 1, 0.05),
+            1.0,
+            "",
+        )
+    dots = [Mark(a, b, "", "dot") for a, b in pairs]
+    words = "this plan: " + f"{format_size(int(mine[0]))}, {mine[1]:.3f}"
+    smallest = points[0]
+    label = (
+        f"Step time as a multiple of the plain step, over the budget. With {format_size(smallest.budget_bytes)} it is "
+        f"{smallest.step_ms / plain_ms:.3f}, with {format_size(points[-1].budget_bytes)} it is "
+        f"{points[-1].step_ms / plain_ms:.3f}; {words}."
+    )
+    text = (
+        f"Predicted, as a multiple of the plain step. The smallest budget that can be met is about {format_size(smallest.budget_bytes)}; "
+        f"from {format_size(plan.profile.peak_bytes)} on nothing has to be changed."
+    )
+    plot = frame(label, curve(pairs, x, y), x, y, marks=[*dots, Mark(*mine, words, "mine")], css="curve-plot")
+    rows = [
+        [
+            format_size(point.budget_bytes),
+            format_size(point.peak_bytes),
+            f"{point.step_ms:.1f}",
+            f"{point.step_ms / plain_ms:.3f}",
+        ]
+        for point in points
+    ]
+    rows.append([f"{format_size(plan.budget_bytes)} (this plan)", format_size(plan.predicted.peak_bytes), f"{plan.predicted.step_ms:.1f}", f"{mine[1]:.3f}"])  # fmt: skip
+    table = _table("Predicted step time by budget", ["budget", "peak", "step ms", "to plain"], rows)
+    return f"{head}<p>{escape(text)}</p><figure>{plot}</figure><details><summary>The same as a table</summary>{table}</details></section>"
+
+
+# -- tables -------------------------------------------------------------------------------------------------------------------------
+
+_HEAD = ["", "saved", "swapped", "recomputed", "recompute ms"]
+
+
+def _blocks(blocks: Sequence[Block]) -> str:
+    folded = _folded(blocks)
+    rows = [[name, *_cells(block.row)] for name, block in folded]
+    parts = [
+        '<section aria-labelledby="h-blocks"><h2 id="h-blocks">Block by block</h2>',
+        _table("What each block keeps, swaps and recomputes", ["block", *_HEAD], rows),
+        "<details><summary>Module by module</summary>",
+    ]
+    for name, block in folded:
+        table = _table(f"Modules of {name}", ["module", *_HEAD], [[row.name, *_cells(row)] for row in block.modules])
+        parts.append(f"<details><summary>{escape(name)}</summary>{table}</details>")
+    return "".join([*parts, "</details></section>"])
+
+
+def _folded(blocks: Sequence[Block]) -> list[tuple[str, Block]]:
+    """Neighbours with the same numbers, module by module, as one."""
+    found: list[tuple[str, str, Block]] = []
+    for block in blocks:
+        if found and _alike(found[-1][2], block):
+            found[-1] = (found[-1][0], block.row.name, found[-1][2])
+        else:
+            found.append((block.row.name, block.row.name, block))
+    return [(first if first == last else f"{first} to {last}", block) for first, last, block in found]
+
+
+def _alike(left: Block, right: Block) -> bool:
+    rows = [left.row, *left.modules], [right.row, *right.modules]
+    return [_cells(row) for row in rows[0]] == [_cells(row) for row in rows[1]]
+
+
+def _cells(row: Row) -> list[str]:
+    sizes = (row.saved_bytes, row.swapped_bytes, row.recomputed_bytes)
+    return [row.choice, *map(format_size, sizes), f"{row.recompute_ms:.2f}"]
+
+
+def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    lines = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
+        for row in rows
+    )
+    # It can be scrolled with the keyboard where it is wider than the screen.
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table><caption>{escape(caption)}'
+        f"</caption><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>"
+    )
+
+
+def _facts(numbers: Numbers) -> str:
+    plan, facts = numbers.plan, numbers.plan.profile.facts
+    window, prefetch = plan.setting
+    rows = [
+        ["device", str(facts.get("device", ""))],
+        ["framework", f"{facts.get('framework', '')} {facts.get('version', '')}".strip()],
+        ["batch", str(facts.get("batch", ""))],
+        ["parameters, gradients and the like", format_size(plan.base_bytes)],
+    ]
+    if plan.has_swaps:
+        rows.append(
+            ["copies in flight", f"at most {format_size(window)} out and {format_size(prefetch)} ahead of backward"]
+        )
+    if plan.gap > 1e-6:
+        rows.append(["how good it is", f"at most {plan.gap:.2%} slower than the best that this profile allows"])
+    table = _table("What the plan was made for", ["", ""], [row for row in rows if row[1]])
+    return (
+        f'<section aria-labelledby="h-facts"><h2 id="h-facts">Made for</h2><div class="facts">{table}</div><p class="small">Pictures and curve are '
+        "predicted from one profiled step; peaks and times that were measured are named so.</p></section>"
+    )
 
 
 def _unit(top: float) -> tuple[float, str]:
-    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+    for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if top >= 1024**power:
             return float(1024**power), name
     return 1.0, "B"
 
 
-def _legend() -> str:
-    return (
-        '<p class="legend">' + "".join(f'<span><i class="{css}"></i>{name}</span>' for name, css, _ in _LAYERS) + "</p>"
-    )
-
-
-def _copies(timeline: Timeline, end_ms: float) -> str:
-    if not timeline.copies:
-        return ""
-    out, back = ([
-        Bar(copy.start_ms, copy.end_ms, css, f"{timeline.paths[copy.region]}: {format_size(copy.num_bytes)}")
-        for copy in timeline.copies if copy.direction == direction
-    ] for direction, css in (("offload", "window"), ("load", "prefetched")))  # fmt: skip
-    stalls = [Bar(s.start_ms, s.start_ms + s.ms, "stall", f"{s.kind}: {s.ms:.2f} ms") for s in timeline.stalls]
-    return "<h2>Copies</h2>" + lanes([("out", out), ("back", back), ("waits", stalls)], end_ms=end_ms)
-
-
-def _table(plan: MemoryPlan) -> str:
-    rows = []
-    for region, decision in zip(plan.profile.regions, plan.decision, strict=True):
-        cells = [
-            region.path,
-            "plain" if decision.is_plain else "managed",
-            *(format_size(each(region, decision)) for each in (kept_bytes, swapped_bytes, recomputed_bytes)),
-            f"{recompute_ms(region, decision):.2f}",
-        ]
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{name}</th>" for name in ("block", "", "saved", "swapped", "recomputed", "recompute ms"))
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-
-
-def _json(plan: MemoryPlan, before: Timeline, after: Timeline) -> str:
-    data = {
-        "budget_bytes": plan.budget_bytes,
-        "plain": {"peak_bytes": plan.profile.peak_bytes, "step_ms": plan.profile.step_ms},
-        "predicted": vars(plan.predicted),
-        "measured": None if plan.measured is None else vars(plan.measured),
-        "curves": {"before_peak_bytes": before.peak_bytes, "after_peak_bytes": after.peak_bytes},
-    }
-    return json.dumps(data).replace("<", "\\u003c")
-
-
 _FRAME = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
 <title>{title}</title><style>{style}</style></head><body><main>
 {body}
 </main></body></html>
-"""
-_STYLE = """
-:root{--text:#1a1d21;--soft:#5d6670;--page:#fff;--card:#f3f5f7;--line:#dde2e7;--base:#aeb7c0;--outside:#8d99a5;--saved:#3b7dd8;
---working:#f0a030;--window:#9b6bd3;--prefetched:#2fa084;--stall:#d64545}
-@media (prefers-color-scheme:dark){:root{--text:#e8eaed;--soft:#9aa4ae;--page:#14171a;--card:#1f2429;--line:#323a42;--base:#5c6670;
---outside:#76828d;--saved:#5b9bf0;--working:#f2b04c;--window:#b48be6;--prefetched:#45bf9f;--stall:#f06a6a}}
-body{margin:0;background:var(--page);color:var(--text);font:16px/1.5 system-ui,sans-serif}
-main{max-width:1000px;margin:0 auto;padding:24px 16px 48px}
-h1{font-size:1.5rem;line-height:1.25}h2{font-size:1.1rem;margin:1.6em 0 .4em}
-svg{width:100%;height:auto;display:block}
-.grid{stroke:var(--line)}.tick{fill:var(--soft);font-size:12px}.lane{fill:var(--card)}
-.budget{stroke:var(--stall);stroke-width:1.5;stroke-dasharray:6 4}.budget-name{fill:var(--stall);font-size:12px}
-.base{fill:var(--base);background:var(--base)}.outside{fill:var(--outside);background:var(--outside)}
-.saved{fill:var(--saved);background:var(--saved)}.working{fill:var(--working);background:var(--working)}
-.window{fill:var(--window);background:var(--window)}.prefetched{fill:var(--prefetched);background:var(--prefetched)}
-.stall{fill:var(--stall);background:var(--stall)}
-.cards{display:flex;flex-wrap:wrap;gap:12px;margin:1em 0}.cards div{background:var(--card);border-radius:8px;padding:10px 14px}
-.cards dt{color:var(--soft);font-size:.8rem}.cards dd{margin:0;font-size:1.15rem;font-weight:600}
-.legend{display:flex;flex-wrap:wrap;gap:6px 18px;font-size:.85rem;color:var(--soft)}
-.legend i{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;vertical-align:-1px}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem;width:100%}
-th,td{padding:4px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th:first-child,td:first-child{text-align:left}th{color:var(--soft);font-weight:500}.small{color:var(--soft);font-size:.85rem}
-@media (max-width:600px){.tick,.budget-name{font-size:20px}h1{font-size:1.25rem}}
 """

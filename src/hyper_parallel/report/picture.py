@@ -1,122 +1,159 @@
-"""Curves as SVG: stacked areas over time, lanes of copies. Pure text, no library, no script."""
+"""Plots as HTML around SVG. The SVG is stretched to the width of the page; words and numbers beside it are text of the page, and keep their size.
+
+Pure text, no library. What a plot shows is said by its label and by a table beside it, see `page`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-WIDTH, LEFT, RIGHT = 960.0, 92.0, 12.0
-_PLOT = WIDTH - LEFT - RIGHT
+from hyper_parallel.report.stacks import Layer
+
+WIDTH, HEIGHT = 1000.0, 240.0  # units of every drawing
 
 
-class Layer(NamedTuple):
-    """One colour of a stack: its name, its CSS class, and its height at each moment."""
+class Axis(NamedTuple):
+    """From a value to a place along an edge, as a part of it. `unit`: what one of the numbers at the ticks stands for."""
 
-    name: str
+    low: float
+    high: float
+    unit: float
+    unit_name: str
+
+    def part(self, value: float) -> float:
+        return (value - self.low) / (self.high - self.low) if self.high > self.low else 0.0
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Place and text of round numbers: at most seven."""
+        low, high = self.low / self.unit, self.high / self.unit
+        if high <= low:
+            return [(0.0, f"{low:g} {self.unit_name}".strip())]
+        power = 10.0 ** math.floor(math.log10(high - low))
+        step = next(factor * power for factor in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0) if (high - low) / (factor * power) < 7)
+        first = math.ceil(low / step - 1e-9)
+        last = math.floor(high / step + 1e-9)
+        values = [round(step * index, 9) for index in range(first, last + 1)]
+        return [(self.part(value * self.unit), f"{value:g} {self.unit_name}".strip()) for value in values]
+
+
+class Mark(NamedTuple):
+    """A point with words beside it. `css`: what kind of point."""
+
+    x: float
+    y: float
+    words: str
+    css: str = ""
+
+
+class Span(NamedTuple):
+    """A bar in a lane."""
+
+    start: float
+    end: float
     css: str
-    values: Sequence[float]
+    words: str
 
 
-class Bar(NamedTuple):
-    """Something that takes time: a copy, or a wait."""
+def frame(label: str, drawing: str, x: Axis, y: Axis | None, *, marks: Sequence[Mark] = (), css: str = "") -> str:
+    """A plot: drawing, ticks at its edges, points with words. `label` is what a reader who does not see it is told."""
+    across = _ticks("x", x.ticks())
+    upward = "" if y is None else _ticks("y", y.ticks())
+    points = "".join(_mark(mark, x, y) for mark in marks) if y is not None else ""
+    return (
+        f'<div class="plot {css}"><div class="y" aria-hidden="true">{upward}</div>'
+        f'<div class="area" role="img" aria-label="{escape(label)}">{drawing}{points}<i class="cursor"></i></div>'
+        f'<div class="x" aria-hidden="true">{across}</div></div>'
+    )
 
-    start_ms: float
-    end_ms: float
-    css: str
-    title: str
 
-
-def stacked(
-    times_ms: Sequence[float],
-    layers: Sequence[Layer],
-    *,
-    end_ms: float,
-    top: float,
-    unit: float,
-    unit_name: str,
-    line: float | None,
-) -> str:
-    """Areas on top of each other, as steps; `top`: value at the upper edge; `line`: a value to draw across, the budget."""
-    height, above, below = 260.0, 10.0, 28.0
-
-    def x(ms: float) -> float:
-        return LEFT + _PLOT * (ms / end_ms if end_ms > 0 else 0.0)
-
-    def y(value: float) -> float:
-        return above + (height - above - below) * (1 - value / top if top > 0 else 1.0)
-
-    parts = [f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img" aria-label="memory over one step">']
-    for tick in _ticks(top / unit):
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick * unit):.1f}" y2="{y(tick * unit):.1f}"/>'
-        )
-        parts.append(
-            f'<text class="tick" x="{LEFT - 8}" y="{y(tick * unit) + 4:.1f}" text-anchor="end">{tick:g} {unit_name}</text>'
-        )
-    parts += [
-        f'<text class="tick" x="{x(tick):.1f}" y="{height - 8}" text-anchor="middle">{tick:g} ms</text>'
-        for tick in _ticks(end_ms)
-    ]
-    floor = [0.0] * len(times_ms)
+def stacked(times_ms: Sequence[float], layers: Sequence[Layer], x: Axis, y: Axis, *, css: str, line: float | None, ends: Sequence[float]) -> str:  # fmt: skip
+    """Areas on top of each other, as steps; `line`: a value to draw across, the budget; `ends`: of the phases of the step."""
+    parts = [_svg(css), _grid(y)]
+    ceilings: list[list[float]] = []
+    total = [0.0] * len(times_ms)
     for layer in layers:
-        ceiling = [low + value for low, value in zip(floor, layer.values, strict=True)]
-        if any(layer.values):
-            parts.append(
-                f'<path class="{layer.css}" d="{_area(times_ms, floor, ceiling, end_ms, x, y)}"><title>{escape(layer.name)}</title></path>'
-            )
-        floor = ceiling
-    if line is not None and line <= top:
-        parts.append(f'<line class="budget" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(line):.1f}" y2="{y(line):.1f}"/>')
+        total = [low + value for low, value in zip(total, layer.num_bytes, strict=True)]
+        ceilings.append(total)
+    # From the top of the stack down, each from the ground up: what is lower is drawn over what is higher.
+    for layer, ceiling in reversed(list(zip(layers, ceilings, strict=True))):
+        if any(layer.num_bytes):
+            outline = _steps(times_ms, ceiling, x, y)
+            parts.append(f'<path class="{layer.css}" d="M0,{HEIGHT:g}{outline}V{HEIGHT:g}Z"/>')
+    parts += [_line("phase", x.part(end) * WIDTH, 0, x.part(end) * WIDTH, HEIGHT) for end in ends]
+    if line is not None and line <= y.high:
+        at = (1 - y.part(line)) * HEIGHT
+        parts.append(_line("budget", 0, at, WIDTH, at))
+    return "".join([*parts, "</svg>"])
+
+
+def curve(points: Sequence[tuple[float, float]], x: Axis, y: Axis) -> str:
+    """A line through points, with the ground below it filled."""
+    places = [f"{x.part(a) * WIDTH:.1f},{(1 - y.part(b)) * HEIGHT:.1f}" for a, b in points]
+    drawn = f'<polyline class="curve" points="{" ".join(places)}"/>' if len(places) > 1 else ""
+    return f"{_svg('')}{_grid(y)}{drawn}</svg>"
+
+
+def lane(spans: Sequence[Span], x: Axis) -> str:
+    """What is at work when."""
+    parts = [_svg("")]
+    for span in spans:
+        begin, end = (min(max(x.part(each), 0.0), 1.0) * WIDTH for each in (span.start, span.end))
+        width = max(end - begin, 0.8)
         parts.append(
-            f'<text class="budget-name" x="{WIDTH - RIGHT - 4}" y="{y(line) - 5:.1f}" text-anchor="end">budget</text>'
+            f'<rect class="{span.css}" x="{begin:.1f}" y="0" width="{width:.1f}" height="{HEIGHT:g}">'
+            f"<title>{escape(span.words)}</title></rect>"
         )
-    parts.append("</svg>")
+    return "".join([*parts, "</svg>"])
+
+
+def _svg(css: str) -> str:
+    return (
+        f'<svg class="{css}" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" preserveAspectRatio="none" aria-hidden="true" '
+        'focusable="false">'
+    )
+
+
+def _grid(y: Axis) -> str:
+    return "".join(_line("grid", 0, (1 - part) * HEIGHT, WIDTH, (1 - part) * HEIGHT) for part, _ in y.ticks())
+
+
+def _line(css: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{css}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _steps(times_ms: Sequence[float], values: Sequence[float], x: Axis, y: Axis) -> str:
+    """A step function up to the right edge of its last moment; places that cannot be seen apart are one."""
+    parts: list[str] = []
+    before_x = before_y = ""
+    for ms, value in zip(times_ms, values, strict=True):
+        at_x, at_y = f"{x.part(ms) * WIDTH:.1f}", f"{(1 - y.part(value)) * HEIGHT:.1f}"
+        if at_y == before_y:
+            continue
+        if at_x != before_x:
+            parts.append(f"H{at_x}")
+        parts.append(f"V{at_y}")
+        before_x, before_y = at_x, at_y
+    parts.append(f"H{x.part(times_ms[-1]) * WIDTH:.1f}")
     return "".join(parts)
 
 
-def lanes(rows: Sequence[tuple[str, Sequence[Bar]]], *, end_ms: float) -> str:
-    """One lane for each row: what is at work when."""
-    row_height = 26.0
-    height = row_height * len(rows) + 4
-    parts = [f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img" aria-label="copies over one step">']
-    for index, (name, bars) in enumerate(rows):
-        top = 4 + index * row_height
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{top + 14:.1f}" text-anchor="end">{escape(name)}</text>')
-        parts.append(f'<rect class="lane" x="{LEFT}" y="{top:.1f}" width="{_PLOT:.1f}" height="18"/>')
-        for bar in bars:
-            begin = LEFT + _PLOT * max(bar.start_ms, 0.0) / end_ms
-            width = max(_PLOT * (min(bar.end_ms, end_ms) - max(bar.start_ms, 0.0)) / end_ms, 0.6)
-            parts.append(
-                f'<rect class="{bar.css}" x="{begin:.1f}" y="{top:.1f}" width="{width:.1f}" height="18">'
-                f"<title>{escape(bar.title)}</title></rect>"
-            )
-    parts.append("</svg>")
-    return "".join(parts)
+def _ticks(edge: str, ticks: Sequence[tuple[float, str]]) -> str:
+    side = "left" if edge == "x" else "bottom"
+    return "".join(
+        f'<span style="{side}:{part:.2%}"{" class=every-other" if index % 2 else ""}>{escape(text)}</span>'
+        for index, (part, text) in enumerate(ticks)
+        if 0 <= part <= 1
+    )
 
 
-def _area(
-    times_ms: Sequence[float],
-    floor: Sequence[float],
-    ceiling: Sequence[float],
-    end_ms: float,
-    x: Callable[[float], float],
-    y: Callable[[float], float],
-) -> str:
-    """A band between two step functions."""
-    upper, lower = [], []
-    for index, ms in enumerate(times_ms):
-        until = times_ms[index + 1] if index + 1 < len(times_ms) else end_ms
-        upper += [f"{x(ms):.1f},{y(ceiling[index]):.1f}", f"{x(until):.1f},{y(ceiling[index]):.1f}"]
-        lower += [f"{x(ms):.1f},{y(floor[index]):.1f}", f"{x(until):.1f},{y(floor[index]):.1f}"]
-    return "M" + "L".join(upper + lower[::-1]) + "Z"
-
-
-def _ticks(top: float) -> list[float]:
-    """Round numbers from 0 up to `top`, four to ten of them."""
-    if top <= 0:
-        return [0.0]
-    power = 10.0 ** math.floor(math.log10(top))
-    step = next(factor * power for factor in (0.1, 0.2, 0.25, 0.5, 1.0) if top / (factor * power) <= 10)
-    return [round(step * index, 6) for index in range(int(top / step + 1e-9) + 1)]
+def _mark(mark: Mark, x: Axis, y: Axis) -> str:
+    across, upward = x.part(mark.x), y.part(mark.y)
+    # Words stay inside the plot: to the left of points in its right half, below those near its upper edge.
+    sides = f"{'left' if across > 0.5 else 'right'} {'below' if upward > 0.85 else 'above'}"
+    words = f'<b class="{sides}">{escape(mark.words)}</b>' if mark.words else ""
+    return (
+        f'<span class="mark {mark.css}" style="left:{across:.2%};bottom:{upward:.2%}" aria-hidden="true">{words}</span>'
+    )

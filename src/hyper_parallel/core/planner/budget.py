@@ -13,6 +13,11 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _EXPECTED = 'bytes, a size such as "24GiB", a part of the activations such as "40%", or "auto"'
 
 
+def is_percentage(budget: object) -> bool:
+    """Whether it is a part of the activations."""
+    return isinstance(budget, str) and _PERCENT.fullmatch(budget) is not None
+
+
 def budget_bytes(budget: int | str, profile: StepProfile, free_bytes: int) -> int:
     """Bytes for everything that is alive at the highest point of a step.
 

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
 from hyper_parallel.core.planner import plan_file
@@ -18,7 +18,11 @@ from hyper_parallel.core.swap.config import SwapSetting, configure_swap, current
 from hyper_parallel.platform import platform_of
 from hyper_parallel.platform.selection import part_of
 
+if TYPE_CHECKING:
+    from hyper_parallel.core.planner.managed import ManagedModel
+
 _ON_MISMATCH = ("error", "recompute")
+_ON_OOM = ("error", "replan")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,15 @@ class Measured:
 
     peak_bytes: int
     step_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a plan was made with beside the model and the batch, for making it anew. Not in the file: these are objects of the program."""
+
+    loss_fn: Callable[[Any], Any] | None
+    optimizer: Any
+    reserve_bytes: int
 
 
 class MemoryPlan:
@@ -65,6 +78,8 @@ class MemoryPlan:
         self.predicted = predicted
         self.measured = measured
         self.gap = gap
+        self.origin: Origin | None = None
+        self._managed: weakref.WeakKeyDictionary[Any, ManagedModel] = weakref.WeakKeyDictionary()
         self._applied: weakref.WeakKeyDictionary[Any, tuple[Any, SwapSetting | None]] = weakref.WeakKeyDictionary()
 
     # -- what it says ---------------------------------------------------------------------------------------------------
@@ -105,33 +120,28 @@ class MemoryPlan:
 
     # -- on a model -----------------------------------------------------------------------------------------------------
 
-    def apply(self, model: Any, *, on_mismatch: str = "error") -> MemoryPlan:
+    def apply(self, model: Any, *, on_mismatch: str = "error", on_oom: str = "error") -> MemoryPlan:
         """Let `model` train inside the budget from now on; `remove` undoes it. Its names and parameters stay as they are.
 
         Args:
             model: the model that was planned, or one with the same parameters.
             on_mismatch: in the first step, an op that was planned and does not come, or comes with another shape or dtype, is an
                 "error"; with "recompute" it is recomputed and counted in `stats`.
+            on_oom: with "replan", a forward that runs out of memory is planned anew for what it was given, within the same budget, and run
+                again; its result is the same bit for bit. For the backward, too: `run`.
 
         Raises:
             ValueError: the model is another one; the first difference is named.
             StateError: the plan is applied to it already.
         """
-        if on_mismatch not in _ON_MISMATCH:
-            raise ArgumentError(
-                "`on_mismatch` has no such choice.", expected=" or ".join(_ON_MISMATCH), got=describe(on_mismatch)
-            )
-        if model in self._applied:
+        for name, value, known in (("on_mismatch", on_mismatch, _ON_MISMATCH), ("on_oom", on_oom, _ON_OOM)):
+            if value not in known:
+                raise ArgumentError(f"`{name}` has no such choice.", expected=" or ".join(known), got=describe(value))
+        if model in self._applied or model in self._managed:
             raise StateError("The plan is applied to this model already.", do="Call `plan.remove(model)` first.")
-        part = _part(model, "MemoryPlan.apply")
-        self._check_facts(part.model_facts(model))
-        applied = part.Applied(model, self.profile.regions, self.decision, on_mismatch)
-        try:
-            setting = self._configure() if self.has_swaps else None
-        except BaseException:
-            applied.remove()
-            raise
-        self._applied[model] = (applied, setting)
+        self.attach(model, on_mismatch)
+        if on_oom == "replan":
+            self._manage(model, on_mismatch, retries_forward=True)
         return self
 
     def remove(self, model: Any) -> None:
@@ -140,8 +150,89 @@ class MemoryPlan:
         Raises:
             StateError: the plan is not applied to it.
         """
-        if model not in self._applied:
+        self._on(model).detach(model)
+        managed = self._managed.pop(model, None)
+        if managed is not None:
+            managed.close()
+
+    def run(self, step_fn: Callable[[], Any], *, model: Any = None) -> Any:
+        """One step, made to fit: if memory runs out, everything is put back, planned anew for the batch at hand, and run again.
+
+        Random generators, buffers and gradients are put back, so the result is what it would have been with enough memory, bit for bit.
+        Gradients that are there already when it begins are copied to the host for that; after `zero_grad(set_to_none=True)` there are none.
+
+        Args:
+            step_fn: runs forward and backward, and can be called again; what it gives is given back. The optimizer steps afterwards.
+            model: which one, if the plan is applied to several.
+
+        Raises:
+            StateError: the plan is not applied, or `step_fn` had changed parameters when memory ran out.
+            BudgetError (a ValueError): no plan fits this batch into the budget.
+
+        Example:
+            >>> import torch
+            >>> blocks = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(2))
+            >>> model = torch.nn.Sequential(torch.nn.Sequential(*blocks))
+            >>> from hyper_parallel import plan_memory
+            >>> loss_of = lambda y: y.square().sum()
+            >>> plan = plan_memory(model, torch.ones(4, 8), loss_fn=loss_of, budget="100%", progress=False)
+            >>> _ = plan.apply(model)
+            >>> plan.run(lambda: loss_of(model(torch.ones(4, 8))).backward())
+            >>> model[0][0][0].weight.grad is not None
+            True
+        """
+        if not callable(step_fn):
+            raise ArgumentTypeError("`run` is given a function.", expected="a callable", got=describe(step_fn))
+        models = list({*self._applied, *self._managed}) if model is None else [model]
+        if len(models) != 1:
+            raise StateError(
+                "Which model runs is not clear.",
+                expected="a plan that is applied to one model",
+                got=f"one that is applied to {len(models)}",
+                do="Call `plan.apply(model)` first, or name the model: plan.run(step_fn, model=model).",
+            )
+        self._on(models[0])
+        managed = self._managed.get(models[0]) or self._manage(models[0], "recompute", retries_forward=False)
+        return managed.run(step_fn)
+
+    def replans(self, model: Any) -> list[MemoryPlan]:
+        """The plans that were made anew for this model since the plan was applied, by the size of their batches."""
+        self._on(model)
+        return [plan for plan in self._managed[model].plans if plan is not self] if model in self._managed else []
+
+    def _manage(self, model: Any, on_mismatch: str, *, retries_forward: bool) -> ManagedModel:
+        from hyper_parallel.core.planner.managed import ManagedModel
+
+        part = _part(model, "MemoryPlan.run")
+        managed = ManagedModel(part, model, self, on_mismatch=on_mismatch, retries_forward=retries_forward)
+        self._managed[model] = managed
+        return managed
+
+    def _on(self, model: Any) -> MemoryPlan:
+        """This plan, or the one made anew that is on the model in its place.
+
+        Raises:
+            StateError: none is.
+        """
+        current = self._managed[model].current if model in self._managed else self
+        if model not in current._applied:
             raise StateError("The plan is not applied to this model.", do="Call `plan.apply(model)` first.")
+        return current
+
+    def attach(self, model: Any, on_mismatch: str, *, checks_ops: bool = True) -> None:
+        """Put this very plan on the model, and nothing around it. `checks_ops=False`: for a batch of another look."""
+        part = _part(model, "MemoryPlan.apply")
+        self._check_facts(part.model_facts(model))
+        applied = part.Applied(model, self.profile.regions, self.decision, on_mismatch, checks_ops=checks_ops)
+        try:
+            setting = self._configure() if self.has_swaps else None
+        except BaseException:
+            applied.remove()
+            raise
+        self._applied[model] = (applied, setting)
+
+    def detach(self, model: Any) -> None:
+        """Undo `attach`."""
         applied, setting = self._applied.pop(model)
         applied.remove()
         if setting is not None:
@@ -176,9 +267,7 @@ class MemoryPlan:
 
     def stats(self, model: Any) -> dict[str, int]:
         """What was met that the plan does not know, or knows otherwise, since it was applied."""
-        if model not in self._applied:
-            raise StateError("The plan is not applied to this model.", do="Call `plan.apply(model)` first.")
-        return dict(self._applied[model][0].mismatches.counts)
+        return dict(self._on(model)._applied[model][0].mismatches.counts)
 
     def verify(self, model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None = None) -> MemoryPlan:
         """Run steps under the plan and compare: the plan with what was measured, solved again if it was above the budget.
@@ -187,16 +276,21 @@ class MemoryPlan:
         """
         from hyper_parallel.core.planner.planning import verified
 
-        was_applied = model in self._applied
+        was_applied = model in self._applied or model in self._managed
+        replans = was_applied and model in self._managed and self._managed[model].retries_forward
         if was_applied:
             self.remove(model)
+        if loss_fn is None and self.origin is not None:
+            loss_fn = self.origin.loss_fn
         plan = verified(self, _part(model, "MemoryPlan.verify"), model, batch, loss_fn)
+        plan.origin = self.origin
         if was_applied:
-            plan.apply(model)
+            plan.apply(model, on_oom="replan" if replans else "error")
         return plan
 
     def report(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page: memory over one step before and after, copies with stalls, the table per block."""
+        """Write one self-contained HTML page: memory over one step before and after, by choice and by block; copies with waits; step time under
+        other budgets (solved within 15 s); the tables per block and module."""
         from hyper_parallel.report.page import write_report
 
         write_report(self, path)

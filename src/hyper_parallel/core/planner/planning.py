@@ -9,7 +9,7 @@ from hyper_parallel._base.errors import ArgumentError, describe
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.choices import plain
-from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Predicted, _part
+from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, Predicted, _part
 from hyper_parallel.core.planner.problem import Problem, evaluate
 from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.progress import Progress, progress_of
@@ -72,13 +72,15 @@ def plan_memory(
         loss_fn,
         regions=regions,
         optimizer=optimizer,
-        reserve_bytes=_reserve_bytes(reserve),
+        reserve_bytes=reserve_bytes(reserve),
     )
     with progress_of(progress, "planning", num_steps=8) as say:
         profile: StepProfile = profiled.profile(say)
         allowed = parse_budget(budget, profile, part.free_bytes(profiled.device))
         say("solving")
-        return planned(profile, allowed, profiled if verify else None)
+        plan = planned(profile, allowed, profiled if verify else None)
+        plan.origin = Origin(loss_fn, optimizer, reserve_bytes(reserve))
+        return plan
 
 
 def planned(profile: StepProfile, allowed_bytes: int, profiled: Any) -> MemoryPlan:
@@ -88,8 +90,9 @@ def planned(profile: StepProfile, allowed_bytes: int, profiled: Any) -> MemoryPl
         BudgetError: nothing fits; the smallest peak it names was proved as well.
     """
     try:
-        plan = solved(profile, allowed_bytes, margin_bytes=_first_margin(profile))
-        return plan if profiled is None or plan.is_empty else _proved(plan, profiled)
+        plan = solved(profile, allowed_bytes, margin_bytes=first_margin(profile))
+        needs_no_proof = plan.is_empty and profile.is_plain_measured
+        return plan if profiled is None or needs_no_proof else _proved(plan, profiled)
     except BudgetError as error:
         if profiled is None:
             raise
@@ -108,25 +111,34 @@ def _proved_smallest(profile: StepProfile, profiled: Any, smallest_bytes: int) -
     """The smallest budget for which a plan was seen to keep it."""
     for _ in range(_MAX_TRIES):
         try:
-            _proved(solved(profile, smallest_bytes, margin_bytes=_first_margin(profile)), profiled)
+            _proved(solved(profile, smallest_bytes, margin_bytes=first_margin(profile)), profiled)
         except BudgetError as error:
+            if error.smallest_bytes == 0:  # the device has not even that
+                break
             smallest_bytes = max(error.smallest_bytes, smallest_bytes + smallest_bytes // 200)
         else:
             break
     return smallest_bytes
 
 
-def solved(profile: StepProfile, allowed_bytes: int, *, margin_bytes: int) -> MemoryPlan:
+def solved(profile: StepProfile, allowed_bytes: int, *, margin_bytes: int, time_limit_s: float = 10.0) -> MemoryPlan:
     """The plan with the least predicted time within a budget. Pure: the same profile gives the same plan.
 
     Raises:
         BudgetError: nothing fits.
     """
     plain_decision = tuple(plain(region) for region in profile.regions)
-    if profile.peak_bytes <= allowed_bytes:
+    if profile.peak_bytes <= allowed_bytes and profile.is_plain_measured:
         predicted = Predicted(profile.peak_bytes, profile.step_ms)
         return MemoryPlan(profile, plain_decision, candidates(profile)[0], allowed_bytes, predicted)
-    solution, setting = solve_over(profile, allowed_bytes, candidates(profile), margin_bytes=margin_bytes)
+    # Where the plain step was seen to run out of memory, no room above what it would take is of any use: the margin counts from there.
+    solution, setting = solve_over(
+        profile,
+        min(allowed_bytes, profile.peak_bytes),
+        candidates(profile),
+        margin_bytes=margin_bytes,
+        time_limit_s=time_limit_s,
+    )
     # The rules promise the peak; what is predicted is without the margin.
     problem = Problem(profile, allowed_bytes, *setting)
     cost = evaluate(problem, solution.decision)
@@ -140,41 +152,57 @@ def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Calla
     """See `MemoryPlan.verify`."""
     profiled = part.ProfiledModel(model, batch, loss_fn, regions=plan.profile.facts.get("blocks"))
     plan.check(model, batch)
-    return _proved(plan, profiled)
+    proved = _proved(plan, profiled)
+    if proved.measured is not None:
+        proved.attach(model, "error")
+        try:
+            proved.measured = Measured(proved.measured.peak_bytes, profiled.step_ms())
+        finally:
+            proved.detach(model)
+    return proved
 
 
 def _proved(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
     """The plan, or one with a larger margin, whose real peak is within the budget."""
-    margin, peak_bytes = _first_margin(plan.profile), 0
-    for _ in range(_MAX_TRIES):
+    margin, peak_bytes = first_margin(plan.profile), None
+    for tried in range(_MAX_TRIES):
         peak_bytes = _measured_peak(plan, profiled)
-        if peak_bytes <= plan.budget_bytes:
+        if peak_bytes is not None and peak_bytes <= plan.budget_bytes:
             plan.measured = Measured(peak_bytes)
             return plan
-        # What was not foreseen is added to the margin, and a little more: it will not be quite the same next time.
-        margin += int((peak_bytes - plan.budget_bytes) * 1.25) + 4 * _KIB
-        _logger.info("a step took %s more than planned; planning again", format_size(peak_bytes - plan.budget_bytes))
+        # What was not foreseen is added to the margin, and a little more: it will not be quite the same next time. Where memory ran out
+        # nobody knows how much that was.
+        if peak_bytes is None:
+            margin += (min(plan.budget_bytes, plan.profile.peak_bytes) - plan.base_bytes) * 2**tried // 16
+            _logger.info("a step ran out of memory; planning again")
+        else:
+            margin += int((peak_bytes - plan.budget_bytes) * 1.25) + 4 * _KIB
+            _logger.info(
+                "a step took %s more than planned; planning again", format_size(peak_bytes - plan.budget_bytes)
+            )
         plan = solved(plan.profile, plan.budget_bytes, margin_bytes=margin)
     raise BudgetError(
         "The plan does not keep its promise on the real model.",
-        smallest_bytes=peak_bytes,
+        smallest_bytes=peak_bytes or 0,
         expected=f"a peak of at most {format_size(plan.budget_bytes)}",
-        got=format_size(peak_bytes),
+        got="not enough memory for a step" if peak_bytes is None else format_size(peak_bytes),
         do="Raise the budget, or plan with a batch like those that training has.",
     )
 
 
-def _measured_peak(plan: MemoryPlan, profiled: Any) -> int:
+def _measured_peak(plan: MemoryPlan, profiled: Any) -> int | None:
+    """None: memory ran out."""
     plan.apply(profiled.model)
     try:
-        profiled.peak_bytes()  # the first step teaches the engine what is asked for first
-        peak_bytes: int = max(profiled.peak_bytes() for _ in range(2))
-        return peak_bytes + plan.profile.base_bytes
+        if profiled.peaks_within(1) is None:  # the first step teaches the engine what is asked for first
+            return None
+        peak_bytes: int | None = profiled.peaks_within(2)
+        return None if peak_bytes is None else peak_bytes + plan.profile.base_bytes
     finally:
         plan.remove(profiled.model)
 
 
-def _first_margin(profile: StepProfile) -> int:
+def first_margin(profile: StepProfile) -> int:
     """What regions hold beside their values, sizes that allocators round up, and a thousandth for what differs from step to step."""
     notes = sum(region.note_bytes for region in profile.regions)
     return notes + 16 * _KIB + profile.activation_peak_bytes // 1000
@@ -218,7 +246,8 @@ class Explanation:
         return self.profile.as_dict()
 
 
-def _reserve_bytes(reserve: int | str) -> int:
+def reserve_bytes(reserve: int | str) -> int:
+    """What a user wants to keep free."""
     num_bytes = parse_size(reserve, "reserve")
     if num_bytes < 0:
         raise ArgumentError("`reserve` is negative.", expected="0 bytes or more", got=describe(reserve))

@@ -146,7 +146,10 @@ class Link:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """One plain step of a model."""
+    """One plain step of a model.
+
+    `is_plain_measured=False`: a plain step did not fit the device, so its peak and times were computed from one that recomputes.
+    """
 
     regions: tuple[Region, ...]
     base_bytes: int  # alive when forward begins, gradients already allocated
@@ -155,6 +158,7 @@ class StepProfile:
     turn: Turn = Turn()
     link: Link | None = None  # None: nothing can be swapped
     facts: dict[str, Any] = field(default_factory=dict, hash=False)  # signature, versions, device: see `plan_file`
+    is_plain_measured: bool = True
 
     @property
     def activation_peak_bytes(self) -> int:
@@ -168,6 +172,7 @@ class StepProfile:
         regions = tuple(_region(each) for each in data["regions"])
         link = None if data["link"] is None else Link(**data["link"])
         rest = {name: data[name] for name in ("base_bytes", "peak_bytes", "step_ms", "facts")}
+        rest["is_plain_measured"] = data.get("is_plain_measured", True)
         return StepProfile(regions=regions, turn=Turn(**data["turn"]), link=link, **rest)
 
 

@@ -40,8 +40,9 @@ def plan_table(plan: MemoryPlan) -> str:
     if plan.is_empty:
         lines.append(f"The plain step fits: its peak is {format_size(profile.peak_bytes)}. Nothing is changed.")
         return "\n".join(lines)
+    plain = "plain" if profile.is_plain_measured else "plain (computed)"
     rows = [
-        ["plain", format_size(profile.peak_bytes), "100.0%", f"{profile.step_ms:.1f}", "1.000"],
+        [plain, format_size(profile.peak_bytes), "100.0%", f"{profile.step_ms:.1f}", "1.000"],
         ["predicted", *_numbers(profile, predicted.peak_bytes, predicted.step_ms)],
     ]
     if plan.measured is not None:
@@ -52,6 +53,10 @@ def plan_table(plan: MemoryPlan) -> str:
         window, prefetch = plan.setting
         lines.append(
             f"\nCopies in flight: at most {format_size(window)} out and {format_size(prefetch)} ahead of backward."
+        )
+    if not profile.is_plain_measured:
+        lines.append(
+            "\nA plain step does not fit the device: what it would take was computed from one that recomputes."
         )
     if plan.gap > 1e-6:
         lines.append(f"The time is at most {plan.gap:.2%} above the best that is possible by this profile.")

@@ -1,8 +1,36 @@
 """The memory planner's PyTorch part: profiling a real model, and carrying a plan out on it."""
 
+from torch import OutOfMemoryError
+
 from hyper_parallel.platform.torch.planner.applying import Applied
 from hyper_parallel.platform.torch.planner.memory import free_bytes
+from hyper_parallel.platform.torch.planner.out_of_memory import attempt, said_in_backward
 from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
-from hyper_parallel.platform.torch.planner.signature import all_facts, model_facts
+from hyper_parallel.platform.torch.planner.signature import all_facts, batch_bytes, look, model_facts
+from hyper_parallel.platform.torch.planner.step_state import StepState
+from hyper_parallel.platform.torch.planner.surroundings import (
+    PatchedForward,
+    batch_of,
+    device_of,
+    is_first_forward,
+    some_loss,
+)
 
-__all__ = ["Applied", "ProfiledModel", "all_facts", "free_bytes", "model_facts"]
+__all__ = [
+    "Applied",
+    "OutOfMemoryError",
+    "PatchedForward",
+    "ProfiledModel",
+    "StepState",
+    "all_facts",
+    "attempt",
+    "batch_bytes",
+    "batch_of",
+    "device_of",
+    "free_bytes",
+    "is_first_forward",
+    "look",
+    "model_facts",
+    "said_in_backward",
+    "some_loss",
+]

@@ -125,7 +125,12 @@ class PlannedCall:
     """What a block's wrapper calls: the calls of a step in turn, each with its own decision."""
 
     def __init__(
-        self, regions: Sequence[Any], decisions: Sequence[Any], mismatches: Mismatches, is_announced: bool
+        self,
+        regions: Sequence[Any],
+        decisions: Sequence[Any],
+        mismatches: Mismatches,
+        is_announced: bool,
+        checks_ops: bool = True,
     ) -> None:
         self._calls: list[tuple[PlannedPolicy, bool] | None] = []
         for region, decision in zip(regions, decisions, strict=True):
@@ -133,6 +138,8 @@ class PlannedCall:
                 self._calls.append(None)
             else:
                 policy = PlannedPolicy(region, decision, mismatches)
+                if not checks_ops:
+                    policy.met = None
                 self._calls.append((policy, "swap" in decision.inputs))
         self._number = 0
 
@@ -153,9 +160,17 @@ class PlannedCall:
 
 
 class Applied:
-    """A plan on a model; `remove` undoes it."""
+    """A plan on a model; `remove` undoes it. `checks_ops=False`: the first step is not compared with the profile."""
 
-    def __init__(self, model: nn.Module, regions: Sequence[Any], decision: Sequence[Any], on_mismatch: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        regions: Sequence[Any],
+        decision: Sequence[Any],
+        on_mismatch: str,
+        *,
+        checks_ops: bool = True,
+    ) -> None:
         self.mismatches = Mismatches(on_mismatch)
         blocks = dict(model.named_modules())
         swaps = any("swap" in each.ops or "swap" in each.inputs for each in decision)
@@ -171,7 +186,9 @@ class Applied:
                 continue
             if path not in blocks:
                 raise ArgumentError("A planned block is not in the model.", expected=path, where=type(model).__name__)
-            call = PlannedCall([regions[index] for index in indices], decisions, self.mismatches, is_announced)
+            call = PlannedCall(
+                [regions[index] for index in indices], decisions, self.mismatches, is_announced, checks_ops
+            )
             self._wrappers[blocks[path]] = CheckpointWrapper(blocks[path], checkpoint_fn=call)
         self._model = model
         replace(TREE, model, self._wrappers)
@@ -182,16 +199,21 @@ class Applied:
 
     def remove(self) -> None:
         """Put the blocks back where the wrappers are."""
-        blocks = {wrapper: block for block, wrapper in self._wrappers.items()}
-        places = [
-            (parent, name, child)
-            for parent in self._model.modules()
-            for name, child in parent._modules.items()
-            if child in blocks
-        ]
-        for parent, name, child in places:
-            setattr(parent, name, blocks[child])
+        unwrap(self._model, self._wrappers)
         self._wrappers = {}
+
+
+def unwrap(model: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:
+    """Put the blocks, the keys of `wrappers`, back where their wrappers are."""
+    blocks = {wrapper: block for block, wrapper in wrappers.items()}
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child in blocks
+    ]
+    for parent, name, child in places:
+        setattr(parent, name, blocks[child])
 
 
 def relative(module: str, path: str) -> str:

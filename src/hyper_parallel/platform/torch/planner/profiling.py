@@ -3,28 +3,40 @@
 1. a plain step, to warm up (kernels are chosen, buffers made);
 2. plain steps by the clock: how long each block takes, forward and backward;
 3. a plain step by the allocator: how high memory rises, block by block;
-4. a step with every block as a region: its ops, what they read and make, what backward needs, how long each takes.
+4. a step with every block as a region: its ops, what they read and make, what backward needs, how long each takes;
+5. a step by the allocator in which every block is run again.
+
+Where a plain step does not fit the device, 1 to 3 are steps in which every block is run again (its inputs are swapped, too, if even that
+does not fit), and what a plain step would take is computed from them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.log import get_logger
+from hyper_parallel.platform.regions.replacement import replace
+from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
+from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.activation_checkpoint.values import Argument, Constant, Fresh
 from hyper_parallel.platform.torch.planner import signature
-from hyper_parallel.platform.torch.planner.applying import Applied, relative
+from hyper_parallel.platform.torch.planner.applying import Applied, relative, unwrap
 from hyper_parallel.platform.torch.planner.blocks import find_blocks
 from hyper_parallel.platform.torch.planner.link import measure_link
 from hyper_parallel.platform.torch.planner.meters import Clock, Span, memory_meter
+from hyper_parallel.platform.torch.planner.out_of_memory import attempt
 from hyper_parallel.platform.torch.planner.recording import RecordedCall, is_made, note_shared, recording
 from hyper_parallel.platform.torch.planner.surroundings import (
     LossFn,
@@ -34,8 +46,17 @@ from hyper_parallel.platform.torch.planner.surroundings import (
     tensors_of,
 )
 
+_logger = get_logger("planner")
 NUM_TIMED = 3
 Progress = Callable[[str], None]
+
+
+class _Way(Enum):
+    """How blocks run while a step is measured; the first that fits is taken."""
+
+    PLAIN = "as they are"
+    RECOMPUTE = "every block run again"
+    SWAP_INPUTS = "every block run again, its inputs swapped"
 
 
 class ProfiledModel:
@@ -78,6 +99,10 @@ class ProfiledModel:
     def step(self, at_turn: Callable[[], None] | None = None) -> float:
         return run_step(self.model, self.batch, self.loss_fn, at_turn)
 
+    def peaks_within(self, num_steps: int) -> int | None:
+        """The highest point of some steps, as the model is now, above where they began; None: memory ran out."""
+        return attempt(lambda: max(self.peak_bytes() for _ in range(num_steps)), self.device)[0]
+
     def peak_bytes(self) -> int:
         """The highest point of one step above where it began, as the model is now; nothing is changed by it."""
         with preserved(self.model):
@@ -106,17 +131,14 @@ class ProfiledModel:
         say = progress or (lambda what: None)
         base_bytes = self.base_bytes()
         with preserved(self.model):
-            say("warming up")
-            self.step()
-            say("measuring times")
-            timed = [self._timed() for _ in range(NUM_TIMED)]
-            say("measuring memory")
-            spans = self._measured()
+            way, timed, spans = self._steps(say)
             say("recording ops")
-            with recording(self.blocks, self.device) as calls:
+            with recording(self.blocks, self.device, swaps_inputs=way is _Way.SWAP_INPUTS) as calls:
                 self.step()
         say("measuring the link")
-        link = measure_link(self.device)
+        link, said = attempt(functools.partial(measure_link, self.device), self.device)
+        if said is not None:
+            _logger.warning("nothing will be swapped: there is no room to measure the link (%s)", said)
         times = {name: statistics.median(each[name] for each in timed) for name in timed[0]}
         self._check_calls(calls, times)
         note_shared(calls)
@@ -125,23 +147,71 @@ class ProfiledModel:
             for index, each in enumerate(calls)
         ]
         say("measuring recomputation")
-        again = self._measured_again(regions)
-        regions, turn_bytes = _with_peaks(_with_common_times(regions), spans, again)
+        decision = [_run_again(region, swaps_inputs=way is _Way.SWAP_INPUTS) for region in regions]
+        again = self._measured_again(regions, decision)
+        regions = _with_common_times(regions if way is _Way.PLAIN else _without_replay(regions, decision))
+        regions, turn_bytes = _with_peaks(regions, spans, again, decision)
         turn_ms = times.get(f"after {len(calls) - 1}", 0.0) + times.get("turn", 0.0)
-        return StepProfile(
+        profile = StepProfile(
             regions=tuple(regions),
             base_bytes=base_bytes,
-            peak_bytes=base_bytes + max(span.peak_bytes for span in spans),
+            peak_bytes=0 if spans is None else base_bytes + max(span.peak_bytes for span in spans),
             # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the noise in them.
             step_ms=turn_ms + sum(each.before_ms + each.forward_ms + each.backward_ms for each in regions),
             turn=Turn(turn_ms, turn_bytes),
             link=link,
             facts=signature.facts(self),
+            is_plain_measured=spans is not None,
+        )
+        return profile if spans is not None else _with_computed_peak(profile)
+
+    def _steps(self, say: Progress) -> tuple[_Way, list[dict[str, float]], list[Span] | None]:
+        """The first way of running a step that fits the device; by the clock, and by the allocator if it is the plain one.
+
+        Raises:
+            BudgetError: none does.
+        """
+        from hyper_parallel.core.planner.solver import BudgetError
+
+        said: str | None = None
+        for way in _Way:
+            found, said = attempt(functools.partial(self._steps_in, way, say), self.device)
+            if said is None:
+                return way, *found
+            _logger.info("a step does not fit the device (%s): %s", way.value, said.partition("\n")[0])
+        raise BudgetError(
+            "A step runs out of memory even if every block is recomputed and its inputs are swapped.",
+            expected="room for one block and what is outside of all blocks",
+            got=(said or "").partition("\n")[0],
+            do="Make the batch or the sequence smaller, or name smaller blocks: regions=[...].",
         )
 
-    def _timed(self) -> dict[str, float]:
+    def _steps_in(self, way: _Way, say: Progress) -> tuple[list[dict[str, float]], list[Span] | None]:
+        with self._run_in(way) as wrappers:
+            say("warming up" if way is _Way.PLAIN else "the plain step does not fit; recomputing every block")
+            self.step()
+            say("measuring times")
+            timed = [self._timed(wrappers) for _ in range(NUM_TIMED)]
+            say("measuring memory")
+            return timed, self._measured() if way is _Way.PLAIN else None
+
+    @contextlib.contextmanager
+    def _run_in(self, way: _Way) -> Iterator[list[nn.Module]]:
+        """Within: blocks are run again in backward, unless the way is the plain one; the wrappers that do it."""
+        if way is _Way.PLAIN:
+            yield []
+            return
+        swaps_inputs = way is _Way.SWAP_INPUTS
+        wrapped = {block: checkpoint_wrapper(block, swap_inputs=swaps_inputs) for block in self.blocks.values()}
+        replace(TREE, self.model, wrapped)
+        try:
+            yield list(wrapped.values())
+        finally:
+            unwrap(self.model, wrapped)
+
+    def _timed(self, wrappers: Iterable[nn.Module] = ()) -> dict[str, float]:
         clock = Clock(self.device)
-        self._marked(clock)
+        self._marked(clock, wrappers)
         return clock.spans()
 
     def _measured(self, wrappers: Iterable[nn.Module] = ()) -> list[Span]:
@@ -150,11 +220,9 @@ class ProfiledModel:
             self._marked(meter, wrappers)
         return meter.spans()
 
-    def _measured_again(self, regions: list[Any]) -> list[Span]:
+    def _measured_again(self, regions: list[Any], decision: list[Any]) -> list[Span]:
         """A step in which every block is run again, by the allocator."""
-        from hyper_parallel.core.planner.choices import recompute_all
-
-        applied = Applied(self.model, regions, [recompute_all(region) for region in regions], "recompute")
+        applied = Applied(self.model, regions, decision, "recompute")
         try:
             with preserved(self.model):
                 self.step()
@@ -350,24 +418,62 @@ def _with_common_times(regions: list[Any]) -> list[Any]:
     return common
 
 
-def _with_peaks(regions: list[Any], spans: list[Span], again: list[Span]) -> tuple[list[Any], int]:
+def _run_again(region: Any, *, swaps_inputs: bool) -> Any:
+    """The decision to keep inputs only, or not even these."""
+    from hyper_parallel.core.planner.choices import SAVE, SWAP, recompute_all
+
+    decision = recompute_all(region)
+    if not swaps_inputs:
+        return decision
+    inputs = zip(region.inputs, decision.inputs, strict=True)
+    return dataclasses.replace(
+        decision, inputs=tuple(SWAP if choice == SAVE and each.may_swap else choice for each, choice in inputs)
+    )
+
+
+def _without_replay(regions: list[Any], decision: list[Any]) -> list[Any]:
+    """Regions whose backward was measured with the blocks run again, with the time of a plain backward."""
+    from hyper_parallel.core.planner.choices import recompute_ms
+
+    return [
+        dataclasses.replace(region, backward_ms=max(region.backward_ms - recompute_ms(region, each), 0.0))
+        for region, each in zip(regions, decision, strict=True)
+    ]
+
+
+def _with_computed_peak(profile: Any) -> Any:
+    """By the rules that every plan is judged by: nobody has seen the plain step."""
+    from hyper_parallel.core.planner.choices import plain
+    from hyper_parallel.core.planner.problem import Problem, evaluate
+
+    decision = tuple(plain(region) for region in profile.regions)
+    return dataclasses.replace(profile, peak_bytes=evaluate(Problem(profile, 0, 0, 0), decision).peak_bytes)
+
+
+def _with_peaks(
+    regions: list[Any], spans: list[Span] | None, again: list[Span], decision: list[Any]
+) -> tuple[list[Any], int]:
     """The regions with their peaks, and that of the turn.
 
-    Such that what was measured adds up: the plain step (`spans`), and the one that keeps inputs only (`again`), for which the larger
-    working set counts.
+    Such that what was measured adds up: the plain step (`spans`, if it fits), and the one that runs blocks again (`again`, under
+    `decision`), for which the larger working set counts.
     """
-    from hyper_parallel.core.planner.choices import kept_bytes, recompute_all
+    from hyper_parallel.core.planner.choices import kept_bytes
 
-    plain, managed = ({span.name: span.peak_bytes for span in each} for each in (spans, again))
+    managed = {span.name: span.peak_bytes for span in again}
+    plain = None if spans is None else {span.name: span.peak_bytes for span in spans}
+
+    def highest(names: tuple[str, ...], kept: int, kept_again: int) -> int:
+        found = max(managed[name] for name in names) - kept_again
+        return found if plain is None else max(found, max(plain[name] for name in names) - kept)
+
     found = []
     kept = kept_again = 0
     for index, region in enumerate(regions):
         between = "start" if index == 0 else f"after {index - 1}"
         kept_again += region.note_bytes
-        forward, backward = (
-            max(max(plain[name] for name in names) - kept, max(managed[name] for name in names) - kept_again)
-            for names in ((f"forward {index}", between), (f"backward {index}",))
-        )
+        forward = highest((f"forward {index}", between), kept, kept_again)
+        backward = highest((f"backward {index}",), kept, kept_again)
         residual = region.residual_bytes
         found.append(
             dataclasses.replace(
@@ -375,11 +481,8 @@ def _with_peaks(regions: list[Any], spans: list[Span], again: list[Span]) -> tup
             )
         )
         kept += residual
-        kept_again += kept_bytes(region, recompute_all(region))
-    turn = max(
-        max(plain["turn"], plain[f"after {len(regions) - 1}"]) - kept,
-        max(managed["turn"], managed[f"after {len(regions) - 1}"]) - kept_again,
-    )
+        kept_again += kept_bytes(region, decision[index])
+    turn = highest(("turn", f"after {len(regions) - 1}"), kept, kept_again)
     if found:
         # What the last region swaps comes back at once: its way out and back could hide behind nothing.
         found[-1] = _without_swap(found[-1])

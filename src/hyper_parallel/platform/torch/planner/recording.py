@@ -131,10 +131,13 @@ class _RecordedOps(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def recording(blocks: dict[str, nn.Module], device: torch.device) -> Iterator[list[RecordedCall]]:
+def recording(
+    blocks: dict[str, nn.Module], device: torch.device, *, swaps_inputs: bool = False
+) -> Iterator[list[RecordedCall]]:
     """Within: every call of a block is a region that is noted in the list, in the order of the calls."""
     calls: list[RecordedCall] = []
     counts: dict[str, int] = {}
+    options = Options(swap_inputs=swaps_inputs)
     originals = {path: block.forward for path, block in blocks.items()}
     patched = {path: block.__dict__["forward"] for path, block in blocks.items() if "forward" in block.__dict__}
 
@@ -144,7 +147,7 @@ def recording(blocks: dict[str, nn.Module], device: torch.device) -> Iterator[li
         noted = RecordedCall(path, counts.get(path, 0))
         counts[path] = noted.call + 1
         calls.append(noted)
-        frame = _RecordedFrame(_watched(originals[path], noted), saved_arguments(args, kwargs), None, Options())
+        frame = _RecordedFrame(_watched(originals[path], noted), saved_arguments(args, kwargs), None, options)
         noted.record = frame._recorded()
         frame.noted = noted
         times = noted.times = OpTimes(Clock(device))

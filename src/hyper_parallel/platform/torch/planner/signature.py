@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hyper_parallel.platform.torch.planner.surroundings import device_of
+from hyper_parallel.platform.torch.planner.surroundings import Arguments, device_of, tensors_of
 
 if TYPE_CHECKING:
     from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
@@ -17,6 +17,7 @@ def facts(profiled: ProfiledModel) -> dict[str, Any]:
     """All that a plan depends on, in the order in which differences are told."""
     return {
         **all_facts(profiled.model, profiled.batch),
+        "batch_bytes": batch_bytes(profiled.batch),
         "blocks": list(profiled.blocks),
         "training": profiled.model.training,
         "autocast": _autocast(profiled.device),
@@ -38,8 +39,15 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def batch_bytes(batch: Any) -> int:
+    """Of all tensors in it."""
+    return sum(each.numel() * each.element_size() for each in tensors_of(batch))
+
+
 def look(batch: Any) -> Any:
     """A batch with the look of each tensor in its place; what is no tensor is named by its type."""
+    if isinstance(batch, Arguments):
+        return {"args": look(list(batch.args)), "kwargs": look(batch.kwargs)}
     if isinstance(batch, torch.Tensor):
         return look_of(batch.dtype, batch.shape)
     if isinstance(batch, dict) or hasattr(batch, "keys"):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
-from hyper_parallel.platform.trees import leaves
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
+from hyper_parallel.platform.trees import leaves, map_leaves
 
 LossFn = Callable[[Any], Any]
 
@@ -21,22 +24,22 @@ LossFn = Callable[[Any], Any]
 def preserved(model: nn.Module, *, with_gradients: bool = True) -> Iterator[None]:
     """Within: gradients are zeros that are allocated already. Afterwards all is as before, also after Ctrl-C.
 
+    Gradients that were there go to the host meanwhile, and their memory is used: a step shall not have them twice.
     `with_gradients=False`: gradients stay the user's own, for a step that is meant to happen.
     """
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
+    gradients = (
+        [_Gradient(parameter) for parameter in model.parameters() if parameter.requires_grad] if with_gradients else []
+    )
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
-    random_states = _RandomStates(_devices(model))
+    random_states = RandomStates(devices_of(model))
     try:
-        if with_gradients:
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        for gradient in gradients:
+            gradient.begin()
         yield
     finally:
-        if with_gradients:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+        for gradient in gradients:
+            gradient.end()
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -45,7 +48,33 @@ def preserved(model: nn.Module, *, with_gradients: bool = True) -> Iterator[None
         random_states.restore()
 
 
-class _RandomStates:
+class _Gradient:
+    """The gradient of one parameter while steps run that leave no trace."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
+        self._original = parameter.grad
+        self._copy: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        original = self._original
+        if original is None or original.layout != torch.strided or original.requires_grad:
+            self._parameter.grad = torch.zeros_like(self._parameter)
+            return
+        with torch.no_grad():
+            copied = original.clone() if original.device.type == "cpu" else original.to("cpu")
+            self._copy = copied
+            original.zero_()
+
+    def end(self) -> None:
+        self._parameter.grad = self._original
+        if self._copy is not None and self._original is not None:
+            with torch.no_grad():
+                self._original.copy_(self._copy)
+            self._copy = None
+
+
+class RandomStates:
     """All global generators that a step may draw from."""
 
     def __init__(self, devices: set[torch.device]) -> None:
@@ -67,7 +96,7 @@ class _RandomStates:
             numpy.random.set_state(state)
 
 
-def _devices(model: nn.Module) -> set[torch.device]:
+def devices_of(model: nn.Module) -> set[torch.device]:
     return {tensor.device for tensor in (*model.parameters(), *model.buffers())}
 
 
@@ -88,8 +117,83 @@ def device_of(model: nn.Module) -> torch.device:
     return next(iter(devices))
 
 
+class Arguments(NamedTuple):
+    """A batch of arguments and keywords both."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The batch that a forward was given, as a user would give it to `plan_memory`; its graph, if it has one, is not part of it."""
+    args, kwargs = map_leaves(_detached, args), map_leaves(_detached, kwargs)
+    if args and kwargs:
+        return Arguments(args, kwargs)
+    return kwargs or (args[0] if len(args) == 1 and isinstance(args[0], torch.Tensor) else args)
+
+
+def _detached(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def some_loss(output: Any) -> torch.Tensor:
+    """A loss where nobody has named one: the model's own, or the sum of all that it gives."""
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
+        return own
+    return torch.stack([each.float().sum() for each in tensors_of(output) if each.requires_grad]).sum()
+
+
+def is_first_forward() -> bool:
+    """Whether this is the forward of a step: not a region's that runs again, and not an evaluation."""
+    return torch.is_grad_enabled() and not is_replaying()
+
+
+class PatchedForward:
+    """A model whose forward asks `handler(original, args, kwargs)`; `remove` undoes it.
+
+    It is an attribute of the instance: hooks of the model are called once, around all that the handler does.
+    """
+
+    def __init__(self, model: nn.Module, handler: Callable[..., Any]) -> None:
+        self._model = weakref.ref(model)
+        self._before = model.__dict__.get("forward")
+        model.forward = _Forward(model, self._before, handler)
+
+    def remove(self) -> None:
+        model = self._model()
+        if model is not None and isinstance(model.__dict__.get("forward"), _Forward):
+            del model.forward
+            if self._before is not None:
+                model.forward = self._before
+
+
+class _Forward:
+    """Not a closure, so that a copy of the model can be refused: it would run the forward of the original."""
+
+    def __init__(self, model: nn.Module, before: Any, handler: Callable[..., Any]) -> None:
+        self._model = weakref.ref(model)
+        self._before = before
+        self._handler = handler
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self._model()
+        original = self._before or functools.partial(type(model).forward, model)
+        return self._handler(original, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            'A model cannot be copied or saved whole while a plan with on_oom="replan", or one that `run` was called on, is applied.',
+            do="Call `plan.remove(model)` first, or save `model.state_dict()`.",
+        )
+
+
 def call(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch: a tensor, a tuple of arguments, or a dict of keywords."""
+    """The model's output for a batch: a tensor, a tuple of arguments, a dict of keywords, or both."""
+    if isinstance(batch, Arguments):
+        return model(*batch.args, **batch.kwargs)
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return model(**batch)
     if isinstance(batch, (tuple, list)):

@@ -1,0 +1,192 @@
+"""A model under a plan that is made anew where memory runs out: a longer sequence came than the plan was made for.
+
+Rules:
+
+M1. A model has one plan for each batch that ran out of memory, and the one it was given. A forward runs under the smallest of them that was made for
+    a batch at least as large (by bytes); where none was, under the largest.
+M2. A forward that runs out is undone (random generators, buffers, modes), planned anew for its own inputs within the same budget, and run again. That is
+    exact: whatever is saved, swapped or recomputed, the values are the same bit for bit.
+M3. `run` does so with a whole step, gradients included. What an optimizer has changed cannot be undone, so it steps afterwards.
+M4. While a plan is being made the model runs as it is: nothing here looks at its forwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hyper_parallel._base.errors import StateError
+from hyper_parallel._base.log import get_logger
+from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
+from hyper_parallel.core.planner.profile import StepProfile
+from hyper_parallel.core.planner.solver import BudgetError
+from hyper_parallel.core.swap.sizes import format_size
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.planner.plan import MemoryPlan
+
+_logger = get_logger("planner")
+_MAX_PLANS = 4  # for one batch, each with less for activations than the one before
+_LESS = 0.9
+
+WORDS = (
+    'on_oom="replan" plans a forward anew that runs out of memory; this was the backward. '
+    "plan.run(step_fn) covers the whole step: it would have restored everything, planned anew and repeated the step."
+)
+
+
+class _Sized(NamedTuple):
+    batch_bytes: int
+    plan: MemoryPlan
+
+
+class ManagedModel:
+    """See the head of the file.
+
+    Attributes:
+        current: the plan that is on the model now
+        num_replans: how often one was made
+    """
+
+    def __init__(self, part: Any, model: Any, plan: MemoryPlan, *, on_mismatch: str, retries_forward: bool) -> None:
+        self.current = self._first = plan
+        self.num_replans = 0
+        self.retries_forward = retries_forward
+        self._part = part
+        self._model = weakref.ref(model)  # a plan does not keep a model alive
+        self._device = part.device_of(model)
+        self._plans = [_Sized(int(plan.profile.facts.get("batch_bytes", 0)), plan)]
+        self._on_mismatch = on_mismatch
+        self._is_planning = False  # M4
+        self._inputs: Any = None  # of the last forward in `run`
+        self._is_in_run = False
+        self._forward = part.PatchedForward(model, self.forward)
+        self._open = contextlib.ExitStack()
+        if retries_forward:
+            self._open.enter_context(part.said_in_backward(WORDS))
+        self._finalizer = weakref.finalize(model, self._open.close)
+
+    def close(self) -> None:
+        """The model is as it was, but for the plan that is on it."""
+        self._forward.remove()
+        self._finalizer()
+
+    @property
+    def plans(self) -> list[MemoryPlan]:
+        return [each.plan for each in self._plans]
+
+    # -- forward --------------------------------------------------------------------------------------------------------
+
+    def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model's forward is while the plan is applied."""
+        if self._is_planning or not self._part.is_first_forward():
+            return original(*args, **kwargs)
+        batch = self._part.batch_of(args, kwargs)
+        self._choose(batch)
+        if self._is_in_run:
+            self._inputs = batch
+        if not self.retries_forward:
+            return original(*args, **kwargs)
+        state = self._part.StepState(self._model(), with_gradients=False)
+        return self._until_it_fits(lambda: original(*args, **kwargs), state, lambda: batch, "forward")
+
+    def _choose(self, batch: Any) -> None:
+        """M1."""
+        num_bytes = self._part.batch_bytes(batch)
+        fitting = [each for each in self._plans if each.batch_bytes >= num_bytes]
+        chosen = (fitting[0] if fitting else self._plans[-1]).plan
+        if chosen is not self.current:
+            self._switch(chosen, batch)
+
+    def _switch(self, plan: MemoryPlan, batch: Any) -> None:
+        model = self._model()
+        self.current.detach(model)
+        is_same = self._part.look(batch) == plan.profile.facts.get("batch")
+        plan.attach(model, self._on_mismatch, checks_ops=is_same)
+        self.current = plan
+
+    # -- a whole step -----------------------------------------------------------------------------------------------------
+
+    def run(self, step_fn: Callable[[], Any]) -> Any:
+        """M3: what `step_fn` gives."""
+        if self._is_in_run:
+            raise StateError("`plan.run` was called inside of `plan.run`.", do="Run one step at a time.")
+        state = self._part.StepState(self._model(), with_gradients=True)
+        self._is_in_run = True
+        try:
+            return self._until_it_fits(step_fn, state, lambda: self._inputs, "step")
+        finally:
+            self._is_in_run = False
+            self._inputs = None
+            state.close()
+
+    def _until_it_fits(self, function: Callable[[], Any], state: Any, inputs: Callable[[], Any], what: str) -> Any:
+        said = ""
+        for tried in range(_MAX_PLANS + 1):
+            result, failure = self._part.attempt(function, self._device)
+            if failure is None:
+                return result
+            said = failure
+            batch = inputs()
+            if batch is None or tried == _MAX_PLANS:
+                break
+            state.restore()
+            _logger.info("a %s ran out of memory; planning anew for %s", what, self._part.look(batch))
+            self._replan(batch, _LESS**tried)
+        raise self._part.OutOfMemoryError(
+            f"{said}\nMemory ran out in a {what}, "
+            + (
+                "before the model ran."
+                if not self.num_replans
+                else f"and again under {_MAX_PLANS} plans made anew for it."
+            )
+        )
+
+    def _replan(self, batch: Any, part_of_room: float) -> None:
+        model = self._model()
+        self.current.detach(model)
+        self._is_planning = True
+        try:
+            plan = self._planned(model, batch, part_of_room)
+        except BaseException:
+            self.current.attach(model, self._on_mismatch, checks_ops=False)
+            raise
+        finally:
+            self._is_planning = False
+        plan.origin = self._first.origin
+        size = self._part.batch_bytes(batch)
+        others = [each for each in self._plans if each.batch_bytes != size]
+        self._plans = sorted([*others, _Sized(size, plan)], key=lambda each: each.batch_bytes)
+        plan.attach(model, self._on_mismatch, checks_ops=True)
+        self.current = plan
+        self.num_replans += 1
+
+    def _planned(self, model: Any, batch: Any, part_of_room: float) -> MemoryPlan:
+        from hyper_parallel.core.planner.planning import planned
+
+        first = self._first
+        origin, facts = first.origin, first.profile.facts
+        profiled = self._part.ProfiledModel(
+            model,
+            batch,
+            (origin and origin.loss_fn) or self._part.some_loss,
+            regions=facts.get("blocks"),
+            optimizer=origin and origin.optimizer,
+            reserve_bytes=origin.reserve_bytes if origin else 0,
+        )
+        profile: StepProfile = profiled.profile()
+        room = min(first.budget_bytes, parse_budget("auto", profile, self._part.free_bytes(self._device)))
+        allowed = profile.base_bytes + int((room - profile.base_bytes) * part_of_room)
+        try:
+            return planned(profile, allowed, profiled)
+        except BudgetError as error:
+            raise BudgetError(
+                "Memory ran out, and no plan fits this batch into the budget.",
+                smallest_bytes=error.smallest_bytes,
+                expected=error.expected,
+                got=f"{allowed} ({format_size(allowed)}) for a batch of {self._part.look(batch)}",
+                where=error.where,
+                do="Leave such batches out, split them, or raise the budget.",
+            ) from None

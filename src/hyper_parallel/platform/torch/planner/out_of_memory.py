@@ -1,0 +1,92 @@
+"""Running out of memory: how it is recognised, and how what a failed attempt held is let go of."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+# What accelerators raise where their allocator does not: a library that finds no room for its workspace.
+_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an attempt failed for want of device memory alone."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+
+
+def attempt(function: Callable[[], Any], device: torch.device) -> tuple[Any, str | None]:
+    """What the function gives and None; or None and what was said when memory ran out. Other errors pass."""
+    try:
+        return function(), None
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error)
+        let_go(error)
+    release(device)
+    return None, said
+
+
+def let_go(error: BaseException) -> None:
+    """Frames of a failed attempt hold its tensors as long as somebody has the error."""
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop()
+        if each is not None and each.__traceback__ is not None:
+            with contextlib.suppress(RuntimeError):  # a frame that still runs is passed over
+                traceback.clear_frames(each.__traceback__)
+            each.__traceback__ = None
+            pending += [each.__cause__, each.__context__]
+
+
+def release(device: torch.device) -> None:
+    """Give memory back that nothing holds any more: cycles of the failed attempt, and what the allocator kept in other sizes."""
+    gc.collect()
+    if device.type != "cpu":
+        handle = getattr(torch, device.type)
+        handle.synchronize(device)
+        handle.empty_cache()
+
+
+_lock = threading.Lock()
+_words: list[str] = []
+_original: Callable[..., None] = torch.autograd.backward
+
+
+@contextlib.contextmanager
+def said_in_backward(words: str) -> Iterator[None]:
+    """Within: a backward that runs out of memory says this, too.
+
+    Hooks are told where a backward begins and where it ends, and nobody is told that it failed. So `torch.autograd.backward`, which
+    `Tensor.backward` calls, is another function meanwhile; it is put back unless somebody else has replaced it since.
+    """
+    global _original
+    with _lock:
+        if torch.autograd.backward is not _backward and not _words:
+            _original = torch.autograd.backward
+            torch.autograd.backward = _backward
+        _words.append(words)
+    try:
+        yield
+    finally:
+        with _lock:
+            _words.remove(words)
+            if not _words and torch.autograd.backward is _backward:
+                torch.autograd.backward = _original
+
+
+def _backward(*args: Any, **kwargs: Any) -> None:
+    try:
+        _original(*args, **kwargs)
+    except Exception as error:
+        if _words and is_out_of_memory(error) and _words[-1] not in str(error):
+            error.args = (f"{error}\n{_words[-1]}", *error.args[1:])
+        raise

@@ -1,0 +1,83 @@
+"""What a step changes, noted before it and put back: random generators, buffers, modes, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hyper_parallel._base.errors import StateError
+from hyper_parallel.platform.torch.planner.surroundings import RandomStates, devices_of
+
+
+class StepState:
+    """The state of a model between steps; `restore` undoes a forward and backward that did not come to their end.
+
+    Gradients that are there already are copied to the host, since a backward adds to them in place; those that are not cost nothing.
+    What an optimizer has changed cannot be undone: then `restore` raises.
+    """
+
+    def __init__(self, model: nn.Module, *, with_gradients: bool) -> None:
+        self._parameters = list(model.parameters())
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._gradients = [_copied(parameter.grad) for parameter in self._parameters] if with_gradients else None
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._random = RandomStates(devices_of(model))
+        self._stepped: str | None = None
+        self._handle = register_optimizer_step_pre_hook(self._note_optimizer) if with_gradients else None
+
+    def close(self) -> None:
+        """The step is over, or given up."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _note_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        mine = {id(parameter) for parameter in self._parameters}
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            self._stepped = type(optimizer).__name__
+
+    def restore(self) -> None:
+        """Put everything back.
+
+        Raises:
+            StateError: parameters, or an optimizer's state, were changed meanwhile.
+        """
+        changed = any(p._version != before for p, before in zip(self._parameters, self._versions, strict=True))
+        if self._stepped is not None or (changed and self._gradients is not None):
+            raise StateError(
+                "Memory ran out after parameters were changed, so that the step cannot be repeated.",
+                expected="a function that runs forward and backward",
+                got=f"one that runs {self._stepped}.step() as well" if self._stepped else "one that changes parameters",
+                do="Step the optimizer after `plan.run`.",
+            )
+        if self._gradients is not None:
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = _put_back(parameter.grad, gradient, parameter)
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+        for module, training in self._modes:
+            module.training = training
+        self._random.restore()
+
+
+def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None:
+        return None
+    detached = gradient.detach()
+    return detached.clone() if detached.device.type == "cpu" else detached.to("cpu")
+
+
+def _put_back(
+    current: torch.Tensor | None, before: torch.Tensor | None, parameter: nn.Parameter
+) -> torch.Tensor | None:
+    if before is None:
+        return None
+    if current is not None and current.shape == before.shape and current.dtype == before.dtype:
+        with torch.no_grad():
+            return current.detach().copy_(before) if current.requires_grad else current.copy_(before)
+    return before.to(parameter.device)
