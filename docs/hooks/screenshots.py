@@ -41,9 +41,9 @@ def main() -> int:
         svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL).replace("Fira Code", "DejaVu Sans Mono")
         terminal.write_text(f'<meta charset="utf-8"><body style="margin:0">{svg}', encoding="utf-8")
         take(browser, terminal, "demo", round(float(width)), round(float(height)), _LIGHT)
-        take(browser, report, "report-light", 1100, 1500, _LIGHT)
-        take(browser, report, "report-dark", 1100, 1500, _DARK)
-        take(browser, report, "report-phone", 390, 1400, _LIGHT)
+        take(browser, report, "report-light", 1100, 1410, _LIGHT)
+        take(browser, report, "report-dark", 1100, 1410, _DARK)
+        take(browser, report, "report-phone", 390, 1390, _LIGHT)
     return 0
 
 
