@@ -50,6 +50,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             print(f"| {budget}% | {str(error).splitlines()} |", flush=True)
             continue
         seconds = time.perf_counter() - begin
+        if options.plans:
+            plan.save(options.plans / f"plan_{budget:g}.json")
         plan.apply(model)
         real = measure(meter, model, x, options.steps, options.warm)
         plan.remove(model)
@@ -92,6 +94,7 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--plans", type=Path, help="a folder for the plans themselves")
     for name in ("blocks", "length", "batch"):
         parser.add_argument(f"--{name}", type=int)
     options = parser.parse_args()

@@ -8,6 +8,7 @@ Modes take turns, so that all see the same machine; the best half of the rounds 
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import json
 import statistics
@@ -48,14 +49,15 @@ def main() -> int:
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     model = GPT2LMHeadModel(GPT2Config(use_cache=False)).to(options.device, dtype).train()
     ids = torch.randint(0, 50257, (1, options.length), device=options.device)
-    plain = list(model.transformer.h)
-    wrapped = {name: plain if mode is None else mode(plain) for name, mode in MODES.items()}
+    models = {name: copy.deepcopy(model) for name in MODES}
+    for name, mode in MODES.items():
+        if mode is not None:
+            for index, block in enumerate(mode(list(models[name].transformer.h))):
+                models[name].transformer.h[index] = block
     times: dict[str, list[float]] = {name: [] for name in MODES}
     for number in range(options.rounds + 5):
-        for name, blocks in wrapped.items():
-            for index, block in enumerate(blocks):
-                model.transformer.h[index] = block
-            ms = step(model, ids)
+        for name, each_model in models.items():
+            ms = step(each_model, ids)
             if number >= 5:
                 times[name].append(ms)
     best = {name: statistics.median(sorted(each)[: len(each) // 2]) for name, each in times.items()}

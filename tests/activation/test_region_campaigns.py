@@ -21,10 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.core.swap import engines
 from hyper_parallel.core.swap.engine import SwapEngine
+from hyper_parallel.platform.torch.activation_checkpoint import frame
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
 from support import region_ops
 from support.campaign import share
 from support.region_programs import (
+    ModuleRunner,
     Program,
     Runner,
     all_features,
@@ -61,6 +63,35 @@ def test_random_programs_give_what_they_give_without_regions(on_disk: Swapping) 
     assert {answer: runner.answers[answer] for answer in CheckpointPolicy if runner.answers[answer] < at_least} == {}
     assert on_disk.offloaded_bytes > 0
     assert on_disk.loaded_bytes > 0
+
+
+def test_recorded_ops_that_run_without_their_function_give_the_same(on_disk: Swapping) -> None:
+    """The same programs with modules as regions, three times: the function again, the proof that it has nothing unseen, its ops alone."""
+    num_runs, num_wrong, reports = Counter[str](), 0, []
+    run_recorded = frame.run_recorded
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        num_runs["tried"] += 1
+        found = run_recorded(*args, **kwargs)
+        num_runs["done"] += 1
+        return found
+
+    seeds = share(10_000, 500)
+    with mock.patch.object(frame, "run_recorded", counting):
+        for seed in seeds:
+            runner, program = ModuleRunner(checkpoint), draw(seed)
+            plain = runner.run(program, managed=False)
+            for number in range(3):
+                try:
+                    wrong = ", ".join(differences(plain, runner.run(program, managed=True)))
+                except Exception as error:
+                    wrong = repr(error)
+                if wrong:
+                    num_wrong += 1
+                    reports.append(f"seed {seed}, run {number}: {wrong}\n{program.describe()}")
+                    break
+    assert num_wrong == 0, f"{num_wrong} of {len(seeds)} programs are wrong; the first:\n" + "\n\n".join(reports[:3])
+    assert num_runs["done"] > len(seeds), num_runs
 
 
 # -- recomputation that differs ---------------------------------------------------------------------------------------------

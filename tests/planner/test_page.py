@@ -111,7 +111,7 @@ def test_the_page_has_the_numbers_of_the_plan_and_of_its_json(numbers: Numbers, 
     plan = numbers.plan
     plan.save(tmp_path / "plan.json")
     saved, data, shown = json.loads((tmp_path / "plan.json").read_text()), data_of(text), Document(text)
-    for name in ("budget_bytes", "predicted", "measured", "gap", "setting"):
+    for name in ("budget_bytes", "predicted", "measured", "gap", "setting", "host"):
         assert data[name] == saved[name], name
     assert data["plain"] == {name: saved["profile"][name] for name in ("peak_bytes", "step_ms")}
     terms = shown.terms

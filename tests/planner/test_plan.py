@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 import hyper_parallel as hp  # noqa: E402
 from hyper_parallel._base.errors import DamagedFileError, StateError  # noqa: E402
+from hyper_parallel.core.planner.choices import recompute_all  # noqa: E402
 from hyper_parallel.core.planner.planning import planned  # noqa: E402
 from hyper_parallel.core.planner.profile import Link  # noqa: E402
 from hyper_parallel.core.planner.solver import BudgetError  # noqa: E402
@@ -346,3 +347,90 @@ def test_explain_lists_what_is_kept_and_what_it_would_cost() -> None:
     assert "aten.addmm.default" in text
     total = sum(region.residual_bytes for region in explanation.profile.regions)
     assert 0 < total < explanation.profile.peak_bytes
+
+
+# -- verify, and what the plan needs elsewhere ------------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_misses_its_budget_is_solved_again_by_verify() -> None:
+    case = Planned("llama")
+    budget = case.profile.base_bytes + int(0.6 * case.profile.activation_peak_bytes)
+    # A profile that knows of less than half of what backward takes: what is planned by it is too large.
+    wrong = dataclasses.replace(
+        case.profile,
+        regions=tuple(
+            dataclasses.replace(region, backward_peak_bytes=region.residual_bytes, forward_peak_bytes=0)
+            for region in case.profile.regions
+        ),
+        turn=dataclasses.replace(case.profile.turn, peak_bytes=0),
+    )
+    plan = planned(wrong, budget, None)
+    plan.apply(case.model)
+    missed = case.profile.base_bytes + case.profiled.peak_bytes()
+    plan.remove(case.model)
+    assert missed > budget, "the test has nothing to show"
+    verified = plan.verify(case.model, case.inputs)
+    assert verified is not plan
+    assert verified.decision != plan.decision
+    assert verified.measured is not None
+    assert verified.measured.peak_bytes <= budget
+    assert verified.measured.step_ms is not None
+    assert "measured" in str(verified)
+    assert not hp.wrappers(case.model)
+    verified.apply(case.model)
+    assert case.profile.base_bytes + case.profiled.peak_bytes() <= budget
+    assert same(models.gradients(case.model, case.inputs), case.plain)
+    verified.remove(case.model)
+
+
+def test_a_plan_that_keeps_its_budget_is_verified_as_it_is_and_stays_applied() -> None:
+    case = Planned("mlp")
+    plan = case.plan(case.profile.base_bytes + int(0.7 * case.profile.activation_peak_bytes))
+    plan.apply(case.model)
+    assert plan.verify(case.model, case.inputs) is plan
+    assert plan.measured is not None
+    assert plan.measured.step_ms is not None
+    assert hp.wrappers(case.model)
+    plan.remove(case.model)
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_a_plan_names_exactly_the_bytes_it_will_need_elsewhere(name: str, tmp_path_factory: Any) -> None:
+    from hyper_parallel.core.swap import engines
+
+    case = Planned(name)
+    plan = planned(case.profile, case.profile.base_bytes + int(0.8 * case.profile.activation_peak_bytes), None)
+    assert plan.has_swaps
+    directory = tmp_path_factory.mktemp("other")
+    with hp.configure_swap(disk_dir=directory, min_bytes=4096):
+        plan.apply(case.model)
+        for _ in range(3):
+            models.gradients(case.model, case.inputs)
+        (stats,) = (managed.tier.stats() for key, managed in engines.all_engines().items() if str(directory) in key)
+        plan.remove(case.model)
+    assert plan.host.tier == "disk"
+    assert plan.host.used_bytes == stats.peak_used_bytes
+    assert plan.as_dict()["host"] == plan.host._asdict()
+    assert "Swapped at once" in str(plan)
+
+
+def test_swapped_inputs_that_blocks_share_are_on_the_host_once(tmp_path_factory: Any) -> None:
+    from hyper_parallel.core.swap import engines
+
+    case = Planned("llama")
+    some = planned(case.profile, case.profile.base_bytes + int(0.8 * case.profile.activation_peak_bytes), None)
+    decision = tuple(
+        dataclasses.replace(recompute_all(region), inputs=("swap" if region.inputs[0].may_swap else "save",))
+        for region in case.profile.regions
+    )
+    assert any("swap" in each.inputs for each in decision)
+    plan = hp.MemoryPlan(case.profile, decision, some.setting, some.budget_bytes, some.predicted)
+    assert case.profile.facts["shared_input_bytes"], "sines and cosines are given to all blocks"
+    directory = tmp_path_factory.mktemp("other")
+    with hp.configure_swap(disk_dir=directory, min_bytes=4096):
+        plan.apply(case.model)
+        for _ in range(3):
+            models.gradients(case.model, case.inputs)
+        (stats,) = (managed.tier.stats() for key, managed in engines.all_engines().items() if str(directory) in key)
+        plan.remove(case.model)
+    assert plan.host.used_bytes == stats.peak_used_bytes

@@ -192,6 +192,53 @@ def test_run_covers_a_forward_that_runs_out_as_well() -> None:
     plan.remove(training.model)
 
 
+def test_a_step_under_autocast_is_planned_anew_under_autocast() -> None:
+    def losses(run: Callable[[Callable[[], Any]], Any], training: Training, arm: Callable[[], None]) -> list[float]:
+        found = []
+        torch.manual_seed(1)
+        for number, length in enumerate((SHORT, LONG)):
+
+            def step(number: int = number, length: int = length) -> Any:
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = training.model(batch_of(number, length))
+                loss.backward()
+                return loss.detach()
+
+            if number == 1:
+                arm()
+            training.optimizer.zero_grad()
+            found.append(float(run(step)))
+            training.optimizer.step()
+        return found
+
+    expected = losses(plainly, Training(), lambda: None)
+    training = Training()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plan = hp.plan_memory(training.model, batch_of(0, SHORT), budget="4MiB", progress=False)
+    plan.apply(training.model)
+    with FailingBackward(training.model, 30) as room:
+        assert losses(plan.run, training, room.arm) == expected
+    (longer,) = plan.replans(training.model)
+    assert longer.profile.facts["autocast"] == "bfloat16"
+    assert any("bfloat16" in look for op in longer.profile.regions[0].ops for look in op.looks)
+    plan.remove(training.model)
+
+
+def test_where_several_ranks_train_together_planning_anew_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    plan, _ = planned(training)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(StateError, match="other ranks"):
+        plan.apply(training.model, on_oom="replan")
+    assert not hp.wrappers(training.model)
+    plan.apply(training.model)
+    with pytest.raises(StateError, match="other ranks"):
+        plan.run(lambda: None)
+    plan.remove(training.model)
+    assert "forward" not in vars(training.model)
+
+
 def test_gradients_that_were_there_are_put_back_before_a_step_is_repeated() -> None:
     def accumulated(run: Callable[[Callable[[], Any]], Any], training: Training, arm: Callable[[], None]) -> None:
         torch.manual_seed(1)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.platform.torch.activation_checkpoint import AsyncSaveOnCpu, swap_wrapper
@@ -253,8 +254,9 @@ class Runner:
 
         return policy_fn
 
-    def call(self, manner: Manner, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, region: Region, state: State, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The function as a region."""
+        manner = region.manner
         options: dict[str, Any] = {"policy_fn": self.policy(manner), "swap_inputs": manner.swap_inputs}
         if not manner.early_stop:
             options["early_stop"] = False
@@ -266,6 +268,57 @@ class Runner:
             with AsyncSaveOnCpu(name=f"around {manner.seed}"):
                 return self.checkpoint(function, *args, **options, **kwargs)
         return self.checkpoint(function, *args, **options, **kwargs)
+
+
+class ModuleRunner(Runner):
+    """Runs programs whose regions are modules, the same ones in each run: from the second on their recorded ops may run in backward.
+
+    Policies say that they answer the same each time, as those of `hyper_parallel.policies` do.
+    """
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        super().__init__(checkpoint)
+        self._modules: dict[int, tuple[Region, _Called]] = {}
+
+    def policy(self, manner: Manner) -> Any:
+        policy = super().policy(manner)
+        if callable(policy):
+            policy.is_pure = True
+        return policy
+
+    def run(
+        self, program: Program, *, managed: bool, inside: contextlib.AbstractContextManager[Any] | None = None
+    ) -> dict[str, torch.Tensor | None]:
+        try:
+            return super().run(program, managed=managed, inside=inside)
+        finally:
+            for _, module in self._modules.values():
+                module.functions = []  # they lead to graphs, which lead to the module
+
+    def call(self, region: Region, state: State, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if id(region) not in self._modules:
+            self._modules[id(region)] = region, _Called()
+        module = self._modules[id(region)][1]
+        return super().call(region, state, module, args, {**kwargs, "number": module.use(function, state)})
+
+
+class _Called(nn.Module):
+    """A module that does what it is told, with the weights of a program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[Callable[..., Any]] = []
+
+    def use(self, function: Callable[..., Any], state: State) -> int:
+        """Which of the functions of this state, of which each forward makes one, to call."""
+        if self._buffers.get("weight") is not state.weight:
+            for name, tensor in (*state.leaves(), *state.buffers()):
+                self._buffers[name.replace(".", " ")] = tensor
+        self.functions.append(function)
+        return len(self.functions) - 1
+
+    def forward(self, *args: Any, number: int, **kwargs: Any) -> Any:
+        return self.functions[number](*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -359,7 +412,7 @@ class _Execution:
         args, kwargs = _arguments(region.takes, inputs)
         args = (*args, target, 0.5 + len(inputs), region.manner.seed % 2 == 0)
         kwargs["power"] = 0.5
-        call = functools.partial(self.runner.call, region.manner) if self.managed else _call
+        call = functools.partial(self.runner.call, region, self.state) if self.managed else _call
         results = _results(region.gives, call(function, args, kwargs))
         if isinstance(target, torch.Tensor):
             # A static buffer is written again by others, after somebody may have saved it: only its content goes on.

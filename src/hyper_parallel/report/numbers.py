@@ -118,6 +118,7 @@ class Numbers:
             "measured": None if plan.measured is None else vars(plan.measured),
             "gap": plan.gap,
             "setting": plan.setting._asdict(),
+            "host": plan.host._asdict(),
             "before": self.before.as_dict(),
             "after": self.after.as_dict(),
             "copies": self.copies.as_dict(),

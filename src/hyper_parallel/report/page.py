@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hyper_parallel.core.planner.table import host_words
 from hyper_parallel.core.swap.sizes import format_size
 from hyper_parallel.report.numbers import CURVE_SECONDS, Bar, Block, Numbers, Row, Step, numbers_of
 from hyper_parallel.report.picture import Axis, Mark, Span, curve, frame, lane, stacked
@@ -347,6 +348,7 @@ def _facts(numbers: Numbers) -> str:
         rows.append(
             ["copies in flight", f"at most {format_size(window)} out and {format_size(prefetch)} ahead of backward"]
         )
+        rows.append(["swapped at once", host_words(plan).partition(": ")[2]])
     if plan.gap > 1e-6:
         rows.append(["how good it is", f"at most {plan.gap:.2%} slower than the best that this profile allows"])
     table = _table("What the plan was made for", ["", ""], [row for row in rows if row[1]])

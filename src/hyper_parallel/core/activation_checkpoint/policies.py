@@ -16,6 +16,7 @@ and copied. They look at names, shapes and sizes only, never at a tensor's value
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -134,7 +135,7 @@ def as_policy_fn(policy: Any) -> Callable[..., Any]:
     if policy is None:
         return choose()
     if isinstance(policy, (list, tuple, set, frozenset)):
-        return save(_ops_of_list(policy))
+        return _policy_of_list(policy)
     if callable(policy) and not isinstance(policy, (Matcher, type)) and not is_op(policy):
         return policy  # type: ignore[no-any-return]  # `callable` narrows Any to itself
     raise ArgumentTypeError(
@@ -154,6 +155,19 @@ def _policy_hint(policy: object) -> str | None:
         return f"For this answer to every op write choose(otherwise={as_policy(policy)})."
     except ArgumentTypeError:
         return None
+
+
+def _policy_of_list(entries: Any) -> Policy:
+    # The same one each time: regions remember what it has answered.
+    try:
+        return _known_policy(frozenset(entries))
+    except TypeError:  # an entry that cannot be in a set is no op: see the error
+        return save(_ops_of_list(entries))
+
+
+@functools.lru_cache(maxsize=64)
+def _known_policy(entries: frozenset[Any]) -> Policy:
+    return save(_ops_of_list(entries))
 
 
 def _ops_of_list(entries: Any) -> Matcher:

@@ -7,6 +7,7 @@ M1. A model has one plan for each batch that ran out of memory, and the one it w
 M2. A forward that runs out is undone (random generators, buffers, modes), planned anew for its own inputs within the same budget, and run again. That is
     exact: whatever is saved, swapped or recomputed, the values are the same bit for bit.
 M3. `run` does so with a whole step, gradients included. What an optimizer has changed cannot be undone, so it steps afterwards.
+    A step is repeated in the autocast that its forward ran under.
 M4. While a plan is being made the model runs as it is: nothing here looks at its forwards.
 """
 
@@ -51,6 +52,7 @@ class ManagedModel:
     """
 
     def __init__(self, part: Any, model: Any, plan: MemoryPlan, *, on_mismatch: str, retries_forward: bool) -> None:
+        part.check_alone("Planning anew where memory runs out")
         self.current = self._first = plan
         self.num_replans = 0
         self.retries_forward = retries_forward
@@ -61,6 +63,7 @@ class ManagedModel:
         self._on_mismatch = on_mismatch
         self._is_planning = False  # M4
         self._inputs: Any = None  # of the last forward in `run`
+        self._surroundings: Callable[[], Any] = contextlib.nullcontext  # of that forward: autocast
         self._is_in_run = False
         self._forward = part.PatchedForward(model, self.forward)
         self._open = contextlib.ExitStack()
@@ -87,6 +90,7 @@ class ManagedModel:
         self._choose(batch)
         if self._is_in_run:
             self._inputs = batch
+            self._surroundings = self._part.surroundings_of(self._device)
         if not self.retries_forward:
             return original(*args, **kwargs)
         state = self._part.StepState(self._model(), with_gradients=False)
@@ -120,6 +124,7 @@ class ManagedModel:
         finally:
             self._is_in_run = False
             self._inputs = None
+            self._surroundings = contextlib.nullcontext
             state.close()
 
     def _until_it_fits(self, function: Callable[[], Any], state: Any, inputs: Callable[[], Any], what: str) -> Any:
@@ -149,7 +154,8 @@ class ManagedModel:
         self.current.detach(model)
         self._is_planning = True
         try:
-            plan = self._planned(model, batch, part_of_room)
+            with self._surroundings():
+                plan = self._planned(model, batch, part_of_room)
         except BaseException:
             self.current.attach(model, self._on_mismatch, checks_ops=False)
             raise

@@ -6,11 +6,13 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
 from hyper_parallel.core.planner import plan_file
 from hyper_parallel.core.planner.choices import Decision, RegionDecision
+from hyper_parallel.core.planner.host_need import HostNeed, host_need
 from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.settings import Setting
 from hyper_parallel.core.planner.table import plan_table
@@ -97,6 +99,11 @@ class MemoryPlan:
     def base_bytes(self) -> int:
         return self.profile.base_bytes
 
+    @cached_property
+    def host(self) -> HostNeed:
+        """What is swapped needs as much of the host's memory, pinned, or of a disk."""
+        return host_need(self.profile, self.decision, self.setting)
+
     def __str__(self) -> str:
         return plan_table(self)
 
@@ -109,6 +116,7 @@ class MemoryPlan:
             "measured": None if self.measured is None else vars(self.measured),
             "gap": self.gap,
             "setting": self.setting._asdict(),
+            "host": self.host._asdict(),
             "decision": [
                 {"plain": True}
                 if each.is_plain
@@ -132,7 +140,7 @@ class MemoryPlan:
 
         Raises:
             ValueError: the model is another one; the first difference is named.
-            StateError: the plan is applied to it already.
+            StateError: the plan is applied to it already; or "replan" where several ranks train together.
         """
         for name, value, known in (("on_mismatch", on_mismatch, _ON_MISMATCH), ("on_oom", on_oom, _ON_OOM)):
             if value not in known:
@@ -140,8 +148,12 @@ class MemoryPlan:
         if model in self._applied or model in self._managed:
             raise StateError("The plan is applied to this model already.", do="Call `plan.remove(model)` first.")
         self.attach(model, on_mismatch)
-        if on_oom == "replan":
-            self._manage(model, on_mismatch, retries_forward=True)
+        try:
+            if on_oom == "replan":
+                self._manage(model, on_mismatch, retries_forward=True)
+        except BaseException:
+            self.detach(model)
+            raise
         return self
 
     def remove(self, model: Any) -> None:

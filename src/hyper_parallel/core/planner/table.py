@@ -54,6 +54,7 @@ def plan_table(plan: MemoryPlan) -> str:
         lines.append(
             f"\nCopies in flight: at most {format_size(window)} out and {format_size(prefetch)} ahead of backward."
         )
+        lines.append(host_words(plan))
     if not profile.is_plain_measured:
         lines.append(
             "\nA plain step does not fit the device: what it would take was computed from one that recomputes."
@@ -61,6 +62,13 @@ def plan_table(plan: MemoryPlan) -> str:
     if plan.gap > 1e-6:
         lines.append(f"The time is at most {plan.gap:.2%} above the best that is possible by this profile.")
     return "\n".join(lines)
+
+
+def host_words(plan: MemoryPlan) -> str:
+    """What is needed elsewhere for what is swapped."""
+    tier, used, reserved = plan.host
+    where = "pinned memory of the host" if tier == "host" else "files"
+    return f"Swapped at once: {format_size(used)}, in {format_size(reserved)} of {where}."
 
 
 def _numbers(profile: StepProfile, peak_bytes: int, step_ms: float | None) -> list[str]:

@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TypeVar
 
+import torch
+
 from hyper_parallel._base.errors import StateError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -40,6 +42,32 @@ def prepare_for_compiled_code(*, before_it_is_compiled: bool = False) -> None:
     if hasattr(config, "wrap_inductor_compiled_regions"):
         # Code that is compiled from now on is called through one operator, `inductor_compiled_code`, which modes see.
         config.wrap_inductor_compiled_regions = True
+
+
+def cuda_graph_now() -> Any:
+    """What code compiled with CUDA graphs has run last in this step; None if there is none.
+
+    Such code (`mode="reduce-overhead"`) keeps its results and residuals in memory that the graphs share, and must know who still
+    uses it.
+    """
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not torch.cuda.is_initialized():
+        return None
+    manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    return getattr(manager, "current_node", None)
+
+
+def check_no_cuda_graph(before: Any, what: str, where: str) -> None:
+    """Refuse code that was compiled with CUDA graphs and has run since `before = cuda_graph_now()`."""
+    now = cuda_graph_now()
+    if now is not None and now is not before:
+        raise StateError(
+            f"{what} cannot hold code that was compiled with CUDA graphs.",
+            expected='torch.compile in the default mode, or mode="max-autotune-no-cudagraphs"',
+            got='a graph that ran inside: mode="reduce-overhead", mode="max-autotune" or triton.cudagraphs',
+            where=where,
+            do="Compile the module inside without graphs, or put the wrapper around other modules.",
+        )
 
 
 def not_compiled(function: _Function) -> _Function:

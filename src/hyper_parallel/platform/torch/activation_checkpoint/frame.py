@@ -21,10 +21,17 @@ from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform.regions.arguments import SavedArguments
 from hyper_parallel.platform.regions.host_randomness import HostRandomness
 from hyper_parallel.platform.regions.passes import Pass
+from hyper_parallel.platform.torch.activation_checkpoint.call_template import Look
 from hyper_parallel.platform.torch.activation_checkpoint.checksums import checksum, find_difference
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES, is_plain, local_tensor
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
+    PLAIN_TYPES,
+    is_plain,
+    local_tensor,
+    version_of,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import (
     ModulePaths,
+    has_sharded_modules,
     modules_in,
     paths_here,
 )
@@ -35,10 +42,12 @@ from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
     another_placeholder,
     is_placeholder,
 )
-from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, states_of
+from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, set_back, states_of
+from hyper_parallel.platform.torch.activation_checkpoint.recorded_ops import NotAsRecordedError, can_run, run_recorded
 from hyper_parallel.platform.torch.activation_checkpoint.recording import (
     Record,
     RecordingMode,
+    Saved,
     Swappable,
     aliased,
 )
@@ -52,6 +61,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.surroundings import (
     check_not_traced,
     replaying,
 )
+from hyper_parallel.platform.torch.activation_checkpoint.swap_device import shown
 from hyper_parallel.platform.torch.activation_checkpoint.values import KnownOp, Origin, Value, is_available, known_ops
 
 _INPUT, _OUTSIDE = Origin.INPUT, Origin.OUTSIDE
@@ -76,12 +86,19 @@ class Options(NamedTuple):
     early_stop: bool = True
 
 
+class _Proof:
+    """Whether a function does anything that the ops of its record do not tell; None until somebody has looked."""
+
+    has_unseen: bool | None = None
+
+
 class _Known(NamedTuple):
     """What the ops of a function's last call looked like, and what the names of their modules depend on."""
 
     paths: ModulePaths | None
     answers: Any  # of the policy, which itself may lead to anything
     ops: list[KnownOp | None]
+    proof: _Proof  # of these ops
 
     def names(self, paths: ModulePaths | None, answers: Any) -> bool:
         """Whether the names hold for a call under these."""
@@ -124,7 +141,7 @@ class Frame:
         # Unlike the name it tells two blocks of one class apart: the engine learns by it what a forward saves last.
         self._key = f"{self.name} {id(self._identity):x}"
         self._swap = RegionSwap(self._key)
-        self._known = _known.get(self._identity) or _Known(None, None, [])
+        self._known = _known.get(self._identity) or _Known(None, None, [], _Proof())
         self._named = paths, getattr(policy, "answers", None)
         asks = policy is not None and (self._named[1] is None or bool(policy.asked))
         self._record: Record | None = Record(
@@ -233,7 +250,8 @@ class Frame:
         if not recomputed:
             self._record = None
         elif record.has_news() or not self._known.names(*self._named):
-            _known[self._identity] = _Known(*self._named, known_ops(record.ops))
+            proof = _Proof() if record.has_news() else self._known.proof
+            _known[self._identity] = _Known(*self._named, known_ops(record.ops), proof)
 
     def _to_recompute(self, record: Record) -> list[Recomputed]:
         """The living residuals that no policy has kept after all."""
@@ -366,7 +384,8 @@ class Frame:
             if value not in current.found:
                 if current.has_given(value):
                     current.keep_all()
-                self._replay(current)
+                with shown(f"recompute {self.name}"):
+                    self._replay(current)
             tensor = current.take(value)
             if number == _NO_PASS:
                 self.end_pass(number)
@@ -448,6 +467,10 @@ class Frame:
             for value in self._plan.takes:
                 if not is_available(value):  # it was there when the forward ended
                     raise changed_in_place(self.where(value))
+        found = self._run_recorded(record, current, wanted)
+        if found is not None:
+            current.put(found, set(), Counter(each.value for each in recomputed))
+            return
         replay = None if record.runs_everything else self._try_to_leave_out(record, current, wanted)
         if replay is None:
             record.runs_everything = True
@@ -456,6 +479,66 @@ class Frame:
         if self._checksums:
             self._check_values(replay)
         current.put(replay.found, replay.written_over(), Counter(each.value for each in recomputed))
+
+    def _run_recorded(self, record: Record, current: Pass, wanted: set[Value]) -> dict[Value, torch.Tensor] | None:
+        """Run the recorded ops without the function, if that is known to be the same; None if it is not."""
+        runs = self._plan.runs
+        if not self._may_run_recorded(record) or not can_run(record.ops[index] for index in runs):
+            return None
+        proof = self._known.proof
+        if proof.has_unseen is None:
+            proof.has_unseen = not self._shows_everything(record, current)
+        if proof.has_unseen:
+            return None
+        try:
+            # First of all: to get them may mean another replay, of the region around this one.
+            inputs = {
+                value: self._tensor_of_input(value, current)
+                for value in self._plan.takes
+                if value.kept is None and value.origin is _INPUT
+            }
+            sources = _Sources(inputs, self._parameters)
+            return run_recorded(
+                record.ops, runs, wanted, sources.tensor, restores_random_state=self._options.preserve_rng_state
+            )
+        except NotAsRecordedError:
+            return None
+
+    def _may_run_recorded(self, record: Record) -> bool:
+        options = self._options
+        return (
+            self._module is not None  # what a function does may depend on what it has closed over
+            and options.early_stop
+            and not options.debug
+            and not record.runs_everything
+            and not record.has_launches
+            and not record.before_write
+            and not record.views_that_communicate
+            and not record.has_news()
+            and not self._checksums
+            and self._surroundings.is_ordinary()
+            and (self._policy is None or getattr(self._policy, "is_pure", False))
+            and all(each.view is not None and each.view.outer is None for each in self._inputs)
+            and not has_sharded_modules()
+        )
+
+    def _shows_everything(self, record: Record, current: Pass) -> bool:
+        """Whether all that the function does is in the record: it runs again with placeholders for all tensors, and nothing reads one.
+
+        A kernel that no mode sees would, wherever it gets its memory from.
+        """
+        try:
+            replay = self._run_again(record, current, (frozenset(), frozenset()), set(), early_stop=False)
+        except (NeedsEverything, Exception) as reader:
+            _logger.info("%s: the function runs again in backward, not its ops (%s)", self.name, reader)
+            return False
+        return replay.first_unknown is None and all(replay.has_met(op) for op in record.ops)
+
+    def _tensor_of_input(self, value: Value, current: Pass) -> torch.Tensor:
+        index = self._input_of(value)
+        if index is None:
+            raise NotAsRecordedError
+        return self._input_tensor(index, current)
 
     def _try_to_leave_out(self, record: Record, current: Pass, wanted: set[Value]) -> Replay | None:
         """Run what is needed; None if something reads what was left out, as ops that PyTorch does not see may."""
@@ -484,7 +567,9 @@ class Frame:
                 do="Run the step again: from now on it is kept.",
             ) from None
 
-    def _run_again(self, record: Record, current: Pass, plan: tuple[Any, Any], wanted: set[Value]) -> Replay:
+    def _run_again(
+        self, record: Record, current: Pass, plan: tuple[Any, Any], wanted: set[Value], early_stop: bool = True
+    ) -> Replay:
         options = self._options
         replay = Replay(
             record,
@@ -492,7 +577,7 @@ class Frame:
             wanted,
             self._policy,
             check_outputs=options.check_outputs,
-            early_stop=options.early_stop and not (record.runs_everything or record.has_launches),
+            early_stop=early_stop and options.early_stop and not (record.runs_everything or record.has_launches),
             restores_random_state=options.preserve_rng_state,
         )
         generators = {state.generator for state in self._random}
@@ -507,7 +592,7 @@ class Frame:
             replay.attributes.remember()
         with (
             replaying(),
-            _set_back(generators),
+            set_back(generators),
             _NOTHING if self._host_randomness is None else self._host_randomness.again(),
             replay.attributes,
             self._parameters.again(),
@@ -584,6 +669,32 @@ class Frame:
                 where=self.where(values[index]),
                 do="Let the policy save this op, or the op before it that does not give the same result twice.",
             )
+
+
+class _Sources:
+    """Where the recorded ops get what none of them makes."""
+
+    def __init__(self, inputs: dict[Value, torch.Tensor], parameters: ParametersOfModule) -> None:
+        self._inputs = inputs
+        self._parameters = parameters
+        self._outside: dict[int | None, torch.Tensor] | None = None
+
+    def tensor(self, value: Value, look: Look) -> torch.Tensor:
+        """The tensor of a value, or if there is none but memory, one that looks as asked for."""
+        kept = value.kept
+        if kept is not None:
+            return kept.alias if type(kept) is Saved else View(*look, False, False).on(kept.memory(), value.device)
+        given = self._inputs.pop(value, None)  # asked for once: who asks keeps it as long as it is needed
+        if given is not None:
+            return given
+        if value.origin is not _OUTSIDE:
+            raise NotAsRecordedError
+        if self._outside is None:
+            self._outside = self._parameters.by_storage()
+        tensor = self._outside.get(value.key)
+        if tensor is None or version_of(tensor) != value.seen_version:
+            raise NotAsRecordedError
+        return tensor
 
 
 class _Packer:
@@ -675,22 +786,6 @@ class _Hooks:
             return None
         pack, unpack = found
         return lambda tensor: _Hooks(unpack, pack(tensor))
-
-
-class _set_back:  # noqa: N801 - used like a function
-    """A block after which generators are as they were before it."""
-
-    __slots__ = ("_states",)
-
-    def __init__(self, generators: set[torch.Generator]) -> None:
-        self._states = [GeneratorState(generator) for generator in generators]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_error: object) -> None:
-        for state in self._states:
-            state.restore()
 
 
 @functools.cache

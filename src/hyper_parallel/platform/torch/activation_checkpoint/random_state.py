@@ -27,6 +27,22 @@ class GeneratorState:
             _quietly(self.generator.set_state, self.state)
 
 
+class set_back:  # noqa: N801 - used like a function
+    """A block after which generators are as they were before it."""
+
+    __slots__ = ("_states",)
+
+    def __init__(self, generators: set[torch.Generator]) -> None:
+        self._states = [GeneratorState(generator) for generator in generators]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_error: object) -> None:
+        for state in self._states:
+            state.restore()
+
+
 def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> torch.Generator | None:
     """The generator that a random op with these arguments draws from."""
     for argument in (*args, *kwargs.values()):

@@ -12,7 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.platform.regions.module_calls import ModuleCall, ModuleCalls
 from hyper_parallel.platform.regions.questions import PolicyContext, asked
-from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import check_not_in_compiled_code
+from hyper_parallel.platform.torch.activation_checkpoint.call_template import CallTemplate
+from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import (
+    check_no_cuda_graph,
+    check_not_in_compiled_code,
+    cuda_graph_now,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
     PLAIN_TYPES,
     Outer,
@@ -160,7 +165,7 @@ class Record:
 
     def has_news(self) -> bool:
         """Whether its ops do not look like those of the last call."""
-        return self._has_news
+        return self._has_news or len(self.ops) != self._num_known
 
     def is_current(self, value: Value) -> bool:
         return self._current.get(value.key) is value
@@ -195,6 +200,7 @@ class Record:
         else:
             self._has_news = True
             op = RecordedOp(index, func, self._read(tensors), rest, self._calls.innermost(3))
+            op.template = CallTemplate(args, kwargs)
         if self._has_empty:
             self._look_for_unseen(op.reads, [])
         if traits.is_random and self._keeps_random_state:
@@ -219,19 +225,21 @@ class Record:
         """Run an op that writes, or does something else that most do not."""
         func = traits.func
         arguments = Arguments(args, kwargs, traits.writes)
-        versions = None
+        versions, graph_before = None, None
         if not traits.has_schema:
+            graph_before = cuda_graph_now()
             versions = [version_of(tensor) for tensor in arguments.tensors]
             self.runs_everything = True  # compiled code looks at the types of what it is given: no placeholders
         with drawing if traits.is_random and self._keeps_random_state else _NOBODY_WAITS:
             state = self._state_before(args, kwargs, arguments.tensors) if traits.is_random else None
-            op = self._new_op(func, arguments, state)
+            op = self._new_op(func, arguments, args, kwargs, state)
             if traits.is_out:
                 check_not_in_compiled_code(func, str(op.place()))
             if arguments.written:
                 self._copy_before_write(arguments)
             result = traits.call(*args, **kwargs)
         if versions is not None:  # nobody said what it writes
+            check_no_cuda_graph(graph_before, "A region", str(op.place()))
             changed = [i for i, t in enumerate(arguments.tensors) if version_of(t) != versions[i]]
             arguments.written.extend(changed)
         if traits.must_run:
@@ -259,11 +267,27 @@ class Record:
             if value is not None and value.op == op.index:
                 value.kept = Saved(aliased(tensor))
 
-    def _new_op(self, func: Any, arguments: Arguments, state: GeneratorState | None) -> RecordedOp:
+    def _new_op(
+        self,
+        func: Any,
+        arguments: Arguments,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: GeneratorState | None = None,
+    ) -> RecordedOp:
         reads = self._read(arguments.tensors)
         if self._has_empty:
             self._look_for_unseen(reads, arguments.written)
-        return RecordedOp(len(self.ops), func, reads, arguments.rest, self._calls.innermost(4), state)
+        index, call = len(self.ops), self._calls.innermost(4)
+        known = self._known[index] if index < self._num_known else None
+        if known is not None and known.func is func and known.has(arguments.rest):
+            op = RecordedOp(index, func, reads, known.rest, call, state)
+            op.known = known
+            return op
+        self._has_news = True
+        op = RecordedOp(index, func, reads, arguments.rest, call, state)
+        op.template = CallTemplate(args, kwargs)
+        return op
 
     def _read(self, tensors: list[torch.Tensor]) -> list[Value | None]:
         """The values that an op reads."""
@@ -307,7 +331,7 @@ class Record:
     def noted_view(self, traits: Traits, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(result) is not _Tensor and _has_communicated(result, args):
             arguments = Arguments(args, kwargs, traits.writes)
-            op = self._new_op(traits.func, arguments, None)
+            op = self._new_op(traits.func, arguments, args, kwargs)
             op.must_run = True
             self.views_that_communicate.add(traits.func)
             op.outputs = self._note_outputs(op, result, arguments.tensors)

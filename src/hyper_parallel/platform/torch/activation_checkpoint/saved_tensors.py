@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel._base.errors import ArgumentTypeError, StateError, describe
 from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
+from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import check_no_cuda_graph, cuda_graph_now
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
     PLAIN_TYPES,
     Outer,
@@ -86,6 +87,7 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
 
     def __enter__(self) -> None:
         check_surroundings("Swapping")
+        self._recorder.watches_graphs, self._recorder.graph_before = True, cuda_graph_now()
         self._recorder.look_up_parameters()
         if not self._has_name:
             self._recorder.look_up_path()
@@ -178,6 +180,7 @@ class _Recorder:
         self.unpack_count = 0
         self.num_swapped = 0
         self.has_joined = False
+        self.watches_graphs, self.graph_before = False, None  # what ran before the block; see `check_no_cuda_graph`
         # Held here, and so by the graph: its group has it as long as there is something to move.
         self.storage = _new_storage()
 
@@ -223,6 +226,8 @@ class _Recorder:
         whole, tensor = tensor, local_tensor(tensor)
         slot = living_slot(engine, tensor)
         if slot is None:
+            if self.watches_graphs:
+                check_no_cuda_graph(self.graph_before, "A block that is swapped", self._name)
             with (
                 torch._C._DisableTorchDispatch()
             ):  # a region around this block must not take what is done here for its ops

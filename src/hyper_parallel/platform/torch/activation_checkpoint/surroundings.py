@@ -15,6 +15,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from hyper_parallel._base.errors import StateError
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import storage_key
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules, modules_in
 
 _thread = threading.local()
@@ -101,6 +102,12 @@ class Surroundings:
             return _NOTHING
         return self._set_again()
 
+    def is_ordinary(self) -> bool:
+        """Whether ops mean here and now what they say, and meant it there."""
+        if self.transform is not None or self._compiler is not None:
+            return False
+        return not any(map(torch.is_autocast_enabled, _device_types()))
+
     @property
     def is_compiling(self) -> bool:
         """Whether the region is part of a model that is compiled as a whole."""
@@ -144,6 +151,7 @@ class ParametersOfModule:
 
     def __init__(self, module: nn.Module | None) -> None:
         self._had: list[tuple[dict[str, Any], str, torch.Tensor, bool]] = []
+        self._module = module
         if module is None or has_sharded_modules():
             return
         for each in modules_in(module):
@@ -154,6 +162,15 @@ class ParametersOfModule:
                     self._had.append((each._parameters, name, tensor, True))
                 elif tensor is not None:  # the result of something: its graph is not ours to keep
                     self._had.append((each._parameters, name, tensor.detach(), tensor.requires_grad))
+
+    def by_storage(self) -> dict[int | None, torch.Tensor]:
+        """The parameters of the call and the buffers of now, by the address of their storage."""
+        found = {storage_key(tensor): tensor for _, _, tensor, _ in self._had}
+        for each in () if self._module is None else modules_in(self._module):
+            for tensor in each._buffers.values():
+                if tensor is not None:
+                    found[storage_key(tensor)] = tensor
+        return found
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

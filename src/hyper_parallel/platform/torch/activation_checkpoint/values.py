@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hyper_parallel.platform.regions.module_calls import ModuleCall, Occurrence
+from hyper_parallel.platform.torch.activation_checkpoint.call_template import CallTemplate
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState
@@ -112,6 +113,7 @@ class RecordedOp:
     policy: Any = None
     state: GeneratorState | None = None  # of the generator it drew from
     known: KnownOp | None = None  # the same op of an earlier call, whose `rest` this one has
+    template: CallTemplate | None = None  # how to call it again; that of `known`, if there is one
 
     def __init__(
         self,
@@ -163,14 +165,23 @@ class KnownOp:
     A record whose ops look the same shares these objects with it, which are most of those it would hold.
     """
 
-    __slots__ = ("func", "rest", "types", "view", "where")
+    __slots__ = ("func", "rest", "template", "types", "view", "where")
 
-    def __init__(self, func: Any, where: Occurrence, rest: list[Any], types: list[Any], view: View | None) -> None:
+    def __init__(
+        self,
+        func: Any,
+        where: Occurrence,
+        rest: list[Any],
+        types: list[Any],
+        view: View | None,
+        template: CallTemplate | None,
+    ) -> None:
         self.func = func
         self.where = where
         self.rest = rest
         self.types = types  # of `rest`: 1, 1.0 and True are different arguments
         self.view = view  # of its result, if that is one tensor
+        self.template = template  # None: it is not called from one
 
     def has(self, rest: list[Any]) -> bool:
         # Types first: these have an equality that looks at nothing else.
@@ -209,9 +220,12 @@ def known_ops(ops: list[RecordedOp]) -> list[KnownOp | None]:
             if _SMALL.issuperset(types):
                 outputs = op.outputs
                 view = outputs.view if type(outputs) is Value else None
-                known = KnownOp(
-                    op.func, op.where, op.rest, types, None if view is None or view.outer is not None else view
-                )
+                if view is not None and view.outer is not None:
+                    view = None
+                template = op.template if op.known is None else op.known.template
+                if template is not None and template.looks is None:
+                    template = None
+                known = KnownOp(op.func, op.where, op.rest, types, view, template)
         found.append(known)
     return found
 

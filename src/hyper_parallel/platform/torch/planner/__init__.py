@@ -11,9 +11,11 @@ from hyper_parallel.platform.torch.planner.step_state import StepState
 from hyper_parallel.platform.torch.planner.surroundings import (
     PatchedForward,
     batch_of,
+    check_alone,
     device_of,
     is_first_forward,
     some_loss,
+    surroundings_of,
 )
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "attempt",
     "batch_bytes",
     "batch_of",
+    "check_alone",
     "device_of",
     "free_bytes",
     "is_first_forward",
@@ -33,4 +36,5 @@ __all__ = [
     "model_facts",
     "said_in_backward",
     "some_loss",
+    "surroundings_of",
 ]

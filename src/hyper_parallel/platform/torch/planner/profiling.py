@@ -160,7 +160,11 @@ class ProfiledModel:
             step_ms=turn_ms + sum(each.before_ms + each.forward_ms + each.backward_ms for each in regions),
             turn=Turn(turn_ms, turn_bytes),
             link=link,
-            facts=signature.facts(self),
+            facts={
+                **signature.facts(self),
+                "min_swap_bytes": _min_bytes(self.device),
+                "shared_input_bytes": _shared_input_bytes(calls),
+            },
             is_plain_measured=spans is not None,
         )
         return profile if spans is not None else _with_computed_peak(profile)
@@ -325,6 +329,12 @@ def _region(
         note_bytes=_note_bytes(record, device),
         is_dynamic=noted.is_dynamic,
     )
+
+
+def _shared_input_bytes(calls: list[RecordedCall]) -> list[int]:
+    """Of each storage that several calls are given."""
+    shared = {value.ref.cdata: value.num_bytes for call in calls for value in call.shared}
+    return list(shared.values())
 
 
 def _note_bytes(record: Any, device: torch.device) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
@@ -144,6 +145,27 @@ def some_loss(output: Any) -> torch.Tensor:
     if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
         return own
     return torch.stack([each.float().sum() for each in tensors_of(output) if each.requires_grad]).sum()
+
+
+def surroundings_of(device: torch.device) -> Callable[[], Any]:
+    """A context in which a step runs as one would here and now: under the same autocast."""
+    is_on, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    return lambda: torch.autocast(device.type, dtype=dtype, enabled=is_on)
+
+
+def check_alone(what: str) -> None:
+    """Refuse what one rank would do while the others go on.
+
+    Raises:
+        StateError: there are others.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise StateError(
+            f"{what} is for a process that trains alone: the other ranks would wait for this one in their next collective.",
+            expected="one rank",
+            got=f"{dist.get_world_size()} of them",
+            do="Plan for the longest batch on all ranks: plan_memory, or largest.",
+        )
 
 
 def is_first_forward() -> bool:
