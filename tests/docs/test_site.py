@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -161,3 +162,28 @@ def test_the_readme_is_short_and_has_exactly_two_commands_to_set_up() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) < 750, "three minutes"
     assert re.findall(r"^python3 start\.py.*$", text, re.MULTILINE) == ["python3 start.py", "python3 start.py test"]
+
+
+def test_every_command_and_every_setting_is_on_its_page() -> None:
+    pytest.importorskip("typer")
+    from hyper_parallel.cli.app import app
+
+    page = (DOCS / "command-line.md").read_text(encoding="utf-8")
+    names = [each.name or getattr(each.callback, "__name__", "") for each in app.registered_commands]
+    assert len(names) > 5
+    assert [name for name in names if f"| `hyper-parallel {name}" not in page] == []
+    page = (DOCS / "policies.md").read_text(encoding="utf-8")
+    settings = [
+        each.name
+        for each in inspect.signature(hyper_parallel.configure_swap).parameters.values()
+        if each.kind is each.KEYWORD_ONLY
+    ]
+    assert len(settings) > 5
+    assert [name for name in settings if f"`{name}`" not in page] == []
+
+
+def test_the_tests_that_the_page_of_combinations_names_are_there() -> None:
+    named = set(re.findall(r"`(\w+\.py)`", (DOCS / "combinations.md").read_text(encoding="utf-8")))
+    there = {path.name for folder in ("tests/activation", "benchmarks") for path in (ROOT / folder).glob("*.py")}
+    assert len(named) > 10
+    assert named - there == set()
