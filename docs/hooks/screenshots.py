@@ -1,6 +1,6 @@
 """The pictures of `docs/pictures`, taken of a real demo: its terminal and its report, wide, dark and on a phone.
 
-    PYTHONPATH=src python docs/hooks/screenshots.py
+    OMP_NUM_THREADS=1 PYTHONPATH=src python docs/hooks/screenshots.py
 
 Needs Chromium. Look at what it took before you commit it.
 """
