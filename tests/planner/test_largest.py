@@ -128,10 +128,10 @@ def test_at_most_ends_the_search_and_the_plain_step_is_measured() -> None:
 def test_sizes_that_the_device_has_no_room_for_are_not_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "_CPU_BYTES", 64 * 1024)
     model = models.make("mlp")
-    with_room = hp.largest(model, rows, 8 * MIB, at_most=60, progress=False)
+    with_room = hp.largest(model, rows, 6 * MIB, at_most=30, progress=False)
     model.zero_grad()
     with LimitedMemory(model, 3 * MIB) as room:
-        found = hp.largest(model, rows, 8 * MIB, at_most=60, progress=False)
+        found = hp.largest(model, rows, 6 * MIB, at_most=30, progress=False)
         failures = room.num_failures
         assert failures
         found.plan.apply(model)

@@ -22,9 +22,8 @@ class LimitedMemory(TorchDispatchMode):
         super().__init__()
         self.limit_bytes = limit_bytes
         self.num_failures = 0
-        self.peak_bytes = 0
-        self.where: list[str] = []
         self._refs: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._level = 0  # of all in `_refs`, some of which may be gone
         self._add([*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())])
 
     @classmethod
@@ -33,26 +32,26 @@ class LimitedMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is not torch.ops.aten.detach.default:
-            self._add([result])
-            level = self._level()
-            if level > self.limit_bytes:
-                self.num_failures += 1
-                self.where.append(str(func))
-                del result
-                raise torch.OutOfMemoryError(
-                    f"CUDA out of memory (simulated). {level} bytes are alive after {func}; there is room for {self.limit_bytes}."
-                )
-            self.peak_bytes = max(self.peak_bytes, level)
+        self._add([result])
+        if self._level > self.limit_bytes:
+            self._forget_what_is_gone()
+        if self._level > self.limit_bytes:
+            self.num_failures += 1
+            del result
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory (simulated). {self._level} bytes are alive after {func}; there is room for {self.limit_bytes}."
+            )
         return result
 
     def _add(self, values: Any) -> None:
         for each in tree_leaves(values):
             if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu":
                 storage = each.untyped_storage()
-                if storage._cdata not in self._refs or self._refs[storage._cdata][0].expired():
+                known = self._refs.get(storage._cdata)
+                if known is None or known[0].expired():
+                    self._level += storage.nbytes() - (0 if known is None else known[1])
                     self._refs[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
 
-    def _level(self) -> int:
+    def _forget_what_is_gone(self) -> None:
         self._refs = {key: each for key, each in self._refs.items() if not each[0].expired()}
-        return sum(num_bytes for _, num_bytes in self._refs.values())
+        self._level = sum(num_bytes for _, num_bytes in self._refs.values())
