@@ -3,7 +3,7 @@
 
     python3 start.py                    plan and train a small transformer under a memory budget: `hyper-parallel demo`
     python3 start.py WORDS...           run `hyper-parallel WORDS...`
-    python3 start.py test               run all checks: ruff, mypy, pytest (-x: end with the first that fails)
+    python3 start.py test               run all checks: ruff, mypy, the documentation, pytest (-x: end with the first that fails)
     python3 start.py test ARGUMENTS...  run pytest with these arguments
     python3 start.py --here ...         any of these with this Python and the packages it has; installs nothing
 
@@ -42,8 +42,8 @@ TORCH_FOLDERS = VENV / "torch-folders"  # of the PyTorch that was found outside,
 OLDEST_PYTHON, NEWEST_PYTHON, NEWEST_MINDSPORE_PYTHON = (3, 10), (3, 13), (3, 12)
 TORCH, OLDEST_TORCH, TORCH_INDEX_VARIABLE = "2.13.0", (2, 8), "HYPER_PARALLEL_TORCH_INDEX"
 MINDSPORE = ["mindspore==2.10.0", "numpy==1.26.*"]
-EXTRAS = {"main": "torch,cli,files,planner", "test": "torch,cli,files,planner,dev"}
-CHECKS = ["ruff check .", "ruff format --check .", "mypy", "pytest"]
+EXTRAS = {"main": "torch,cli,files,planner", "test": "torch,cli,files,planner,dev,docs"}
+CHECKS = ["ruff check .", "ruff format --check .", "mypy", "mkdocs build --strict --quiet", "pytest"]
 ONEDNN_VARIABLE, ONEDNN_CURE = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"
 
 
@@ -71,6 +71,7 @@ def main(words: list[str]) -> int:
         command = [python, "-m", "hyper_parallel", *(words or ["demo"])]
         os.execve(python, command, environment)  # noqa: S606 - no shell is wanted
     environment.setdefault("GLOG_v", "3")  # MindSpore: errors only
+    environment.setdefault("NO_MKDOCS_2_WARNING", "1")  # a page about the future of MkDocs in every build
     if ONEDNN_VARIABLE not in environment and needs_onednn_cure(python, environment, is_cached=not is_here):
         print(f"bfloat16 on this CPU needs {ONEDNN_VARIABLE}={ONEDNN_CURE}: set for these checks.")
         environment[ONEDNN_VARIABLE] = ONEDNN_CURE

@@ -44,6 +44,20 @@ def test_the_demo_trains_inside_a_budget_with_equal_losses_and_draws_a_page(tmp_
     assert data["measured"]["peak_bytes"] <= data["budget_bytes"] < data["plain"]["peak_bytes"]
 
 
+def test_a_build_for_cuda_on_a_machine_without_a_driver_runs_the_demo_on_the_cpu(monkeypatch) -> None:
+    import torch
+
+    from hyper_parallel.platform.torch.planner.demo import Trainer
+
+    # As PyTorch 2.15 answers there.
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: None if check_available else torch.device("cuda"),
+    )
+    assert Trainer().device.type == "cpu"
+
+
 BUILD = """
 import torch
 

@@ -105,7 +105,7 @@ def test_a_failed_installation_gets_one_thing_to_do(start, log, word):
 
 def test_all_checks_run_without_arguments_and_pytest_alone_with_them(start):
     names = [command[0] for command in start.selected_checks([])]
-    assert names == ["ruff", "ruff", "mypy", "pytest"]
+    assert names == ["ruff", "ruff", "mypy", "mkdocs", "pytest"]
     assert start.selected_checks(["-x"])[-1] == ["pytest", "-x"]
     assert start.selected_checks(["-x"])[:-1] == start.selected_checks([])[:-1]
     assert start.selected_checks(["-q", "tests/cli"]) == [["pytest", "-q", "tests/cli"]]
@@ -113,7 +113,7 @@ def test_all_checks_run_without_arguments_and_pytest_alone_with_them(start):
 
 @pytest.mark.parametrize(
     ("arguments", "expected_runs", "expected"),
-    [([], ["ruff", "ruff", "mypy", "pytest"], 1), (["-x"], ["ruff", "ruff"], 1), (["-q"], ["pytest"], 0)],
+    [([], ["ruff", "ruff", "mypy", "mkdocs", "pytest"], 1), (["-x"], ["ruff", "ruff"], 1), (["-q"], ["pytest"], 0)],
 )
 def test_a_failing_check_fails_the_whole_and_ends_it_only_with_x(
     start, monkeypatch, arguments, expected_runs, expected

@@ -374,6 +374,51 @@ def test_run_without_a_model_says_what_to_do() -> None:
         plan.run(lambda: None)
 
 
+def test_hugging_face_trainer_goes_on_where_a_long_sample_runs_out_of_memory(tmp_path: Any) -> None:
+    pytest.importorskip("accelerate")
+    import transformers as hf
+
+    from hyper_parallel.integrations.hugging_face import fit_in_memory
+
+    samples = [torch.arange(length) % models.VOCABULARY for length in (48, 48, 48, 384, 48, 48)]
+    data = [{"input_ids": tokens, "labels": tokens} for tokens in samples]
+
+    class InOrder(hf.Trainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return torch.utils.data.SequentialSampler(data)
+
+    def trainer() -> Any:
+        args = hf.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=len(data), per_device_train_batch_size=1, logging_steps=1, report_to=[],
+            save_strategy="no", disable_tqdm=True, seed=0, use_cpu=True, dataloader_pin_memory=False,
+        )  # fmt: skip
+        return InOrder(models.make("llama"), args, train_dataset=data)
+
+    def losses(trained: Any) -> list[float]:
+        trained.train()
+        return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+
+    expected = losses(trainer())
+    limited = trainer()
+    batch = {name: tokens[None] for name, tokens in data[3].items()}
+    profile = hp.plan_memory(limited.model, batch, budget="1TiB", progress=False).profile
+    states = 2 * sum(4 * p.numel() for p in limited.model.parameters())
+    budget = profile.base_bytes + states + int(0.6 * profile.activation_peak_bytes)
+    callback = fit_in_memory(limited, budget=budget, on_oom="replan")
+    replans: list[hp.MemoryPlan] = []
+
+    class Look(hf.TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            replans[:] = callback.plan.replans(limited.model)
+
+    limited.add_callback(Look())
+    with LimitedMemory(limited.model, budget + 64 * 1024) as room:
+        assert losses(limited) == expected
+    assert room.num_failures >= 1
+    assert len(replans) == 1
+    assert "forward" not in vars(limited.model)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("on_oom", ["error", "replan"])
 def test_losses_on_a_part_of_a_gpu_are_those_on_all_of_it(on_oom: str) -> None:

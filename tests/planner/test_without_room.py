@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,6 +89,13 @@ def test_a_device_without_room_for_a_single_block_is_an_error_that_says_so() -> 
     models.gradients(case.model, case.inputs)
 
 
+def test_explain_says_that_the_plain_step_was_computed() -> None:
+    case = Case("mlp")
+    with case.room(0.7):
+        assert "computed" in str(hp.explain(case.model, case.inputs, progress=False))
+    assert "computed" not in str(hp.explain(case.model, case.inputs, progress=False))
+
+
 def test_a_saved_plan_knows_that_its_plain_step_was_computed(tmp_path: Any) -> None:
     case = Case("mlp")
     with case.room(0.7) as room:
@@ -127,6 +135,7 @@ def test_a_plan_is_made_on_a_part_of_a_gpu_where_the_plain_step_does_not_fit() -
         with pytest.raises(torch.OutOfMemoryError):
             model(inputs).square().mean().backward()
         model.zero_grad()
+        gc.collect()
         torch.cuda.empty_cache()
         plan = hp.plan_memory(model, inputs, loss_fn=lambda out: out.square().mean(), budget="7GiB", progress=False)
         assert not plan.profile.is_plain_measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 _NEEDED = ("rich", "typer")
@@ -9,15 +10,17 @@ _NEEDED = ("rich", "typer")
 
 def main() -> None:
     """Run the command with the arguments of this process, and exit."""
-    try:
-        from hyper_parallel.cli import app
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in _NEEDED:
-            raise
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
         sys.stderr.write(
-            f"The hyper-parallel command needs {' and '.join(_NEEDED)}, and {missing} is not installed.\n"
+            f"The hyper-parallel command needs {' and '.join(_NEEDED)}, and {missing[0]} is not installed.\n"
             "Run: pip install 'hyper-parallel[cli]'\n"
         )
         sys.exit(2)
-    app.run()
+    try:
+        from hyper_parallel.cli import app
+
+        app.run()
+    except KeyboardInterrupt:  # before the command itself could hear of it
+        sys.stderr.write("Interrupted.\n")
+        sys.exit(130)

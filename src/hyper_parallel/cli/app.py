@@ -1,4 +1,7 @@
-"""The commands and their options; what they do lives in one package each."""
+"""The commands and their options; what they do lives in one package each, imported when it is asked for.
+
+So `--help` and completion answer at once: nothing here may import more than Typer and our errors at module level.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,29 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from hyper_parallel._base.errors import HyperParallelError
 from hyper_parallel._version import __version__
-from hyper_parallel.cli.doctor import outcomes
-from hyper_parallel.cli.doctor.checks import State, choose, examine, worst
-from hyper_parallel.cli.doctor.collect import collect
-from hyper_parallel.cli.doctor.document import document_of
-from hyper_parallel.cli.doctor.facts import Facts
-from hyper_parallel.cli.doctor.show import show_doctor
-from hyper_parallel.cli.doctor.show_outcomes import show_outcomes
 
 PROGRAM = "hyper-parallel"
 
 _INTERRUPTED = 130
+EXAMPLES = """Examples:
+
+`hyper-parallel demo`: what it does, on a small transformer, with a picture.
+
+`hyper-parallel doctor`: what this machine has for training, and its known traps.
+
+`hyper-parallel plan train:build --budget 24GiB --report plan.html`: the same for your own model; `build()` in `train.py` returns it and a batch.
+
+`hyper-parallel --install-completion`: completion of commands and options in your shell.
+"""
 EXIT_CODES = """Exit codes: 0 done; 1 something failed; 2 wrong usage; 3 the budget cannot be met; 130 interrupted."""
 
 app = typer.Typer(
     name=PROGRAM,
     help="Training that fits in memory and scales out, on PyTorch and on MindSpore.",
-    epilog=EXIT_CODES,
+    epilog=f"{EXAMPLES}\n\n{EXIT_CODES}",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -75,7 +80,7 @@ def _options(
     del version, debug
 
 
-@app.command()
+@app.command(epilog="Example: `hyper-parallel doctor --json`")
 def doctor(
     platform: Annotated[
         bool, typer.Option("--platform", help="Show which platform operations were tested where, instead.")
@@ -86,21 +91,20 @@ def doctor(
 
     Exit code 0: fine, or points that deserve attention only. 1: a problem, such as no usable framework.
     """
-    console = Console(highlight=False)
+    from hyper_parallel.cli.doctor import command
+
     if platform:
-        data = outcomes.read_outcomes()
         if as_json:
-            _print_json(data.document)
+            _print_json(command.platform_document())
         else:
-            show_outcomes(console, data)
+            command.show_platform()
         return
-    facts = _collect_behind_a_spinner(is_quiet=as_json)
-    choice, findings = choose(facts), examine(facts)
+    diagnosis = command.diagnose(is_quiet=as_json)
     if as_json:
-        _print_json(document_of(facts, choice, findings))
+        _print_json(diagnosis.document())
     else:
-        show_doctor(console, facts, choice, findings)
-    if worst(findings) is State.PROBLEM:
+        diagnosis.show()
+    if diagnosis.is_problem:
         raise typer.Exit(1)
 
 
@@ -121,6 +125,8 @@ def demo(
 
     Exit code 0: the losses of both runs are equal, bit for bit. 1: they are not.
     """
+    from rich.console import Console
+
     from hyper_parallel.cli.build import check_folder
     from hyper_parallel.cli.demo import run_demo
 
@@ -230,24 +236,15 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Measure ours beside PyTorch's own ways to save memory, on this machine, with the demo's transformer."""
-    from hyper_parallel.cli.bench import run_bench
+    from rich.console import Console
+
+    from hyper_parallel.cli.bench import run_bench, show_bench
 
     rows = run_bench(Console(stderr=True, quiet=as_json), rounds, budget)
     if as_json:
         _print_json([row.as_dict() for row in rows])
     else:
-        from hyper_parallel.cli.bench import show_bench
-
         show_bench(Console(highlight=False), rows)
-
-
-def _collect_behind_a_spinner(is_quiet: bool) -> Facts:
-    """The spinner goes to standard error and only to a terminal, so that a pipe gets the page alone."""
-    errors = Console(stderr=True)
-    if is_quiet or not errors.is_terminal:
-        return collect()
-    with errors.status("Asking PyTorch and MindSpore …"):
-        return collect()
 
 
 def _print_json(document: object) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hyper_parallel.cli.build import quiet_stdout
+from hyper_parallel.core.planner.budget import check_budget
 from hyper_parallel.core.planner.planning import plan_memory
 from hyper_parallel.core.swap.config import configure_swap
 from hyper_parallel.core.swap.sizes import format_size
@@ -31,6 +32,7 @@ class Row(NamedTuple):
 
 def run_bench(console: Console, num_rounds: int, budget: str) -> list[Row]:
     """Every way takes one step per round; the median counts."""
+    check_budget(budget)
     part = part_of(get_torch_platform(), "planner.ways", "hyper-parallel bench")
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-bench-") as directory:
         # On a CPU activations are swapped to files, so that swapping is real there, too.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import os
 import sys
@@ -71,6 +72,13 @@ def _function(build: str) -> Any:
             got=repr(build),
             do="For a file train.py with a function build: train:build",
         )
+    if module_name.endswith(".py"):
+        raise ArgumentError(
+            "What builds the model is named by its module, not by its file.",
+            expected="package.module:function",
+            got=repr(build),
+            do=f"In the folder of that file: {Path(module_name).stem}:{name}",
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a script beside the user, as `python -m` would find it
     try:
@@ -81,9 +89,7 @@ def _function(build: str) -> Any:
             "The module that builds the model cannot be imported.",
             got=str(error),
             where=module_name,
-            do="Run the command in the folder that has it, or put that folder on PYTHONPATH."
-            if is_the_module
-            else "Install what it imports.",
+            do=_instead_of(module_name, name) if is_the_module else "Install what it imports.",
         ) from error
     except Exception as error:
         raise BuildError(
@@ -95,17 +101,34 @@ def _function(build: str) -> Any:
     function = getattr(module, name, None)
     if not callable(function):
         there = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
+        close = difflib.get_close_matches(name, there, 1)
         raise ArgumentError(
             "The function that builds the model is not there.",
             expected=f"a function {name!r}",
             got=f"one of {', '.join(there[:8])}" if there else "no function at all",
             where=module_name,
+            do=f"Did you mean {module_name}:{close[0]}?" if close else None,
         )
     return function
 
 
+def _instead_of(module_name: str, name: str) -> str:
+    """What to do about a module that is not found: a file here with nearly that name, or the folder."""
+    here = [path.stem for path in Path.cwd().glob("*.py")]
+    close = difflib.get_close_matches(module_name, here, 1)
+    if close:
+        return f"Did you mean {close[0]}:{name}?"
+    return "Run the command in the folder that has it, or put that folder on PYTHONPATH."
+
+
 def check_folder(path: Path | None) -> None:
     """Before the work is done: what comes out of it must have a place to go to."""
+    if path is not None and path.is_dir():
+        raise ArgumentError(
+            "A file is to be written here, and this is a folder.",
+            got=str(path),
+            do="Name a file in it.",
+        )
     if path is not None and not path.absolute().parent.is_dir():
         raise ArgumentError(
             "There is no folder for this file.",

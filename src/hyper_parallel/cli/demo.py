@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hyper_parallel.cli.build import quiet_stdout
+from hyper_parallel.core.planner.budget import check_budget
 from hyper_parallel.core.planner.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import plan_memory
 from hyper_parallel.core.swap.config import configure_swap
@@ -52,6 +53,7 @@ class Outcome(NamedTuple):
 
 def run_demo(console: Console, budget: str, num_steps: int, report: Path) -> Outcome:
     """Plan, train twice, show."""
+    check_budget(budget)
     part = part_of(get_torch_platform(), "planner.demo", "hyper-parallel demo")
     trainer = part.Trainer()
     console.print(f"[bold]{trainer.describe()}[/]")
@@ -101,7 +103,7 @@ def _trained(trainer: Any, plan: MemoryPlan | None, num_steps: int, what: str, c
 def _show(console: Console, outcome: Outcome) -> None:
     plan, plain, planned = outcome.plan, outcome.plain, outcome.planned
     table = Table(title=f"{len(plain.losses)} training steps", title_justify="left")
-    for name in ("", "peak memory", "of activations", "step", "first loss", "last loss"):
+    for name in ("", "peak memory", "activations", "step", "first loss", "last loss"):  # 80 columns are enough
         table.add_column(name, justify="left" if not name else "right")
     base, activations = plan.base_bytes, max(plan.profile.activation_peak_bytes, 1)
     peaks = (plan.profile.peak_bytes, plan.profile.peak_bytes if plan.measured is None else plan.measured.peak_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hyper_parallel.cli.build import built, quiet_stdout
+from hyper_parallel.core.planner.budget import check_budget
 from hyper_parallel.core.planner.largest import Largest, largest
 from hyper_parallel.core.planner.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import Explanation, explain, plan_memory
@@ -10,6 +11,7 @@ from hyper_parallel.core.planner.planning import Explanation, explain, plan_memo
 
 def plan_build(build: str, budget: str) -> MemoryPlan:
     """The plan for what `package.module:function` builds. A budget in its dict counts where the command names none."""
+    check_budget(budget)  # before a model is built that may take minutes
     made = built(build)
     arguments = {**made.arguments, "budget": made.arguments.get("budget", "auto") if budget == "auto" else budget}
     with quiet_stdout():
@@ -18,6 +20,7 @@ def plan_build(build: str, budget: str) -> MemoryPlan:
 
 def largest_build(build: str, budget: str, at_most: int | None) -> Largest:
     """The largest size for what `package.module:function` builds: a model, and a function that makes a batch of a size."""
+    check_budget(budget)
     made = built(build, "make_batch")
     arguments = {**made.arguments, "budget": made.arguments.get("budget", "auto") if budget == "auto" else budget}
     if at_most is not None:

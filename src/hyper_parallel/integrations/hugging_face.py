@@ -21,6 +21,7 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     Args:
         budget: as of `hp.plan_memory`.
+        on_oom: as of `plan.apply`: "replan" plans a batch anew whose forward runs out of memory.
         options: more of `hp.plan_memory`'s arguments.
 
     Attributes:
@@ -30,8 +31,9 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         trainer = Trainer(model, args, train_dataset=data, callbacks=[MemoryPlanCallback("60%")])
     """
 
-    def __init__(self, budget: int | str = "auto", **options: Any) -> None:
+    def __init__(self, budget: int | str = "auto", *, on_oom: str = "error", **options: Any) -> None:
         self.budget = budget
+        self.on_oom = on_oom
         self.options = options
         self.plan: MemoryPlan | None = None
         self._model: Any = None
@@ -41,7 +43,7 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         batch = _on_device(first_batch(given.get("train_dataloader"), self._model, "Trainer"), args.device)
         options = {"loss_fn": _loss, "optimizer": given.get("optimizer"), "progress": False, **self.options}
         self.plan = plan_memory(self._model, batch, budget=self.budget, **options)
-        self.plan.apply(self._model)
+        self.plan.apply(self._model, on_oom=self.on_oom)
         if state.is_world_process_zero:
             _logger.info("%s", self.plan)
 

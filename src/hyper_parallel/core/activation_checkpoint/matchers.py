@@ -300,7 +300,8 @@ def ops(*names: Any) -> Matcher:
         ArgumentError, ArgumentTypeError: an entry is no op and no name of one.
 
     Example:
-        >>> save(ops("aten.mm", "aten.exp.default"))
+        >>> from hyper_parallel import policies as p
+        >>> p.save(p.ops("aten.mm", "aten.exp.default"))
         save ops("aten.exp.default", "aten.mm"); recompute the rest
     """
     return _Ops(frozenset(written_name(name) for name in names))
@@ -328,7 +329,8 @@ def in_module(*patterns: str) -> Matcher:
         ArgumentTypeError: a pattern is no text.
 
     Example:
-        >>> swap(in_module("layers.*.mlp", "**.experts"))
+        >>> from hyper_parallel import policies as p
+        >>> p.swap(p.in_module("layers.*.mlp", "**.experts"))
         swap in_module("layers.*.mlp", "**.experts"); recompute the rest
     """
     expected = 'paths such as "layers.*.mlp"'
@@ -353,7 +355,8 @@ def every(n: int, *, of: Any, offset: int = 0) -> Matcher:
         ArgumentError: `n` is less than 1, or `offset` not in 0 to n - 1.
 
     Example:
-        >>> save(every(2, of=matmuls))
+        >>> from hyper_parallel import policies as p
+        >>> p.save(p.every(2, of=p.matmuls))
         save every(2, of=matmuls); recompute the rest
     """
     for name, value in (("n", n), ("offset", offset)):

@@ -20,7 +20,8 @@ class Policy:
     """What happens to the result of each op: the first rule that matches, or `otherwise`. Made by `choose` and `save`.
 
     Example:
-        >>> choose(swap(attention), save(matmuls))
+        >>> from hyper_parallel import policies as p
+        >>> p.choose(p.swap(p.attention), p.save(p.matmuls))
         swap attention; save matmuls; recompute the rest
     """
 

@@ -27,20 +27,34 @@ def budget_bytes(budget: int | str, profile: StepProfile, free_bytes: int) -> in
     Raises:
         ValueError, TypeError: it is none of these.
     """
+    part, num_bytes = check_budget(budget)
+    if part is not None:
+        return profile.base_bytes + int(part * profile.activation_peak_bytes)
+    if num_bytes is not None:
+        return num_bytes
+    return int((profile.base_bytes + free_bytes) * 0.95)
+
+
+def check_budget(budget: int | str) -> tuple[float | None, int | None]:
+    """The part of the activations that is asked for, or the bytes; neither for `"auto"`.
+
+    Raises:
+        ValueError, TypeError: it is none of these.
+    """
     if isinstance(budget, bool) or not isinstance(budget, (int, str)):
         raise ArgumentTypeError("`budget` is how much memory may be used.", expected=_EXPECTED, got=describe(budget))
     if budget == "auto":
-        return int((profile.base_bytes + free_bytes) * 0.95)
+        return None, None
     percent = _PERCENT.fullmatch(budget) if isinstance(budget, str) else None
     if percent is not None:
         part = float(percent.group(1)) / 100
         if not (math.isfinite(part) and part > 0):
             raise ArgumentError("`budget` leaves nothing for activations.", expected="more than 0%", got=str(budget))
-        return profile.base_bytes + int(part * profile.activation_peak_bytes)
+        return part, None
     try:
         num_bytes = parse_size(budget, "budget")
     except ValueError as error:
         raise ArgumentError("`budget` was not understood.", expected=_EXPECTED, got=describe(budget)) from error
     if num_bytes <= 0:
         raise ArgumentError("`budget` leaves no room at all.", expected="more than 0 bytes", got=describe(budget))
-    return num_bytes
+    return None, num_bytes

@@ -14,12 +14,12 @@ from hyper_parallel.core.planner.choices import SWAP, Decision, load
 from hyper_parallel.core.planner.problem import Problem, evaluate, room_for_copies
 from hyper_parallel.core.planner.profile import Input, Op, Region, StepProfile
 from hyper_parallel.core.planner.settings import Setting, candidates, swapped_sizes
-from hyper_parallel.core.planner.solver import BudgetError, Solution, smallest_peak, solve
+from hyper_parallel.core.planner.solver import BudgetError, Solution, is_small, smallest_peak, solve
 from hyper_parallel.core.planner.timeline import run_step
 from hyper_parallel.core.swap.engine import Limits
 
 _HOST_LEAD_MS = 50.0  # of an accelerator: the host has launched what the device will do by then
-_SMALLER_SHARE, _LARGER_SHARE = 0.75, 0.9  # of the link; see `_variants`
+_GOOD_GAP = 3e-3  # of a large problem: what the timeline makes of two such answers differs by more
 _MOST_WINDOWS = 4  # of the largest storage each: more than that in flight was never of use
 
 
@@ -43,6 +43,7 @@ def choose(profile: StepProfile, budget_bytes: int, *, margin_bytes: int = 0, ti
     found: list[Choice] = []
     errors: list[BudgetError] = []
     longest_s = 0.0
+    gap = None if is_small(profile) else _GOOD_GAP
     for number, (setting, share) in enumerate(variants):
         begin = time.monotonic()
         if found and until - begin < longest_s:
@@ -50,7 +51,7 @@ def choose(profile: StepProfile, budget_bytes: int, *, margin_bytes: int = 0, ti
         problem = problem_of(profile, budget_bytes, setting, margin_bytes)
         try:
             solution = solve(
-                _with_link(problem, share), time_limit_s=max(until - begin, 0.0) / (len(variants) - number)
+                _with_link(problem, share), gap=gap, time_limit_s=max(until - begin, 0.0) / (len(variants) - number)
             )
         except BudgetError as error:
             errors.append(error)
@@ -65,13 +66,16 @@ def choose(profile: StepProfile, budget_bytes: int, *, margin_bytes: int = 0, ti
 
 
 def _variants(profile: StepProfile) -> list[tuple[Setting, float]]:
-    """Windows, and the share of the link that the solver is told of: an answer that leaves a part of it free waits less for bursts."""
-    first, *others = candidates(profile)
-    return [
-        (first, 1.0),
-        (first, _SMALLER_SHARE),
-        *((setting, share) for setting in others for share in (1.0, _LARGER_SHARE)),
-    ]
+    """Windows, and the share of the link that the solver is told of: an answer that leaves a part of it free waits less for bursts.
+
+    The most promising first: for a large problem there may be no time for all.
+    """
+    large, *others = candidates(profile)
+    if not others:
+        return [(large, 1.0)]
+    one, *small = others
+    first = [(large, 1.0), (large, 0.9), (one, 0.95), *((setting, 1.0) for setting in small)]
+    return [*first, (large, 0.75), (one, 0.8), (large, 0.95)]
 
 
 def _with_link(problem: Problem, share: float) -> Problem:
@@ -112,7 +116,7 @@ def _without_large(region: Region, most_bytes: int) -> Region:
 
 def _judged(profile: StepProfile, problem: Problem, solution: Solution) -> Choice:
     decision = solution.decision
-    if not _swaps(decision):
+    if profile.link is None or not _swaps(decision):
         setting = Setting(problem.window_bytes, problem.prefetch_bytes)
         return Choice(decision, setting, evaluate(problem, decision).step_ms, solution.gap)
     setting = _widened(problem, decision)

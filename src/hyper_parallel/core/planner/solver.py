@@ -19,13 +19,14 @@ from typing import Any
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.planner.choices import Decision, plain, recompute_all, swapped_bytes
 from hyper_parallel.core.planner.problem import Cost, Peak, Problem, evaluate
+from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.solver_model import Clock
 from hyper_parallel.core.planner.solver_peak import smallest_peak
 from hyper_parallel.core.planner.solver_rows import Case
 from hyper_parallel.core.planner.solver_search import Search, plain_ms
 from hyper_parallel.core.swap.sizes import format_size
 
-__all__ = ["BudgetError", "Solution", "smallest_peak", "solve"]
+__all__ = ["BudgetError", "Solution", "is_small", "smallest_peak", "solve"]
 
 _SMALL = 80  # ops and inputs of all regions together: solved exactly
 _MEDIUM = 1000  # solved with a whole number for each op
@@ -87,7 +88,7 @@ def solve(problem: Problem, *, gap: float | None = None, time_limit_s: float = 1
     searches = [Search(case, problem.budget_bytes, clock) for case in cases]
     for search in searches:
         search.offer(ready)
-    size = _size(problem)
+    size = _size(problem.profile)
     if size <= _SMALL:
         _solve_small(searches, 0.0 if gap is None else gap)
     else:
@@ -133,8 +134,13 @@ def _in_ticks(problem: Problem) -> tuple[Problem, float]:
     return scaled, ticks
 
 
-def _size(problem: Problem) -> int:
-    return sum(len(region.ops) + len(region.inputs) for region in problem.profile.regions)
+def is_small(profile: StepProfile) -> bool:
+    """Whether its problems are solved exactly."""
+    return _size(profile) <= _SMALL
+
+
+def _size(profile: StepProfile) -> int:
+    return sum(len(region.ops) + len(region.inputs) for region in profile.regions)
 
 
 def _ready(problem: Problem) -> tuple[Decision, Cost] | None:

@@ -124,8 +124,9 @@ def residual_table(profile: StepProfile) -> str:
          suits(num_bytes, counts[module, op], ms_of.get((module, op)), profile.link)]
         for (module, op), num_bytes in bytes_of.most_common(_MAX_ROWS)
     ]  # fmt: skip
+    computed = "" if profile.is_plain_measured else " (computed: it does not fit the device)"
     head = (
-        f"Residuals of {len(profile.regions)} blocks: {format_size(total)}. Peak of the plain step: {format_size(profile.peak_bytes)}, "
+        f"Residuals of {len(profile.regions)} blocks: {format_size(total)}. Peak of the plain step: {format_size(profile.peak_bytes)}{computed}, "
         f"of which {format_size(profile.base_bytes)} are alive when forward begins; {profile.step_ms:.1f} ms."
     )
     return "\n".join([head, "", table(["kept by", "times", "bytes", "part", "recompute ms", "suits"], rows)])

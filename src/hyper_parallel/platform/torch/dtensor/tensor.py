@@ -39,8 +39,10 @@ class DTensor(torch.Tensor):
     """A tensor over the ranks of a mesh. Made by `from_local`, `distribute_tensor` and the factories.
 
     Example:
-        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-        >>> x = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+        >>> import torch
+        >>> import hyper_parallel as hp
+        >>> mesh = hp.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        >>> x = hp.DTensor.from_local(torch.ones(2, 3), mesh, [hp.Shard(0)])
         >>> (x * 2).sum().item()
         12.0
     """

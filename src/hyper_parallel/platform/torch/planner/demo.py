@@ -62,7 +62,8 @@ class Trainer:
     """Model, optimizer and data, the same each time it is made."""
 
     def __init__(self) -> None:
-        self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        # A build for CUDA names it on a machine without a driver, too, unless it is asked whether it can be used.
+        self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         self.shape = CPU if self.device.type == "cpu" else ACCELERATOR
         torch.manual_seed(0)
         self.model = Transformer(self.shape).to(self.device)

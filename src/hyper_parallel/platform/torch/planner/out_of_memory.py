@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hyper_parallel._base.errors import HyperParallelError
+
 # What accelerators raise where their allocator does not: a library that finds no room for its workspace.
 _WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 
@@ -19,6 +21,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an attempt failed for want of device memory alone."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
+    if isinstance(error, HyperParallelError):  # it says what else to do
+        return False
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
 
 
