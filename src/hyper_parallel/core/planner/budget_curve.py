@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+from hyper_parallel.core.planner.choosing import smallest_budget
 from hyper_parallel.core.planner.planning import first_margin, solved
-from hyper_parallel.core.planner.problem import Problem
 from hyper_parallel.core.planner.profile import StepProfile
-from hyper_parallel.core.planner.settings import candidates
-from hyper_parallel.core.planner.solver import BudgetError, smallest_peak
+from hyper_parallel.core.planner.solver import BudgetError
 
 
 class CurvePoint(NamedTuple):
@@ -32,8 +31,7 @@ def budget_curve(profile: StepProfile, *, num_budgets: int = 8, time_limit_s: fl
     until = time.monotonic() + time_limit_s
     margin = first_margin(profile)
     plain = CurvePoint(profile.peak_bytes, profile.peak_bytes, profile.step_ms)
-    least = min(candidates(profile), key=sum)
-    smallest = smallest_peak(Problem(profile, 0, *least, margin_bytes=margin))[1].peak_bytes
+    smallest = smallest_budget(profile, margin)
     if smallest >= plain.budget_bytes:
         return [plain]
     found = {plain.budget_bytes: plain}
