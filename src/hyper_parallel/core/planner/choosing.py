@@ -15,7 +15,7 @@ from hyper_parallel.core.planner.problem import Problem, evaluate, room_for_copi
 from hyper_parallel.core.planner.profile import Input, Op, Region, StepProfile
 from hyper_parallel.core.planner.settings import Setting, candidates, swapped_sizes
 from hyper_parallel.core.planner.solver import BudgetError, Solution, is_small, smallest_peak, solve
-from hyper_parallel.core.planner.timeline import run_step
+from hyper_parallel.core.planner.timeline import Timeline, run_step
 from hyper_parallel.core.swap.engine import Limits
 
 _HOST_LEAD_MS = 50.0  # of an accelerator: the host has launched what the device will do by then
@@ -120,14 +120,18 @@ def _judged(profile: StepProfile, problem: Problem, solution: Solution) -> Choic
         setting = Setting(problem.window_bytes, problem.prefetch_bytes)
         return Choice(decision, setting, evaluate(problem, decision).step_ms, solution.gap)
     setting = _widened(problem, decision)
-    timeline = run_step(
+    return Choice(decision, setting, timeline_under(profile, decision, setting).step_ms, solution.gap)
+
+
+def timeline_under(profile: StepProfile, decision: Decision, setting: Setting) -> Timeline:
+    """The step that a choice is judged by, moment by moment."""
+    return run_step(
         profile,
         decision,
         Limits(*setting),
         min_bytes=int(profile.facts.get("min_swap_bytes", 0)),
         host_lead_ms=0.0 if profile.facts.get("device") == "cpu" else _HOST_LEAD_MS,
     )
-    return Choice(decision, setting, timeline.step_ms, solution.gap)
 
 
 def _widened(problem: Problem, decision: Decision) -> Setting:
