@@ -7,14 +7,13 @@ so that there is nothing to choose op by op.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mindspore import Tensor, nn
 from mindspore.graph.api import _pynative_executor
 
-from hyper_parallel._base.errors import ArgumentError, StateError
+from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.platform.mindspore.activation_checkpoint.activation_swap import AsyncSaveOnCpu
 from hyper_parallel.platform.mindspore.activation_checkpoint.checkpoint_wrapper import CheckpointWrapper
 from hyper_parallel.platform.mindspore.activation_checkpoint.region import checkpoint
@@ -23,27 +22,9 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.replays import is_r
 from hyper_parallel.platform.mindspore.activation_checkpoint.storages import storage_address
 from hyper_parallel.platform.mindspore.planner.signature import look_of
 from hyper_parallel.platform.mindspore.planner.surroundings import tensors_of
+from hyper_parallel.platform.regions.mismatches import Mismatches
 from hyper_parallel.platform.regions.options import TAKEN
 from hyper_parallel.platform.regions.replacement import replace
-
-
-class Mismatches:
-    """What was met that the plan knows otherwise; counted for `plan.stats()`."""
-
-    def __init__(self, on_mismatch: str) -> None:
-        self._raises = on_mismatch == "error"
-        self.counts: Counter[str] = Counter()
-
-    def note(self, what: str, *, expected: str, got: str, where: str) -> None:
-        self.counts[what] += 1
-        if self._raises:
-            raise StateError(
-                "The model does not do what it did when it was planned.",
-                expected=expected,
-                got=got,
-                where=where,
-                do='Plan again with a batch like this one, or apply with on_mismatch="recompute".',
-            )
 
 
 class _Choice(NamedTuple):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from hyper_parallel._base.errors import ArgumentError, StateError
+from hyper_parallel._base.errors import ArgumentError
+from hyper_parallel.platform.regions.mismatches import Mismatches
 from hyper_parallel.platform.regions.options import TAKEN
 from hyper_parallel.platform.regions.replacement import replace
 from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -21,25 +21,6 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import traits_of
 from hyper_parallel.platform.torch.planner.signature import look_of
 
 Key = tuple[str, int, str, int]
-
-
-class Mismatches:
-    """What was met that the plan does not know, or knows otherwise; counted for `plan.stats()`."""
-
-    def __init__(self, on_mismatch: str) -> None:
-        self.raises = on_mismatch == "error"
-        self.counts: Counter[str] = Counter()
-
-    def note(self, what: str, *, expected: str, got: str, where: str, may_raise: bool) -> None:
-        self.counts[what] += 1
-        if self.raises and may_raise:
-            raise StateError(
-                "The model does not do what it did when it was planned.",
-                expected=expected,
-                got=got,
-                where=where,
-                do='Plan again with a batch like this one, or apply with on_mismatch="recompute".',
-            )
 
 
 class PlannedPolicy:

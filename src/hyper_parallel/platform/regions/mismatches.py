@@ -1,0 +1,26 @@
+"""Where a model does not do what it did when it was planned."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hyper_parallel._base.errors import StateError
+
+
+class Mismatches:
+    """What was met that the plan does not know, or knows otherwise; counted for `plan.stats()`."""
+
+    def __init__(self, on_mismatch: str) -> None:
+        self.raises = on_mismatch == "error"
+        self.counts: Counter[str] = Counter()
+
+    def note(self, what: str, *, expected: str, got: str, where: str, may_raise: bool = True) -> None:
+        self.counts[what] += 1
+        if self.raises and may_raise:
+            raise StateError(
+                "The model does not do what it did when it was planned.",
+                expected=expected,
+                got=got,
+                where=where,
+                do='Plan again with a batch like this one, or apply with on_mismatch="recompute".',
+            )
