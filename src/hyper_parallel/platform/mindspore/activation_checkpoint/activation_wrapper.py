@@ -22,8 +22,9 @@ from typing import Any
 
 from mindspore import nn
 
-from hyper_parallel._base.errors import ArgumentTypeError, describe
+from hyper_parallel._base.errors import ArgumentTypeError
 from hyper_parallel.platform.arguments import check_module
+from hyper_parallel.platform.regions.transparent import Transparent, check_wrapped, is_special, wrappers_below
 
 _CKPT_WRAPPED_MODULE = "_ckpt_wrapped_module"
 
@@ -65,7 +66,7 @@ class FuncCell(nn.Cell):
         return getattr(self._fn, "__qualname__", None) or repr(self._fn)
 
 
-class ActivationWrapper(nn.Cell, ABC):
+class ActivationWrapper(Transparent, nn.Cell, ABC):
     """Base of the wrappers: transparent in everything but the call. Abstract: `construct` is a subclass's to write.
 
     A subclass names the attributes that are the wrapper's own in `OWN`; every other one is read from, written to and
@@ -87,6 +88,7 @@ class ActivationWrapper(nn.Cell, ABC):
         ['0.weight', '0.bias']
     """
 
+    INNER = _CKPT_WRAPPED_MODULE
     OWN: frozenset[str] = frozenset({_CKPT_WRAPPED_MODULE, "construct"})
 
     def __init__(self, module: nn.Cell | Callable[..., Any]) -> None:
@@ -127,14 +129,6 @@ class ActivationWrapper(nn.Cell, ABC):
 
     # Attributes
 
-    def __getattr__(self, name: str) -> Any:
-        # Reached when neither the wrapper nor its class has the name. Special names stop here: `copy` and `pickle` look them up on the
-        # instance. Without an inner cell (while Cell.__init__ or unpickling runs) there is nothing to ask.
-        inner = self.__dict__.get(_CKPT_WRAPPED_MODULE)
-        if inner is None or _is_special(name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(inner, name)
-
     def __setattr__(self, name: str, value: Any) -> None:
         inner = self._inner_that_has(name)
         if inner is None:
@@ -142,47 +136,14 @@ class ActivationWrapper(nn.Cell, ABC):
         else:
             setattr(inner, name, value)
 
-    def __delattr__(self, name: str) -> None:
-        inner = self._inner_that_has(name)
-        if inner is None:
-            object.__delattr__(self, name)
-        else:
-            delattr(inner, name)
-
     def _inner_that_has(self, name: str) -> nn.Cell | None:
         """The cell that an attribute of this name belongs to; `None` means the wrapper.
 
         What `Cell.__init__` has put into the wrapper's `__dict__` is how it is called.
         """
-        if name in self.OWN or name in self.__dict__ or _is_special(name):
+        if name in self.OWN or name in self.__dict__ or is_special(name):
             return None
         return self.__dict__.get(_CKPT_WRAPPED_MODULE)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self._ckpt_wrapped_module)})
-
-    # A wrapped container. Each raises what the inner cell raises if it has no such thing.
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._ckpt_wrapped_module[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._ckpt_wrapped_module[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._ckpt_wrapped_module[key]
-
-    def __len__(self) -> int:
-        return len(self._ckpt_wrapped_module)
-
-    def __bool__(self) -> bool:  # else a wrapper of a cell without a length would have no truth value
-        return bool(self._ckpt_wrapped_module)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._ckpt_wrapped_module)
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self._ckpt_wrapped_module
 
     def __repr__(self) -> str:
         inner = repr(self._ckpt_wrapped_module)
@@ -192,20 +153,17 @@ class ActivationWrapper(nn.Cell, ABC):
 
 def list_wrappers(model: nn.Cell) -> list[tuple[str, ActivationWrapper]]:
     """Every wrapper in `model` once, under the name at which the inner cell is known; an outer one before an inner one."""
-    return list(_wrappers_below("", check_module(model, nn.Cell, "wrappers"), set()))
+    return list(wrappers_below(check_module(model, nn.Cell, "wrappers"), children_of))
 
 
-def _wrappers_below(name: str, cell: nn.Cell, seen: set[Any]) -> Iterator[tuple[str, ActivationWrapper]]:
-    if cell in seen:
-        return
-    seen.add(cell)
+def children_of(cell: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
+    """Every place in `cell` that holds a cell, also one that is in two of them."""
     if isinstance(cell, ActivationWrapper):
-        yield name, cell
-        yield from _wrappers_below(name, cell._ckpt_wrapped_module, seen)
+        yield _CKPT_WRAPPED_MODULE, cell._ckpt_wrapped_module
         return
-    for child_name, child in cell._cells.items():
+    for name, child in cell._cells.items():
         if child is not None:
-            yield from _wrappers_below(f"{name}.{child_name}" if name else child_name, child, seen)
+            yield name, child
 
 
 def _as_cell(module: Any, call: str) -> nn.Cell:
@@ -213,21 +171,8 @@ def _as_cell(module: Any, call: str) -> nn.Cell:
         check_module(module, nn.Cell, call)
     if isinstance(module, nn.Cell):
         return module
-    if isinstance(module, type) and issubclass(module, nn.Cell):
-        raise ArgumentTypeError(
-            f"`{call}` wraps a module, not a class.",
-            expected=f"an instance, for example {module.__name__}(…)",
-            got=f"the class {module.__name__}",
-        )
-    if not callable(module):
-        raise ArgumentTypeError(
-            f"`{call}` wraps a module or a function.", expected="an nn.Cell or a callable", got=describe(module)
-        )
+    check_wrapped(module, nn.Cell, call)
     return FuncCell(module)
-
-
-def _is_special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
 
 
 # The parts of ActivationWrapper that are the same for many names.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from mindspore import Parameter, nn
@@ -11,6 +11,7 @@ from hyper_parallel.platform.arguments import check_module
 from hyper_parallel.platform.mindspore.activation_checkpoint.activation_wrapper import (
     _CKPT_WRAPPED_MODULE,
     ActivationWrapper,
+    children_of,
 )
 from hyper_parallel.platform.mindspore.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from hyper_parallel.platform.regions.replacement import Tree, replace_submodules
@@ -45,16 +46,6 @@ def apply_activation_checkpointing(
     replace_submodules(TREE, model, checkpoint_wrapper_fn, check_fn, auto_wrap_policy)
 
 
-def _children(cell: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
-    """Every place in `cell` that holds a cell, also one that is in two of them."""
-    if isinstance(cell, ActivationWrapper):
-        yield _CKPT_WRAPPED_MODULE, cell._ckpt_wrapped_module
-        return
-    for name, child in cell._cells.items():
-        if child is not None:
-            yield name, child
-
-
 def _put(parent: nn.Cell, name: str, child: nn.Cell) -> None:
     if isinstance(parent, ActivationWrapper):
         parent.__dict__[_CKPT_WRAPPED_MODULE] = child
@@ -71,4 +62,4 @@ def _numel(parameter: Parameter) -> int:
     return int(parameter.size)
 
 
-TREE = Tree(nn.Cell, _children, nn.Cell.get_parameters, _numel, _put)
+TREE = Tree(nn.Cell, children_of, nn.Cell.get_parameters, _numel, _put)

@@ -30,8 +30,9 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.platform.arguments import check_module
+from hyper_parallel.platform.regions.transparent import Transparent, check_wrapped, is_special, wrappers_below
 
 # PyTorch's distributed state-dict code strips exactly this prefix; both names are imported by other libraries.
 _CHECKPOINT_WRAPPED_MODULE = "_checkpoint_wrapped_module"
@@ -78,7 +79,7 @@ class FunctionModule(nn.Module):
         return getattr(self._fn, "__qualname__", None) or repr(self._fn)
 
 
-class ActivationWrapper(nn.Module):
+class ActivationWrapper(Transparent, nn.Module):
     """Base of the wrappers: transparent in everything but the call. Abstract: `forward` is a subclass's to write.
 
     A subclass names the attributes that are the wrapper's own in `OWN`; every other one is read from, written to and
@@ -100,6 +101,7 @@ class ActivationWrapper(nn.Module):
         ['0.weight', '0.bias']
     """
 
+    INNER = _CHECKPOINT_WRAPPED_MODULE
     # How the wrapper is called. `forward` is among them since code that replaces it (accelerate, for one) calls the one it
     # found before: written to the inner module, that would call itself.
     OWN: frozenset[str] = frozenset({
@@ -142,15 +144,6 @@ class ActivationWrapper(nn.Module):
 
     # Attributes
 
-    def __getattr__(self, name: str) -> Any:
-        # Reached when neither the wrapper nor its class has the name. Special names stop here: `copy` and `pickle` look them
-        # up on the instance, and the inner module's would copy the inner module alone. Without an inner module (while
-        # __init__ or unpickling runs) there is nothing to ask.
-        inner = self.__dict__.get(_CHECKPOINT_WRAPPED_MODULE)
-        if inner is None or _is_special(name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(inner, name)
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":
             self._check_new_class(value)
@@ -160,16 +153,9 @@ class ActivationWrapper(nn.Module):
         else:
             setattr(inner, name, value)
 
-    def __delattr__(self, name: str) -> None:
-        inner = self._inner_that_has(name)
-        if inner is None:
-            object.__delattr__(self, name)
-        else:
-            delattr(inner, name)
-
     def _inner_that_has(self, name: str) -> nn.Module | None:
         """The module that an attribute of this name belongs to; `None` means the wrapper."""
-        return None if name in self.OWN or _is_special(name) else self.__dict__.get(_CHECKPOINT_WRAPPED_MODULE)
+        return None if name in self.OWN or is_special(name) else self.__dict__.get(_CHECKPOINT_WRAPPED_MODULE)
 
     def _check_new_class(self, new_class: type) -> None:
         # `torch.nn.utils.parametrize` derives from the class and puts properties in place of parameters; here the inner
@@ -181,32 +167,6 @@ class ActivationWrapper(nn.Module):
                 got="its wrapper",
                 do=f"Parametrise `wrapper.{_CHECKPOINT_WRAPPED_MODULE}`, or do it before wrapping.",
             )
-
-    def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self._checkpoint_wrapped_module)})
-
-    # A wrapped container. Each raises what the inner module raises if it has no such thing.
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._checkpoint_wrapped_module[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._checkpoint_wrapped_module[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._checkpoint_wrapped_module[key]
-
-    def __len__(self) -> int:
-        return len(self._checkpoint_wrapped_module)
-
-    def __bool__(self) -> bool:  # else a wrapper of a module without a length would have no truth value
-        return bool(self._checkpoint_wrapped_module)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._checkpoint_wrapped_module)
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self._checkpoint_wrapped_module
 
     # Copies, files, text
 
@@ -225,20 +185,17 @@ class ActivationWrapper(nn.Module):
 
 def list_wrappers(model: nn.Module) -> list[tuple[str, ActivationWrapper]]:
     """Every wrapper in `model` once, under the name at which the inner module is known; an outer one before an inner one."""
-    return list(_wrappers_below("", check_module(model, nn.Module, "wrappers"), set()))
+    return list(wrappers_below(check_module(model, nn.Module, "wrappers"), children_of))
 
 
-def _wrappers_below(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, ActivationWrapper]]:
-    if module in seen:
-        return
-    seen.add(module)
+def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every place in `module` that holds a module, also one that is in two of them."""
     if isinstance(module, ActivationWrapper):
-        yield name, module
-        yield from _wrappers_below(name, module._checkpoint_wrapped_module, seen)
+        yield _CHECKPOINT_WRAPPED_MODULE, module._checkpoint_wrapped_module
         return
-    for child_name, child in module._modules.items():
+    for name, child in module._modules.items():
         if child is not None:
-            yield from _wrappers_below(f"{name}.{child_name}" if name else child_name, child, seen)
+            yield name, child
 
 
 def _as_module(module: Any, call: str) -> nn.Module:
@@ -246,21 +203,8 @@ def _as_module(module: Any, call: str) -> nn.Module:
         check_module(module, nn.Module, call)
     if isinstance(module, nn.Module):
         return module
-    if isinstance(module, type) and issubclass(module, nn.Module):
-        raise ArgumentTypeError(
-            f"`{call}` wraps a module, not a class.",
-            expected=f"an instance, for example {module.__name__}(…)",
-            got=f"the class {module.__name__}",
-        )
-    if not callable(module):
-        raise ArgumentTypeError(
-            f"`{call}` wraps a module or a function.", expected="an nn.Module or a callable", got=describe(module)
-        )
+    check_wrapped(module, nn.Module, call)
     return FunctionModule(module)
-
-
-def _is_special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
 
 
 # The parts of ActivationWrapper that are the same for many names.

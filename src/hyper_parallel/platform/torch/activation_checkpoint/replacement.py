@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +10,7 @@ from torch import nn
 
 from hyper_parallel.platform.arguments import check_module
 from hyper_parallel.platform.regions.replacement import Tree, post_order, replace_submodules, wrap_chosen
-from hyper_parallel.platform.torch.activation_checkpoint.activation_wrapper import (
-    _CHECKPOINT_WRAPPED_MODULE,
-    ActivationWrapper,
-)
+from hyper_parallel.platform.torch.activation_checkpoint.activation_wrapper import children_of
 from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 
@@ -52,14 +49,4 @@ def apply_activation_checkpointing(
         replace_submodules(TREE, model, checkpoint_wrapper_fn, check_fn, auto_wrap_policy)
 
 
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every place in `module` that holds a module, also one that is in two of them."""
-    if isinstance(module, ActivationWrapper):
-        yield _CHECKPOINT_WRAPPED_MODULE, module._checkpoint_wrapped_module
-        return
-    for name, child in module._modules.items():
-        if child is not None:
-            yield name, child
-
-
-TREE = Tree(nn.Module, _children, nn.Module.parameters, torch.Tensor.numel, setattr)
+TREE = Tree(nn.Module, children_of, nn.Module.parameters, torch.Tensor.numel, setattr)

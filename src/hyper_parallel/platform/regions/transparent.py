@@ -1,0 +1,109 @@
+"""What is the same in the wrappers of both frameworks: attributes and items are the inner module's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
+
+from hyper_parallel._base.errors import ArgumentTypeError, describe
+
+
+class Transparent:
+    """Comes before the framework's class of modules among the bases. The inner module lies in `__dict__` under the name `INNER`.
+
+    Attributes that are the wrapper's own are for the class to say, in `_inner_that_has`.
+    """
+
+    INNER: ClassVar[str]
+    __dict__: dict[str, Any]
+
+    def _inner_that_has(self, name: str) -> Any:
+        """The module that an attribute of this name belongs to; `None` means the wrapper."""
+        raise NotImplementedError
+
+    # Attributes
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached when neither the wrapper nor its class has the name. Special names stop here: `copy` and `pickle` look them up on the
+        # instance, and the inner module's would copy the inner module alone. Without an inner module (while __init__ or unpickling runs)
+        # there is nothing to ask.
+        inner = self.__dict__.get(type(self).INNER)
+        if inner is None or is_special(name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(inner, name)
+
+    def __delattr__(self, name: str) -> None:
+        inner = self._inner_that_has(name)
+        if inner is None:
+            object.__delattr__(self, name)
+        else:
+            delattr(inner, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self.__dict__[self.INNER])})
+
+    # A wrapped container. Each raises what the inner module raises if it has no such thing.
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.__dict__[self.INNER][key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__dict__[self.INNER][key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self.__dict__[self.INNER][key]
+
+    def __len__(self) -> int:
+        return len(self.__dict__[self.INNER])
+
+    def __bool__(self) -> bool:  # else a wrapper of a module without a length would have no truth value
+        return bool(self.__dict__[self.INNER])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.__dict__[self.INNER])
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.__dict__[self.INNER]
+
+
+def is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def wrappers_below(
+    model: Any, children: Callable[[Any], Iterable[tuple[str, Any]]], name: str = "", seen: set[Any] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Every wrapper once, under the name at which the inner module is known; an outer one before an inner one.
+
+    `children`: the places in a module that hold one, and in a wrapper the inner module.
+    """
+    seen = set() if seen is None else seen
+    if model in seen:
+        return
+    seen.add(model)
+    is_wrapper = isinstance(model, Transparent)
+    if is_wrapper:
+        yield name, model
+    for child_name, child in children(model):
+        below = name if is_wrapper else f"{name}.{child_name}" if name else child_name
+        yield from wrappers_below(child, children, below, seen)
+
+
+def check_wrapped(module: Any, kind: type, call: str) -> None:
+    """Raises for what is neither a module nor a function.
+
+    Raises:
+        TypeError: a class of modules, or something that cannot be called.
+    """
+    if isinstance(module, type) and issubclass(module, kind):
+        raise ArgumentTypeError(
+            f"`{call}` wraps a module, not a class.",
+            expected=f"an instance, for example {module.__name__}(…)",
+            got=f"the class {module.__name__}",
+        )
+    if not callable(module):
+        raise ArgumentTypeError(
+            f"`{call}` wraps a module or a function.",
+            expected=f"an nn.{kind.__name__} or a callable",
+            got=describe(module),
+        )
