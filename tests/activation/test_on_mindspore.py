@@ -551,38 +551,6 @@ def test_memory_falls_as_computed(tmp_path: Path) -> None:
     assert len({total for _, total in measured.values()}) == 1
 
 
-def test_the_section_of_the_readme_runs_as_it_is_written() -> None:
-    from support.interpreter import run_fresh
-
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    block = text.partition("## The same on MindSpore")[2].partition("```python\n")[2].partition("```")[0]
-    assert "value_and_grad" in block
-    program = block + "result = [float(value), len(gradients), hp.SwapManager().stats()['offloaded_bytes'] > 0]\n"
-    value, num_gradients, has_swapped = run_fresh(program)
-    assert value > 0
-    assert num_gradients == 26
-    assert has_swapped
-
-
-def test_the_planners_lines_of_the_readme_run_as_they_are_written() -> None:
-    pytest.importorskip("scipy", reason="the solver is in SciPy")
-    from support.interpreter import run_fresh
-
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    section = text.partition("## The same on MindSpore")[2].partition("\n## ")[0]
-    block = next(each.partition("```")[0] for each in section.split("```python\n")[1:] if "plan_memory" in each)
-    program = "import os, sys\nshown, sys.stdout = sys.stdout, open(os.devnull, 'w')\n" + block
-    program += """
-sys.stdout = shown
-planned = [each.asnumpy() for each in gradients]
-plan.remove(model)
-value, gradients = ms.value_and_grad(lambda x: (model(x) ** 2).mean(), None, model.trainable_params())(batch)
-equal = all((left == right.asnumpy()).all() for left, right in zip(planned, gradients))
-result = [bool(equal), plan.is_empty, plan.measured.peak_bytes <= plan.budget_bytes]
-"""
-    assert run_fresh(program) == [True, False, True]
-
-
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_replay_that_stops_where_tensors_come_in_a_list_leaves_none_behind(driver: str) -> None:
     x = Tensor(np.ones((4, 4), np.float32))
