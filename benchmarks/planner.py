@@ -34,7 +34,7 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> None:
     model, x = make(options.shape, options.device, options.dtype)
     meter = Meter(options.device)
     plain = measure(meter, model, x, options.steps, options.warm)
@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             plan = hp.plan_memory(model, x, budget=f"{budget}%", progress=False)
         except hp.BudgetError as error:
             rows.append({"budget": budget, "error": str(error)})
+            write(options, plain, rows)
             print(f"| {budget}% | {str(error).splitlines()} |", flush=True)
             continue
         seconds = time.perf_counter() - begin
@@ -66,6 +67,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "setting": plan.setting._asdict(), "plan": str(plan),
         }  # fmt: skip
         rows.append(row)
+        write(options, plain, rows)
         recompute = sum(
             op.forward_ms
             for region, decision in zip(plan.profile.regions, plan.decision, strict=True)
@@ -80,7 +82,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         print("| " + " | ".join(cells) + " |", flush=True)
         if options.verbose:
             print(plan, f"stalls {real['load_stall_ms']:.1f} in, {real['offload_stall_ms']:.1f} out", flush=True)
-    return {"plain": plain, "rows": rows}
+
+
+def write(options: argparse.Namespace, plain: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """After each row: what was measured stays, whatever happens to the rest."""
+    if not options.out:
+        return
+    result = {
+        "plain": plain, "rows": rows, "date": datetime.date.today().isoformat(), "commit": options.commit or commit(),
+        "digest": digest() if Path(hp.__file__).resolve().is_relative_to(ROOT) else None, "watched": list(WATCHED),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
+        "torch": torch.__version__, "setting": options.shape._asdict(),
+    }  # fmt: skip
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> int:
@@ -106,15 +120,7 @@ def main() -> int:
         if options.device == "cpu":
             directory = stack.enter_context(tempfile.TemporaryDirectory())
             stack.enter_context(hp.configure_swap(disk_dir=directory))
-        result = run(options)
-    if options.out:
-        result |= {
-            "date": datetime.date.today().isoformat(), "commit": options.commit or commit(),
-            "digest": digest() if Path(hp.__file__).resolve().is_relative_to(ROOT) else None, "watched": list(WATCHED),
-            "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
-            "torch": torch.__version__, "setting": options.shape._asdict(),
-        }  # fmt: skip
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        run(options)
     return 0
 
 
