@@ -32,8 +32,15 @@ class Choice(NamedTuple):
     gap: float
 
 
-def choose(profile: StepProfile, budget_bytes: int, *, margin_bytes: int = 0, time_limit_s: float = 10.0) -> Choice:
-    """The fastest step within a budget.
+def choose(
+    profile: StepProfile,
+    budget_bytes: int,
+    *,
+    margin_bytes: int = 0,
+    copies_meet: bool = False,
+    time_limit_s: float = 10.0,
+) -> Choice:
+    """The fastest step within a budget. `copies_meet`: see P4.
 
     Raises:
         BudgetError: nothing fits; it names the smallest peak that does.
@@ -48,7 +55,7 @@ def choose(profile: StepProfile, budget_bytes: int, *, margin_bytes: int = 0, ti
         begin = time.monotonic()
         if found and until - begin < longest_s:
             break
-        problem = problem_of(profile, budget_bytes, setting, margin_bytes)
+        problem = dataclasses.replace(problem_of(profile, budget_bytes, setting, margin_bytes), copies_meet=copies_meet)
         try:
             solution = solve(
                 _with_link(problem, share), gap=gap, time_limit_s=max(until - begin, 0.0) / (len(variants) - number)
@@ -143,6 +150,8 @@ def timeline_under(profile: StepProfile, decision: Decision, setting: Setting) -
 
 def _widened(problem: Problem, decision: Decision) -> Setting:
     """The windows with what the budget leaves: room that nobody uses is of use to copies."""
+    if problem.copies_meet:
+        return Setting(problem.window_bytes, problem.prefetch_bytes)
     loads = [load(region, chosen) for region, chosen in zip(problem.profile.regions, decision, strict=True)]
     room = room_for_copies(problem, loads)
     most = _MOST_WINDOWS * max(swapped_sizes(problem.profile), default=0)

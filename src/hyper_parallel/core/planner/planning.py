@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError, describe
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
-from hyper_parallel.core.planner.choices import plain
+from hyper_parallel.core.planner.choices import SWAP, plain
 from hyper_parallel.core.planner.choosing import choose
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, Predicted, _part
 from hyper_parallel.core.planner.problem import Problem, evaluate
@@ -21,7 +22,7 @@ from hyper_parallel.core.swap.sizes import format_size, parse_size
 
 _logger = get_logger("planner")
 _KIB = 1024
-_MAX_TRIES = 4  # of solving again with what was measured
+_MAX_TRIES = 5  # of solving again with what was measured
 
 
 def plan_memory(
@@ -122,8 +123,20 @@ def _proved_smallest(profile: StepProfile, profiled: Any, smallest_bytes: int) -
     return smallest_bytes
 
 
-def solved(profile: StepProfile, allowed_bytes: int, *, margin_bytes: int, time_limit_s: float = 10.0) -> MemoryPlan:
+def solved(
+    profile: StepProfile,
+    allowed_bytes: int,
+    *,
+    margin_bytes: int,
+    copies_meet: bool = False,
+    swaps: bool = True,
+    time_limit_s: float = 10.0,
+) -> MemoryPlan:
     """The plan with the least predicted time within a budget. Pure: the same profile gives the same plan.
+
+    Args:
+        copies_meet: see P4.
+        swaps: False leaves swapping out.
 
     Raises:
         BudgetError: nothing fits.
@@ -134,10 +147,14 @@ def solved(profile: StepProfile, allowed_bytes: int, *, margin_bytes: int, time_
         return MemoryPlan(profile, plain_decision, candidates(profile)[0], allowed_bytes, predicted)
     # Where the plain step was seen to run out of memory, no room above what it would take is of any use: the margin counts from there.
     chosen = choose(
-        profile, min(allowed_bytes, profile.peak_bytes), margin_bytes=margin_bytes, time_limit_s=time_limit_s
+        profile if swaps else dataclasses.replace(profile, link=None),
+        min(allowed_bytes, profile.peak_bytes),
+        margin_bytes=margin_bytes,
+        copies_meet=copies_meet,
+        time_limit_s=time_limit_s,
     )
     # The rules promise the peak; what is predicted is without the margin.
-    cost = evaluate(Problem(profile, allowed_bytes, *chosen.setting), chosen.decision)
+    cost = evaluate(Problem(profile, allowed_bytes, *chosen.setting, copies_meet=copies_meet), chosen.decision)
     pairs = zip(profile.regions, chosen.decision, strict=True)
     notes = sum(region.note_bytes for region, decision in pairs if not decision.is_plain)
     predicted = Predicted(cost.peak_bytes + notes, chosen.step_ms)
@@ -159,24 +176,33 @@ def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Calla
 
 
 def _proved(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
-    """The plan, or one with a larger margin, whose real peak is within the budget."""
-    margin, peak_bytes = first_margin(plan.profile), None
+    """The plan, or a more careful one, whose real peak is within the budget."""
+    margin, peak_bytes, copies_meet, swaps = first_margin(plan.profile), None, False, True
     for tried in range(_MAX_TRIES):
         peak_bytes = _measured_peak(plan, profiled)
         if peak_bytes is not None and peak_bytes <= plan.budget_bytes:
             plan.measured = Measured(peak_bytes)
             return plan
-        # What was not foreseen is added to the margin, and a little more: it will not be quite the same next time. Where memory ran out
-        # nobody knows how much that was.
-        if peak_bytes is None:
+        # Where copies are in flight they may have met after all (P4). What else was not foreseen is added to the margin, and a little more: it will not
+        # be quite the same next time. Where memory ran out nobody knows how much that was.
+        if _has_swaps(plan) and not copies_meet:
+            copies_meet = True
+        elif peak_bytes is None:
             margin += (min(plan.budget_bytes, plan.profile.peak_bytes) - plan.base_bytes) * 2**tried // 16
-            _logger.info("a step ran out of memory; planning again")
         else:
             margin += int((peak_bytes - plan.budget_bytes) * 1.25) + 4 * _KIB
-            _logger.info(
-                "a step took %s more than planned; planning again", format_size(peak_bytes - plan.budget_bytes)
-            )
-        plan = solved(plan.profile, plan.budget_bytes, margin_bytes=margin)
+        missed = (
+            "ran out of memory" if peak_bytes is None else f"took {format_size(peak_bytes - plan.budget_bytes)} more"
+        )
+        _logger.info("a step %s than planned; planning again", missed)
+        try:
+            plan = solved(plan.profile, plan.budget_bytes, margin_bytes=margin, copies_meet=copies_meet, swaps=swaps)
+        except BudgetError:
+            if not swaps or not _has_swaps(plan):
+                raise
+            # A margin for what copies do is none that recomputation needs.
+            margin, swaps = first_margin(plan.profile), False
+            plan = solved(plan.profile, plan.budget_bytes, margin_bytes=margin, swaps=False)
     raise BudgetError(
         "The plan does not keep its promise on the real model.",
         smallest_bytes=peak_bytes or 0,
@@ -196,6 +222,10 @@ def _measured_peak(plan: MemoryPlan, profiled: Any) -> int | None:
         return None if peak_bytes is None else peak_bytes + plan.profile.base_bytes
     finally:
         plan.remove(profiled.model)
+
+
+def _has_swaps(plan: MemoryPlan) -> bool:
+    return any(SWAP in (*each.ops, *each.inputs) for each in plan.decision)
 
 
 def first_margin(profile: StepProfile) -> int:

@@ -31,6 +31,7 @@ class Problem:
         prefetch_bytes: of loads that may be there before they are needed
         region_overhead_ms: what a region that is not plain costs beside the ops it runs again
         margin_bytes: added to every peak
+        copies_meet: whether offloads may still be under way in backward; see P4
     """
 
     profile: StepProfile
@@ -39,6 +40,7 @@ class Problem:
     prefetch_bytes: int
     region_overhead_ms: float = 0.0
     margin_bytes: int = 0
+    copies_meet: bool = False
 
     def __post_init__(self) -> None:
         for name in ("window_bytes", "prefetch_bytes", "region_overhead_ms", "margin_bytes"):
@@ -55,7 +57,9 @@ class Problem:
 
     def in_flight_bytes(self, moment: Moment) -> int:
         """P4, where anything is swapped."""
-        return self.prefetch_bytes if moment == "backward" else self.window_bytes
+        if moment != "backward":
+            return self.window_bytes
+        return self.prefetch_bytes + (self.window_bytes if self.copies_meet else 0)
 
 
 @dataclass(frozen=True)
