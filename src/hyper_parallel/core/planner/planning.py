@@ -177,32 +177,33 @@ def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Calla
 
 def _proved(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
     """The plan, or a more careful one, whose real peak is within the budget."""
-    margin, peak_bytes, copies_meet, swaps = first_margin(plan.profile), None, False, True
+    margin, peak_bytes = first_margin(plan.profile), None
+    careful: list[dict[str, bool]] = [{"copies_meet": True}, {"swaps": False}]  # what is left to try
+    ways: dict[str, bool] = {}
     for tried in range(_MAX_TRIES):
         peak_bytes = _measured_peak(plan, profiled)
         if peak_bytes is not None and peak_bytes <= plan.budget_bytes:
             plan.measured = Measured(peak_bytes)
             return plan
-        # Where copies are in flight they may have met after all (P4). What else was not foreseen is added to the margin, and a little more: it will not
-        # be quite the same next time. Where memory ran out nobody knows how much that was.
-        if _has_swaps(plan) and not copies_meet:
-            copies_meet = True
-        elif peak_bytes is None:
+        # What was not foreseen is added to the margin, and a little more: it will not be quite the same next time. Where memory ran out
+        # nobody knows how much that was.
+        if peak_bytes is None:
             margin += (min(plan.budget_bytes, plan.profile.peak_bytes) - plan.base_bytes) * 2**tried // 16
+            _logger.info("a step ran out of memory; planning again")
         else:
             margin += int((peak_bytes - plan.budget_bytes) * 1.25) + 4 * _KIB
-        missed = (
-            "ran out of memory" if peak_bytes is None else f"took {format_size(peak_bytes - plan.budget_bytes)} more"
-        )
-        _logger.info("a step %s than planned; planning again", missed)
-        try:
-            plan = solved(plan.profile, plan.budget_bytes, margin_bytes=margin, copies_meet=copies_meet, swaps=swaps)
-        except BudgetError:
-            if not swaps or not _has_swaps(plan):
-                raise
-            # A margin for what copies do is none that recomputation needs.
-            margin, swaps = first_margin(plan.profile), False
-            plan = solved(plan.profile, plan.budget_bytes, margin_bytes=margin, swaps=False)
+            _logger.info(
+                "a step took %s more than planned; planning again", format_size(peak_bytes - plan.budget_bytes)
+            )
+        while True:
+            try:
+                plan = solved(plan.profile, plan.budget_bytes, margin_bytes=margin, **ways)
+                break
+            except BudgetError:
+                # A margin for what copies did is none that others need: those that count them twice (P4), and those that make none.
+                if not careful or not _has_swaps(plan):
+                    raise
+                ways, margin = careful.pop(0), first_margin(plan.profile)
     raise BudgetError(
         "The plan does not keep its promise on the real model.",
         smallest_bytes=peak_bytes or 0,
