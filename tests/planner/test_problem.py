@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
 
 import pytest
@@ -19,7 +21,7 @@ from hyper_parallel.core.planner.choices import (
     recompute_ms,
     swapped_bytes,
 )
-from hyper_parallel.core.planner.problem import Peak, Problem, cost, evaluate
+from hyper_parallel.core.planner.problem import Peak, Problem, cost, evaluate, peak, room_for_copies
 from hyper_parallel.core.planner.profile import Input, Link, Turn, Value
 from support.campaign import share
 from support.planner_cases import all_costs, candidates, is_carried_out, loads, op, problem, random_problem, region
@@ -177,10 +179,33 @@ def test_p3_the_turn_has_what_all_regions_keep() -> None:
 
 
 @pytest.mark.parametrize("swapped", [(managed("w", "s"), managed("rr")), (managed("s", "w"), managed("rr"))])
-def test_p4_window_and_prefetch_count_as_soon_as_anything_is_swapped(swapped: tuple[RegionDecision, ...]) -> None:
+def test_p4_loads_count_in_backward_as_soon_as_anything_is_swapped(swapped: tuple[RegionDecision, ...]) -> None:
     given = peak_problem()
     assert evaluate(given, (managed("s", "s"), managed("rr"))).peak.in_flight_bytes == 0
-    assert evaluate(given, swapped).peak.in_flight_bytes == 600_000
+    found = evaluate(given, swapped).peak
+    assert (found.moment, found.in_flight_bytes) == ("backward", 400_000)
+
+
+def test_p4_the_window_counts_in_forward_and_in_the_turn() -> None:
+    swapped = (managed("w", "s"), managed("rr"))
+    found = evaluate(peak_problem(forward_peak_bytes=10**6), swapped).peak
+    assert (found.moment, found.in_flight_bytes) == ("forward", 200_000)
+    blocks = region(op(300), inputs=(Input(Value(4, True)),)), region(op(50_000, needed=False), op(1, reads=(0,)))
+    given = problem(*blocks, turn=Turn(0.0, 10**6), window=200_000, prefetch=400_000)
+    found = evaluate(given, swapped).peak
+    assert (found.moment, found.in_flight_bytes) == ("turn", 200_000)
+
+
+def test_what_the_budget_leaves_for_copies_makes_the_peak_the_budget() -> None:
+    for seed in range(200):
+        given = random_problem(seed)
+        for loaded in itertools.islice(itertools.product(*map(loads, given.profile.regions)), 5):
+            room = room_for_copies(given, loaded)
+            fits = dataclasses.replace(given, window_bytes=max(room["forward"], 0), prefetch_bytes=0)
+            if room["forward"] >= 0 and room["backward"] >= 0:
+                assert peak(fits, loaded, swaps=True).num_bytes == given.budget_bytes
+                fits = dataclasses.replace(given, window_bytes=0, prefetch_bytes=room["backward"])
+                assert peak(fits, loaded, swaps=True).num_bytes == given.budget_bytes
 
 
 def test_what_is_swapped_and_no_residual_is_extra_and_not_kept() -> None:

@@ -6,6 +6,7 @@ A CPU with less memory stands for the device; the last test runs on a part of a 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -147,14 +148,73 @@ class FailingBackward(LimitedMemory):
     def arm(self) -> None:
         self.countdown = self._num_ops
 
+    def is_counted(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.countdown is not None and torch._C._current_graph_task_id() != -1:
+        takes_memory = func is not torch.ops.aten.detach.default
+        if self.countdown is not None and takes_memory and self.is_counted():
             self.countdown -= 1
             if self.countdown == 0:
                 self.countdown = None
                 self.num_failures += 1
                 raise torch.OutOfMemoryError("CUDA out of memory (simulated) in backward.")
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class FailingAnywhere(FailingBackward):
+    """As above, in forward or backward."""
+
+    def is_counted(self) -> bool:
+        return True
+
+
+def test_wherever_a_step_fails_the_repeated_one_is_that_of_a_larger_machine() -> None:
+    """Loss, gradients on top of earlier ones, running statistics and random numbers, for failures all over the step."""
+
+    def outcome(training: Training, run: Callable[[Callable[[], Any]], Any], arm: Any = lambda: None) -> list[Any]:
+        first, inputs = [arm], batch_of(1, SHORT)
+
+        def step() -> Any:
+            while first:
+                first.pop()()
+            loss = training.model(inputs)
+            loss.backward()
+            return loss.detach()
+
+        torch.manual_seed(3)
+        loss = run(step)
+        gradients = [parameter.grad for parameter in training.model.parameters()]
+        return [loss, *gradients, *training.model.buffers(), torch.get_rng_state()]
+
+    def started() -> Training:
+        training = Training()
+        torch.manual_seed(2)
+        training.model(batch_of(0, SHORT)).backward()
+        return training
+
+    expected = outcome(started(), plainly)
+    plan, _ = planned(started())
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    chooser = random.Random(seed)
+    training = started()
+    plan.apply(training.model)
+    with FailingAnywhere(training.model, 1 << 30) as room:
+        outcome(training, plan.run, room.arm)
+    plan.remove(training.model)
+    assert room.countdown is not None
+    num_all = (1 << 30) - room.countdown
+    for _ in range(10):
+        num_ops = chooser.randint(1, int(0.9 * num_all))
+        training = started()
+        plan.apply(training.model)
+        with FailingAnywhere(training.model, num_ops) as room:
+            got = outcome(training, plan.run, room.arm)
+            room.countdown = None
+        plan.remove(training.model)
+        assert room.num_failures == 1
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True)), (seed, num_ops)
 
 
 @pytest.mark.parametrize("num_ops", [1, 7, 40])

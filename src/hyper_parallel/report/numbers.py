@@ -18,9 +18,9 @@ from hyper_parallel.core.planner.choices import (
     recomputed_bytes,
     swapped_bytes,
 )
+from hyper_parallel.core.planner.choosing import timeline_under
 from hyper_parallel.core.planner.profile import Region
-from hyper_parallel.core.planner.timeline import Timeline, plain_step, run_step
-from hyper_parallel.core.swap.engine import Limits
+from hyper_parallel.core.planner.timeline import Timeline, plain_step
 from hyper_parallel.report.stacks import Stacks, stacks_of
 
 if TYPE_CHECKING:
@@ -132,11 +132,12 @@ class Numbers:
 def numbers_of(plan: MemoryPlan, *, curve_seconds: float = CURVE_SECONDS) -> Numbers:
     """`curve_seconds`: how long solving for other budgets may take."""
     before = plain_step(plan.profile)
-    after = run_step(plan.profile, plan.decision, Limits(*plan.setting))
+    after = timeline_under(plan.profile, plan.decision, plan.setting)
     curve: list[CurvePoint] = []
     why = None
     try:
-        curve = budget_curve(plan.profile, time_limit_s=curve_seconds)
+        mine = CurvePoint(plan.budget_bytes, plan.predicted.peak_bytes, plan.predicted.step_ms)
+        curve = budget_curve(plan.profile, [mine], time_limit_s=curve_seconds)
     except FrameworkMissingError as error:
         why = error.what
     pairs = zip(plan.profile.regions, plan.decision, strict=True)

@@ -109,7 +109,7 @@ def _memory(numbers: Numbers) -> str:
     y = Axis(0.0, 1.08 * highest, *_unit(highest))
     line = None if plan.is_empty else plan.budget_bytes
     steps = (
-        [("before", "Before", before)]
+        [("before", "The plain step", before)]
         if plan.is_empty
         else [("before", "Before", before), ("after", "With the plan", after)]
     )

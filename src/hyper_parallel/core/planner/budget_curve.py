@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from hyper_parallel.core.planner.choosing import smallest_budget
 from hyper_parallel.core.planner.planning import first_margin, solved
-from hyper_parallel.core.planner.problem import Problem
 from hyper_parallel.core.planner.profile import StepProfile
-from hyper_parallel.core.planner.settings import candidates
-from hyper_parallel.core.planner.solver import BudgetError, smallest_peak
+from hyper_parallel.core.planner.solver import BudgetError
 
 
 class CurvePoint(NamedTuple):
@@ -20,11 +20,13 @@ class CurvePoint(NamedTuple):
     step_ms: float
 
 
-def budget_curve(profile: StepProfile, *, num_budgets: int = 8, time_limit_s: float = 15.0) -> list[CurvePoint]:
+def budget_curve(
+    profile: StepProfile, known: Sequence[CurvePoint] = (), *, num_budgets: int = 8, time_limit_s: float = 15.0
+) -> list[CurvePoint]:
     """Points from the smallest budget that can be met to the peak of the plain step, by budget.
 
     Where the time is up there are fewer points; the two ends come first, then what lies in the middle of the largest gap. A step
-    that fits into a budget fits into every larger one, so no point is slower than one before it.
+    that fits into a budget fits into every larger one, so no point is slower than one before it, or than one that is `known`.
 
     Raises:
         FrameworkMissingError: SciPy is not installed.
@@ -32,21 +34,21 @@ def budget_curve(profile: StepProfile, *, num_budgets: int = 8, time_limit_s: fl
     until = time.monotonic() + time_limit_s
     margin = first_margin(profile)
     plain = CurvePoint(profile.peak_bytes, profile.peak_bytes, profile.step_ms)
-    least = min(candidates(profile), key=sum)
-    smallest = smallest_peak(Problem(profile, 0, *least, margin_bytes=margin))[1].peak_bytes
+    smallest = smallest_budget(profile, margin)
     if smallest >= plain.budget_bytes:
         return [plain]
     found = {plain.budget_bytes: plain}
-    for budget in _budgets(smallest, plain.budget_bytes, num_budgets):
+    budgets = _budgets(smallest, plain.budget_bytes, num_budgets)
+    for number, budget in enumerate(budgets):
         left_s = until - time.monotonic()
         if left_s <= 0:
             break
         try:
-            plan = solved(profile, budget, margin_bytes=margin, time_limit_s=left_s)
+            plan = solved(profile, budget, margin_bytes=margin, time_limit_s=left_s / (len(budgets) - number))
         except BudgetError:  # by a few bytes, at the lower end
             continue
         found[budget] = CurvePoint(budget, plan.predicted.peak_bytes, plan.predicted.step_ms)
-    return _falling([found[budget] for budget in sorted(found)])
+    return [_best(point, [*found.values(), *known]) for _, point in sorted(found.items())]
 
 
 def _budgets(smallest: int, largest: int, num_budgets: int) -> list[int]:
@@ -61,10 +63,7 @@ def _budgets(smallest: int, largest: int, num_budgets: int) -> list[int]:
     return order
 
 
-def _falling(points: list[CurvePoint]) -> list[CurvePoint]:
-    falling: list[CurvePoint] = []
-    for point in points:
-        if falling and falling[-1].step_ms < point.step_ms:
-            point = point._replace(peak_bytes=falling[-1].peak_bytes, step_ms=falling[-1].step_ms)
-        falling.append(point)
-    return falling
+def _best(point: CurvePoint, others: Sequence[CurvePoint]) -> CurvePoint:
+    """The fastest of all that fit into this one's budget."""
+    best = min((each for each in others if each.budget_bytes <= point.budget_bytes), key=lambda each: each.step_ms)
+    return point if point.step_ms <= best.step_ms else best._replace(budget_bytes=point.budget_bytes)

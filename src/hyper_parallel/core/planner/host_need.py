@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.planner.choices import SWAP, Decision
+from hyper_parallel.core.planner.choosing import timeline_under
 from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.settings import Setting
-from hyper_parallel.core.planner.timeline import run_step
 from hyper_parallel.core.swap import arena, disk
-from hyper_parallel.core.swap.engine import Limits
 from hyper_parallel.core.swap.pool import BlockPool, Growth, PoolBlock
 
 _NO_LIMIT = 1 << 62
@@ -32,7 +31,7 @@ def host_need(profile: StepProfile, decision: Decision, setting: Setting) -> Hos
     if not any(SWAP in (*each.ops, *each.inputs) for each in decision):
         return HostNeed(tier, 0, 0)
     min_bytes = int(profile.facts.get("min_swap_bytes", 0))
-    timeline = run_step(profile, decision, Limits(*setting), min_bytes=min_bytes)
+    timeline = timeline_under(profile, decision, setting)
     blocks = [copy.num_bytes for copy in timeline.copies if copy.direction == "offload"]
     if any(SWAP in each.inputs for each in decision):
         # A region that swaps its inputs swaps those, too, that others are given: they are somebody else's on the device, and once on the host.

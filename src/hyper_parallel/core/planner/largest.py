@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError, describe
 from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.budget import is_percentage
+from hyper_parallel.core.planner.choosing import smallest_budget
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, _part
 from hyper_parallel.core.planner.planning import first_margin, planned, reserve_bytes
-from hyper_parallel.core.planner.problem import Problem
 from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.progress import Progress, progress_of
-from hyper_parallel.core.planner.settings import candidates
-from hyper_parallel.core.planner.solver import BudgetError, smallest_peak
+from hyper_parallel.core.planner.solver import BudgetError
 from hyper_parallel.core.planner.table import table
 from hyper_parallel.core.swap.sizes import format_size
 
@@ -195,9 +194,7 @@ class _Sizes:
 
     def smallest_bytes(self, profile: StepProfile) -> int:
         """The smallest peak that a plan can have."""
-        least = min(candidates(profile), key=sum)
-        problem = Problem(profile, 0, *least, margin_bytes=first_margin(profile))
-        smallest = smallest_peak(problem)[1].peak_bytes
+        smallest = smallest_budget(profile, first_margin(profile))
         return min(smallest, profile.peak_bytes) if profile.is_plain_measured else smallest
 
     def prove(self, n: int, profile: StepProfile, allowed_bytes: int) -> MemoryPlan:

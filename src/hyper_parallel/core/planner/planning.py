@@ -9,12 +9,13 @@ from hyper_parallel._base.errors import ArgumentError, describe
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.choices import plain
+from hyper_parallel.core.planner.choosing import choose
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, Predicted, _part
 from hyper_parallel.core.planner.problem import Problem, evaluate
 from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.progress import Progress, progress_of
-from hyper_parallel.core.planner.settings import Setting, candidates
-from hyper_parallel.core.planner.solver import BudgetError, solve_over
+from hyper_parallel.core.planner.settings import candidates
+from hyper_parallel.core.planner.solver import BudgetError
 from hyper_parallel.core.planner.table import residual_table
 from hyper_parallel.core.swap.sizes import format_size, parse_size
 
@@ -132,20 +133,15 @@ def solved(profile: StepProfile, allowed_bytes: int, *, margin_bytes: int, time_
         predicted = Predicted(profile.peak_bytes, profile.step_ms)
         return MemoryPlan(profile, plain_decision, candidates(profile)[0], allowed_bytes, predicted)
     # Where the plain step was seen to run out of memory, no room above what it would take is of any use: the margin counts from there.
-    solution, setting = solve_over(
-        profile,
-        min(allowed_bytes, profile.peak_bytes),
-        candidates(profile),
-        margin_bytes=margin_bytes,
-        time_limit_s=time_limit_s,
+    chosen = choose(
+        profile, min(allowed_bytes, profile.peak_bytes), margin_bytes=margin_bytes, time_limit_s=time_limit_s
     )
     # The rules promise the peak; what is predicted is without the margin.
-    problem = Problem(profile, allowed_bytes, *setting)
-    cost = evaluate(problem, solution.decision)
-    chosen = zip(profile.regions, solution.decision, strict=True)
-    notes = sum(region.note_bytes for region, decision in chosen if not decision.is_plain)
-    predicted = Predicted(cost.peak_bytes + notes, cost.step_ms)
-    return MemoryPlan(profile, solution.decision, Setting(*setting), allowed_bytes, predicted, gap=solution.gap)
+    cost = evaluate(Problem(profile, allowed_bytes, *chosen.setting), chosen.decision)
+    pairs = zip(profile.regions, chosen.decision, strict=True)
+    notes = sum(region.note_bytes for region, decision in pairs if not decision.is_plain)
+    predicted = Predicted(cost.peak_bytes + notes, chosen.step_ms)
+    return MemoryPlan(profile, chosen.decision, chosen.setting, allowed_bytes, predicted, gap=chosen.gap)
 
 
 def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> MemoryPlan:

@@ -7,7 +7,7 @@ evaluating whatever it finds, and by a comparison with brute force in the tests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from hyper_parallel._base.errors import ArgumentError
@@ -17,6 +17,7 @@ from hyper_parallel.core.planner.profile import Link, StepProfile
 Moment: TypeAlias = Literal["forward", "backward", "turn"]
 
 # Stands for the link where there is none: nothing is swapped then, and nothing divided by zero.
+_FAR = 1 << 60  # bytes: more than there are
 _NO_LINK = Link(out_bytes_per_ms=1.0, in_bytes_per_ms=1.0)
 
 
@@ -52,10 +53,9 @@ class Problem:
     def can_swap(self) -> bool:
         return self.profile.link is not None
 
-    @property
-    def in_flight_bytes(self) -> int:
+    def in_flight_bytes(self, moment: Moment) -> int:
         """P4, where anything is swapped."""
-        return self.window_bytes + self.prefetch_bytes
+        return self.prefetch_bytes if moment == "backward" else self.window_bytes
 
 
 @dataclass(frozen=True)
@@ -148,24 +148,37 @@ def cost(problem: Problem, loads: Sequence[Load]) -> Cost:
     )
 
 
-def peak(problem: Problem, loads: Sequence[Load]) -> Peak:
-    """P1-P4: the highest moment, the first of equals."""
-    moments: list[tuple[int, Moment, int | None, tuple[int, int, int, int]]] = []
+def peak(problem: Problem, loads: Sequence[Load], *, swaps: bool | None = None) -> Peak:
+    """P1-P4: the highest moment, the first of equals. `swaps`: whether P4 is paid; without it, where anything is swapped."""
+    if swaps is None:
+        swaps = any(each.swapped_bytes for each in loads)
+    moments: list[tuple[int, Moment, int | None, tuple[int, int, int, int, int]]] = []
+
+    def add(moment: Moment, index: int | None, *parts: int) -> None:
+        outside, kept, own, extra = parts
+        in_flight = problem.in_flight_bytes(moment) if swaps else 0
+        moments.append((sum(parts) + in_flight, moment, index, (outside, kept, own, extra, in_flight)))
+
     kept = 0
     for index, (region, each) in enumerate(zip(problem.profile.regions, loads, strict=True)):
-        own: tuple[tuple[Moment, int], ...] = (
-            ("forward", region.forward_peak_bytes),  # P2
-            ("backward", region.backward_peak_bytes),  # P1
-        )
-        for moment, own_bytes in own:
-            parts = (region.outside_bytes, kept, own_bytes, each.extra_bytes)
-            moments.append((sum(parts), moment, index, parts))
+        add("forward", index, region.outside_bytes, kept, region.forward_peak_bytes, each.extra_bytes)  # P2
+        add("backward", index, region.outside_bytes, kept, region.backward_peak_bytes, each.extra_bytes)  # P1
         kept += each.kept_bytes
-    turn = (0, kept, problem.profile.turn.peak_bytes, 0)
-    moments.append((sum(turn), "turn", None, turn))  # P3
-    in_flight = problem.in_flight_bytes if any(each.swapped_bytes for each in loads) else 0  # P4
+    add("turn", None, 0, kept, problem.profile.turn.peak_bytes, 0)  # P3
     _, when, at, parts = max(moments, key=lambda each: each[0])
-    return Peak(when, at, problem.profile.base_bytes, *parts, in_flight, problem.margin_bytes)
+    return Peak(when, at, problem.profile.base_bytes, *parts, problem.margin_bytes)
+
+
+def room_for_copies(problem: Problem, loads: Sequence[Load]) -> dict[Moment, int]:
+    """What the budget leaves for copies in flight in forward and turn ("forward"), and in backward."""
+    room: dict[Moment, int] = {}
+    for moment in ("forward", "backward"):
+        # The other kind of moment without copies is never the higher one of the two: it has less.
+        only = replace(
+            problem, window_bytes=_FAR if moment == "forward" else 0, prefetch_bytes=0 if moment == "forward" else _FAR
+        )
+        room[moment] = problem.budget_bytes - (peak(only, loads, swaps=True).num_bytes - _FAR)
+    return room
 
 
 def _forward(problem: Problem, loads: Sequence[Load]) -> tuple[list[float], list[float], list[float]]:

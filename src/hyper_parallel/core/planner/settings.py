@@ -16,20 +16,27 @@ class Setting(NamedTuple):
     prefetch_bytes: int
 
 
-def candidates(profile: StepProfile) -> list[Setting]:
-    """From small to large. No window is smaller than the largest storage that may be swapped: that one passes in any case."""
-    sizes = [
+def swapped_sizes(profile: StepProfile) -> set[int]:
+    """The sizes of storages that may be swapped."""
+    sizes = {
         value.num_bytes for region in profile.regions for op in region.ops if "swap" in op.choices for value in op.makes
-    ]
-    sizes += [each.value.num_bytes for region in profile.regions for each in region.inputs if each.may_swap]
+    }
+    sizes |= {each.value.num_bytes for region in profile.regions for each in region.inputs if each.may_swap}
+    return sizes - {0}
+
+
+def candidates(profile: StepProfile) -> list[Setting]:
+    """From large to small.
+
+    What is made in a burst wants room in the window for more than one. Where memory is short, small windows leave more of it, and the largest
+    storages stay where they are: one that is larger than the window would pass alone in any case.
+    """
+    sizes = swapped_sizes(profile)
     if not sizes or profile.link is None:
         return [Setting(MIB, MIB)]
     largest = max(sizes)
-    small = sorted({size for size in sizes if size <= largest})[len(set(sizes)) // 2]  # a storage of the middle size
-    found = {
-        Setting(max(largest, factor * small), max(largest, prefetch * small))
-        for factor in (1, 2)
-        for prefetch in (1, 2, 4)
-    }
-    found.add(Setting(largest, largest))
-    return sorted(found)
+    found = [Setting(2 * largest, largest), Setting(largest, largest)]
+    smaller = max((size for size in sizes if size <= largest // 2), default=0)
+    if smaller:
+        found.append(Setting(min(2 * smaller, largest), smaller))
+    return found

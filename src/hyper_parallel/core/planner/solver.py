@@ -19,19 +19,17 @@ from typing import Any
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.planner.choices import Decision, plain, recompute_all, swapped_bytes
 from hyper_parallel.core.planner.problem import Cost, Peak, Problem, evaluate
-from hyper_parallel.core.planner.profile import StepProfile
-from hyper_parallel.core.planner.solver_forms import chosen
-from hyper_parallel.core.planner.solver_model import INFINITY, Clock
+from hyper_parallel.core.planner.solver_model import Clock
 from hyper_parallel.core.planner.solver_peak import smallest_peak
 from hyper_parallel.core.planner.solver_rows import Case
 from hyper_parallel.core.planner.solver_search import Search, plain_ms
 from hyper_parallel.core.swap.sizes import format_size
 
-__all__ = ["BudgetError", "Solution", "smallest_peak", "solve", "solve_over"]
+__all__ = ["BudgetError", "Solution", "smallest_peak", "solve"]
 
 _SMALL = 80  # ops and inputs of all regions together: solved exactly
 _MEDIUM = 1000  # solved with a whole number for each op
-_GOOD_GAP = 5e-4  # without a wish of the caller, enough for a problem that is not small
+_GOOD_GAP = 1e-3  # without a wish of the caller, enough for a problem that is not small
 _PROVED_GAP = 1e-6  # what HiGHS is exact to
 
 
@@ -73,7 +71,7 @@ def solve(problem: Problem, *, gap: float | None = None, time_limit_s: float = 1
 
     Args:
         gap: how much slower than the bound is good enough. Without it, a small problem is solved exactly and a large one to
-            0.05 % or as far as a fixed effort goes.
+            0.1 % or as far as a fixed effort goes.
         time_limit_s: when to stop in any case.
 
     Raises:
@@ -101,63 +99,6 @@ def solve(problem: Problem, *, gap: float | None = None, time_limit_s: float = 1
             raise _budget_error(problem, best[1].peak)
     bound_ms = min(search.bound_ms for search in searches) / ticks_per_ms
     return _solution((best[0], evaluate(problem, best[0])), bound_ms, clock)
-
-
-def solve_over(
-    profile: StepProfile,
-    budget_bytes: int,
-    settings: Sequence[tuple[int, int]],
-    *,
-    region_overhead_ms: float = 0.0,
-    margin_bytes: int = 0,
-    gap: float | None = None,
-    time_limit_s: float = 10.0,
-) -> tuple[Solution, tuple[int, int]]:
-    """`solve` with the pair of window and prefetch bytes that gives the fastest step, of those given.
-
-    A small problem is solved with every pair. For a large one, the pair is the one for which the model without whole numbers
-    promises most. The bound of the solution is one for its own pair.
-    """
-    if not settings:
-        raise ArgumentError("There is no pair of window and prefetch bytes to choose from.")
-    clock = Clock(time_limit_s)
-    problems = {
-        pair: Problem(profile, budget_bytes, *pair, region_overhead_ms, margin_bytes)
-        for pair in dict.fromkeys(settings)
-    }
-    least = min(problems, key=sum)  # what fits with any fits with the least in flight
-    ready = _ready(problems[least])
-    if len(problems) == 1 or profile.link is None or (ready and _is_plain(ready[0])):
-        tried = [least]
-    elif _size(problems[least]) <= _SMALL:
-        tried = sorted(problems, key=sum)
-    else:
-        tried = [_most_promising(problems, least, clock)]
-    found = []
-    for pair in tried:
-        try:
-            found.append((solve(problems[pair], gap=gap, time_limit_s=clock.left_s), pair))
-        except BudgetError:
-            if pair == least:
-                raise
-    if not found:  # what was promised does not fit in whole numbers
-        found.append((solve(problems[least], gap=gap, time_limit_s=clock.left_s), least))
-    return min(found, key=lambda each: (each[0].cost.step_ms, sum(each[1])))
-
-
-def _most_promising(problems: dict[tuple[int, int], Problem], least: tuple[int, int], clock: Clock) -> tuple[int, int]:
-    problems = {pair: _in_ticks(problem)[0] for pair, problem in problems.items()}
-    first = Search(Case(problems[least], True), problems[least].budget_bytes, clock)
-    first.relax()
-    if first.is_infeasible:
-        return least
-    first.add_bases()
-    promises = {}
-    for pair, problem in problems.items():
-        form = chosen(Case(problem, True), problem.budget_bytes, first.pool)
-        answer = form.model.solve_relaxed(clock)
-        promises[pair] = INFINITY if answer.value is None else answer.value
-    return min(promises, key=lambda pair: (promises[pair], sum(pair)))
 
 
 def _in_ticks(problem: Problem) -> tuple[Problem, float]:

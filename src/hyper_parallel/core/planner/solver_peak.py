@@ -11,7 +11,7 @@ from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.planner.choices import Decision, load
-from hyper_parallel.core.planner.problem import Cost, Problem, cost
+from hyper_parallel.core.planner.problem import Cost, Problem, peak
 from hyper_parallel.core.planner.solver_block import Base, Block, add_block, base_of
 from hyper_parallel.core.planner.solver_model import INFINITY, Clock, Model
 from hyper_parallel.core.planner.solver_rows import Case
@@ -69,8 +69,7 @@ def _peak_bytes(case: Case, bases: list[Base]) -> int:
     """With all swapped that can be; of this case, so what is in flight counts even if nothing is."""
     decision = [base.swapping(position for position, _ in base.free) if base.free else base.decision for base in bases]
     loads = [load(region, each) for region, each in zip(case.regions, decision, strict=True)]
-    found = cost(case.problem, loads).peak
-    return found.num_bytes - found.in_flight_bytes + case.in_flight_bytes
+    return peak(case.problem, loads, swaps=case.swaps).num_bytes
 
 
 def _no_decision(case: Case) -> ArgumentError:

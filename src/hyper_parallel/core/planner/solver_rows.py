@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
-from hyper_parallel.core.planner.problem import Problem
+from hyper_parallel.core.planner.problem import Moment, Problem
 from hyper_parallel.core.planner.profile import Region
 from hyper_parallel.core.planner.solver_model import INFINITY, Model
 
@@ -32,18 +32,19 @@ class Case:
         largest = max((region.residual_bytes for region in self.regions), default=0)
         return max(1.0, largest / 4096)
 
-    @property
-    def in_flight_bytes(self) -> int:
-        return self.problem.in_flight_bytes if self.swaps else 0
+    def in_flight_bytes(self, moment: Moment) -> int:
+        return self.problem.in_flight_bytes(moment) if self.swaps else 0
 
     def rooms(self, budget_bytes: int) -> list[int]:
         """What regions before k may keep, with what k itself has extra; at the end: what all may keep."""
         profile = self.problem.profile
-        room = budget_bytes - profile.base_bytes - self.problem.margin_bytes - self.in_flight_bytes
+        room = budget_bytes - profile.base_bytes - self.problem.margin_bytes
+        forward, backward = self.in_flight_bytes("forward"), self.in_flight_bytes("backward")
         own = [
-            region.outside_bytes + max(region.forward_peak_bytes, region.backward_peak_bytes) for region in self.regions
+            region.outside_bytes + max(region.forward_peak_bytes + forward, region.backward_peak_bytes + backward)
+            for region in self.regions
         ]
-        return [*(room - each for each in own), room - profile.turn.peak_bytes]
+        return [*(room - each for each in own), room - profile.turn.peak_bytes - self.in_flight_bytes("turn")]
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,9 @@ def plan_table(plan: MemoryPlan) -> str:
             "\nA plain step does not fit the device: what it would take was computed from one that recomputes."
         )
     if plan.gap > 1e-6:
-        lines.append(f"The time is at most {plan.gap:.2%} above the best that is possible by this profile.")
+        lines.append(
+            f"By the rules of time this choice is at most {plan.gap:.2%} from the best for its windows and link."
+        )
     return "\n".join(lines)
 
 

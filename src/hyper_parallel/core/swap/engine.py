@@ -405,20 +405,26 @@ class SwapEngine:
         return launched
 
     def _fit_below_the_peak(self, group: Group) -> list[Slot]:
-        """What the next group needs and what fits below the highest point that this backward was seen at.
+        """What the next group needs and what fits below a point that is passed, whose memory was needed anyway.
 
-        That point is passed and the memory was needed anyway. What the next group begins its backward with (a region runs again) is there at
-        its own highest point in any case, so that it may come early; what it asks for one by one may not, nor what lies further ahead.
+        What the next group begins its backward with (a region runs again) is there at its own highest point in any case: it may come where it fits
+        below the highest point that this backward was seen at. What it asks for one by one never is there all at once: it may come
+        when the group that backward is in has passed a highest point of its own, and fill that up. What lies further ahead may not come.
         """
         near = group.with_next()
-        candidates = list(
-            itertools.takewhile(lambda each: each[0].is_expected and each[0].group in near, self._candidates(group))
-        )
+        candidates = list(itertools.takewhile(lambda each: each[0].group in near, self._candidates(group)))
         used_bytes = self.device.bytes_in_use() if candidates else None  # asking is slow: only if it matters
         if used_bytes is None:
             return []
         self._peak_bytes = max(self._peak_bytes, used_bytes)
-        return schedule.loads_that_fit(candidates, self._peak_bytes - used_bytes)
+        group.peak_bytes = max(group.peak_bytes, used_bytes)
+        return schedule.loads_that_fit(
+            (
+                (slot, num_bytes, self._peak_bytes if slot.is_expected else group.peak_bytes)
+                for slot, num_bytes in candidates
+            ),
+            used_bytes,
+        )
 
     def _candidates(self, group: Group) -> Iterator[tuple[Slot, int]]:
         for earlier in group.earlier():

@@ -24,12 +24,15 @@ def loads_to_launch(candidates: Iterable[tuple[T, int]], unclaimed_bytes: int, l
     return chosen
 
 
-def loads_that_fit(candidates: Iterable[tuple[T, int]], free_bytes: int) -> list[T]:
-    """The first candidates, in order, that fit into memory that is free for a while; it stops at the first that does not."""
+def loads_that_fit(candidates: Iterable[tuple[T, int, int]], used_bytes: int) -> list[T]:
+    """The first candidates, in order, that fit below a level of their own each, beside what is in use and the ones before them.
+
+    It stops at the first that does not.
+    """
     chosen: list[T] = []
-    for candidate, num_bytes in candidates:
-        free_bytes -= num_bytes
-        if free_bytes < 0:
+    for candidate, num_bytes, level_bytes in candidates:
+        used_bytes += num_bytes
+        if used_bytes > level_bytes:
             break
         chosen.append(candidate)
     return chosen

@@ -121,6 +121,7 @@ class Group:
         self.cursor = -1  # prefetch goes on here in the stack: those above were loaded or asked for in this pass
         self.has_ended = False  # backward has reached it, or the forward it belongs to
         self.is_last = False  # of its forward: backward began here
+        self.peak_bytes = 0  # most memory of the device in use when backward was here and asked
 
     def add(self, slot: Slot) -> None:
         slot.index, slot.position = len(self.slots), len(self.stack)

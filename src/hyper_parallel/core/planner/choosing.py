@@ -1,0 +1,144 @@
+"""Windows and decision together: the problem is solved for several windows, and what is found is judged on the timeline.
+
+The rules of time spread what a region swaps over its forward; on the timeline the real engine has it in the bursts in which ops make it. The rules are what
+a solver can state, the timeline is what comes true: which of the answers is taken, and what a plan predicts, is its word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import NamedTuple
+
+from hyper_parallel.core.planner.choices import SWAP, Decision, load
+from hyper_parallel.core.planner.problem import Problem, evaluate, room_for_copies
+from hyper_parallel.core.planner.profile import Input, Op, Region, StepProfile
+from hyper_parallel.core.planner.settings import Setting, candidates, swapped_sizes
+from hyper_parallel.core.planner.solver import BudgetError, Solution, smallest_peak, solve
+from hyper_parallel.core.planner.timeline import Timeline, run_step
+from hyper_parallel.core.swap.engine import Limits
+
+_HOST_LEAD_MS = 50.0  # of an accelerator: the host has launched what the device will do by then
+_SMALLER_SHARE, _LARGER_SHARE = 0.75, 0.9  # of the link; see `_variants`
+_MOST_WINDOWS = 4  # of the largest storage each: more than that in flight was never of use
+
+
+class Choice(NamedTuple):
+    """What to do, and how long a step takes then. `gap`: how far from the best it may be, by the rules and for its own windows."""
+
+    decision: Decision
+    setting: Setting
+    step_ms: float
+    gap: float
+
+
+def choose(profile: StepProfile, budget_bytes: int, *, margin_bytes: int = 0, time_limit_s: float = 10.0) -> Choice:
+    """The fastest step within a budget.
+
+    Raises:
+        BudgetError: nothing fits; it names the smallest peak that does.
+    """
+    until = time.monotonic() + time_limit_s
+    variants = _variants(profile)
+    found: list[Choice] = []
+    errors: list[BudgetError] = []
+    longest_s = 0.0
+    for number, (setting, share) in enumerate(variants):
+        begin = time.monotonic()
+        if found and until - begin < longest_s:
+            break
+        problem = problem_of(profile, budget_bytes, setting, margin_bytes)
+        try:
+            solution = solve(
+                _with_link(problem, share), time_limit_s=max(until - begin, 0.0) / (len(variants) - number)
+            )
+        except BudgetError as error:
+            errors.append(error)
+            continue
+        found.append(_judged(profile, problem, solution))
+        longest_s = max(longest_s, time.monotonic() - begin)
+        if not _swaps(solution.decision) and problem.profile is profile:
+            break  # with less in flight it would swap nothing either, but what is small
+    if not found:
+        raise min(errors, key=lambda error: error.smallest_bytes)
+    return min(found, key=lambda choice: (choice.step_ms, sum(choice.setting)))
+
+
+def _variants(profile: StepProfile) -> list[tuple[Setting, float]]:
+    """Windows, and the share of the link that the solver is told of: an answer that leaves a part of it free waits less for bursts."""
+    first, *others = candidates(profile)
+    return [
+        (first, 1.0),
+        (first, _SMALLER_SHARE),
+        *((setting, share) for setting in others for share in (1.0, _LARGER_SHARE)),
+    ]
+
+
+def _with_link(problem: Problem, share: float) -> Problem:
+    link = problem.profile.link
+    if link is None or share == 1.0:
+        return problem
+    slower = dataclasses.replace(link, out_bytes_per_ms=link.out_bytes_per_ms * share)
+    return dataclasses.replace(problem, profile=dataclasses.replace(problem.profile, link=slower))
+
+
+def smallest_budget(profile: StepProfile, margin_bytes: int) -> int:
+    """The smallest budget that can be met."""
+    problems = (problem_of(profile, 0, setting, margin_bytes) for setting in candidates(profile))
+    return min(smallest_peak(problem)[1].peak_bytes for problem in problems)
+
+
+def problem_of(profile: StepProfile, budget_bytes: int, setting: Setting, margin_bytes: int) -> Problem:
+    """The problem in which nothing is swapped that is larger than the windows: it would pass alone, and the promise be broken."""
+    most = min(setting)
+    if max(swapped_sizes(profile), default=0) > most:
+        profile = dataclasses.replace(profile, regions=tuple(_without_large(each, most) for each in profile.regions))
+    return Problem(profile, budget_bytes, *setting, margin_bytes=margin_bytes)
+
+
+def _without_large(region: Region, most_bytes: int) -> Region:
+    def smaller(op: Op) -> Op:
+        others = tuple(choice for choice in op.choices if choice != SWAP)
+        is_large = any(value.num_bytes > most_bytes for value in op.makes)
+        return dataclasses.replace(op, choices=others) if is_large and others else op
+
+    def smaller_input(each: Input) -> Input:
+        return dataclasses.replace(each, may_swap=each.may_swap and each.value.num_bytes <= most_bytes)
+
+    return dataclasses.replace(
+        region, ops=tuple(map(smaller, region.ops)), inputs=tuple(map(smaller_input, region.inputs))
+    )
+
+
+def _judged(profile: StepProfile, problem: Problem, solution: Solution) -> Choice:
+    decision = solution.decision
+    if not _swaps(decision):
+        setting = Setting(problem.window_bytes, problem.prefetch_bytes)
+        return Choice(decision, setting, evaluate(problem, decision).step_ms, solution.gap)
+    setting = _widened(problem, decision)
+    return Choice(decision, setting, timeline_under(profile, decision, setting).step_ms, solution.gap)
+
+
+def timeline_under(profile: StepProfile, decision: Decision, setting: Setting) -> Timeline:
+    """The step that a choice is judged by, moment by moment."""
+    return run_step(
+        profile,
+        decision,
+        Limits(*setting),
+        min_bytes=int(profile.facts.get("min_swap_bytes", 0)),
+        host_lead_ms=0.0 if profile.facts.get("device") == "cpu" else _HOST_LEAD_MS,
+    )
+
+
+def _widened(problem: Problem, decision: Decision) -> Setting:
+    """The windows with what the budget leaves: room that nobody uses is of use to copies."""
+    loads = [load(region, chosen) for region, chosen in zip(problem.profile.regions, decision, strict=True)]
+    room = room_for_copies(problem, loads)
+    most = _MOST_WINDOWS * max(swapped_sizes(problem.profile), default=0)
+    return Setting(
+        max(problem.window_bytes, min(room["forward"], most)), max(problem.prefetch_bytes, min(room["backward"], most))
+    )
+
+
+def _swaps(decision: Decision) -> bool:
+    return any(SWAP in (*each.ops, *each.inputs) for each in decision)
