@@ -80,7 +80,7 @@ def test_a_plain_step_is_the_sum_of_its_parts() -> None:
         4.0: 20 + 4 + 8,  # what was handed on is the input now
         5.0: 20 + 4 + 8 + 16 + 5,
         7.0: 20 + 4 + 16 + 2,
-        8.0: 40 + 2 + 7,  # the turn
+        8.0: 40 + 7,  # the turn, whose peak has in it what the last region gave
         11.0: 40 + 10,
         17.0: 20 + 4 + 10,  # backward has passed the matmul
         19.0: 20 + 10,

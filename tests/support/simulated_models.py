@@ -262,9 +262,10 @@ class Trainer:
             calls.append(RegionCall(self, region, chosen, len(calls)))
             result = calls[-1].forward()
         times.append(self.now())
+        del result  # it is in the turn's own peak
         working = self.allocate(profile.turn.peak_bytes)
         self.run("turn", profile.turn.ms, writes=[working])
-        del working, result
+        del working
         times.append(self.now())
         while calls:
             call = calls.pop()

@@ -4,7 +4,7 @@ What a profile does not say is taken to be like this, and the numbers are as goo
 
 - An op takes memory for its results and temporaries when it starts, and gives back the temporaries when it ends. Who reads an op reads all
   of its results.
-- What a region leaves behind (`freed_after=None`) is held until the next region begins, or until the turn is over. The inputs of a region are there when
+- What a region leaves behind (`freed_after=None`) is held until the next region begins, or the turn. The inputs of a region are there when
   it begins, and are its own: nothing is counted both there and in the region before.
 - What runs between regions has its memory (`outside_bytes`) from its own start in forward to its own end in backward.
 - A managed region holds its arguments, what the policy saved, and the residuals that it will recompute until its forward ends (README of
@@ -346,7 +346,7 @@ class _Call:
         self._memory.rename((Use.WORKING, self._index), (Use.SAVED, self._index), kept_bytes)
 
     def hand_on(self) -> None:
-        """The next region begins, or the turn is over."""
+        """The next region begins, or the turn."""
         self._let_go(self._holding.handed_on)
 
     def _make(self, values: list[_Swapped]) -> None:
@@ -495,11 +495,11 @@ class _Steps:
         self._forward(calls)
         turn_ms = device.compute.now_ms
         device.memory.place = Place("turn", NO_REGION)
+        if calls:
+            calls[-1].hand_on()  # what the last region leaves behind is in the turn's own peak
         device.memory.change(Use.WORKING, NO_REGION, turn.peak_bytes)
         device.compute.run(turn.ms)
         device.memory.change(Use.WORKING, NO_REGION, -turn.peak_bytes)
-        if calls:
-            calls[-1].hand_on()
         backward_ms = device.compute.now_ms
         self._backward(calls)
         return self._timeline(start_ms, turn_ms, backward_ms, device.compute.now_ms)
