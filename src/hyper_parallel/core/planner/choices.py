@@ -25,6 +25,10 @@ class RegionDecision:
     ops: tuple[str | None, ...]
     inputs: tuple[str | None, ...]
 
+    @property
+    def swaps(self) -> bool:
+        return SWAP in self.ops or SWAP in self.inputs
+
 
 Decision: TypeAlias = tuple[RegionDecision, ...]
 

@@ -55,7 +55,7 @@ def choose(
         begin = time.monotonic()
         if found and until - begin < longest_s:
             break
-        problem = dataclasses.replace(problem_of(profile, budget_bytes, setting, margin_bytes), copies_meet=copies_meet)
+        problem = problem_of(profile, budget_bytes, setting, margin_bytes, copies_meet)
         try:
             solution = solve(
                 _with_link(problem, share), gap=gap, time_limit_s=max(until - begin, 0.0) / (len(variants) - number)
@@ -65,7 +65,7 @@ def choose(
             continue
         found.append(_judged(profile, problem, solution))
         longest_s = max(longest_s, time.monotonic() - begin)
-        if _swaps(solution.decision) and not _has_bursts(found[-1], solution):
+        if any(each.swaps for each in solution.decision) and not _has_bursts(found[-1], solution):
             break
     if not found:
         raise min(errors, key=lambda error: error.smallest_bytes)
@@ -106,12 +106,14 @@ def smallest_budget(profile: StepProfile, margin_bytes: int) -> int:
     return min(smallest_peak(problem)[1].peak_bytes for problem in problems)
 
 
-def problem_of(profile: StepProfile, budget_bytes: int, setting: Setting, margin_bytes: int) -> Problem:
+def problem_of(
+    profile: StepProfile, budget_bytes: int, setting: Setting, margin_bytes: int, copies_meet: bool = False
+) -> Problem:
     """The problem in which nothing is swapped that is larger than the windows: it would pass alone, and the promise be broken."""
     most = min(setting)
     if max(swapped_sizes(profile), default=0) > most:
         profile = dataclasses.replace(profile, regions=tuple(_without_large(each, most) for each in profile.regions))
-    return Problem(profile, budget_bytes, *setting, margin_bytes=margin_bytes)
+    return Problem(profile, budget_bytes, *setting, margin_bytes=margin_bytes, copies_meet=copies_meet)
 
 
 def _without_large(region: Region, most_bytes: int) -> Region:
@@ -130,7 +132,7 @@ def _without_large(region: Region, most_bytes: int) -> Region:
 
 def _judged(profile: StepProfile, problem: Problem, solution: Solution) -> Choice:
     decision = solution.decision
-    if profile.link is None or not _swaps(decision):
+    if profile.link is None or not any(each.swaps for each in decision):
         setting = Setting(problem.window_bytes, problem.prefetch_bytes)
         return Choice(decision, setting, evaluate(problem, decision).step_ms, solution.gap)
     setting = _widened(problem, decision)
@@ -158,7 +160,3 @@ def _widened(problem: Problem, decision: Decision) -> Setting:
     return Setting(
         max(problem.window_bytes, min(room["forward"], most)), max(problem.prefetch_bytes, min(room["backward"], most))
     )
-
-
-def _swaps(decision: Decision) -> bool:
-    return any(SWAP in (*each.ops, *each.inputs) for each in decision)

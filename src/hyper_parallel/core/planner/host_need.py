@@ -28,7 +28,7 @@ def host_need(profile: StepProfile, decision: Decision, setting: Setting) -> Hos
     """What the second step of a plan has: by then the engine has learned what it learns."""
     is_disk = profile.facts.get("device") == "cpu"
     tier = "disk" if is_disk else "host"
-    if not any(SWAP in (*each.ops, *each.inputs) for each in decision):
+    if not any(each.swaps for each in decision):
         return HostNeed(tier, 0, 0)
     min_bytes = int(profile.facts.get("min_swap_bytes", 0))
     timeline = timeline_under(profile, decision, setting)

@@ -9,7 +9,7 @@ from typing import Any
 from hyper_parallel._base.errors import ArgumentError, describe
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
-from hyper_parallel.core.planner.choices import SWAP, plain
+from hyper_parallel.core.planner.choices import plain
 from hyper_parallel.core.planner.choosing import choose
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, Predicted, _part
 from hyper_parallel.core.planner.problem import Problem, evaluate
@@ -201,7 +201,7 @@ def _proved(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
                 break
             except BudgetError:
                 # A margin for what copies did is none that others need: those that count them twice (P4), and those that make none.
-                if not careful or not _has_swaps(plan):
+                if not careful or not any(each.swaps for each in plan.decision):
                     raise
                 ways, margin = careful.pop(0), first_margin(plan.profile)
     raise BudgetError(
@@ -223,10 +223,6 @@ def _measured_peak(plan: MemoryPlan, profiled: Any) -> int | None:
         return None if peak_bytes is None else peak_bytes + plan.profile.base_bytes
     finally:
         plan.remove(profiled.model)
-
-
-def _has_swaps(plan: MemoryPlan) -> bool:
-    return any(SWAP in (*each.ops, *each.inputs) for each in plan.decision)
 
 
 def first_margin(profile: StepProfile) -> int:

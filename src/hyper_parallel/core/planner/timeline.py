@@ -600,5 +600,5 @@ def _check(profile: StepProfile, decision: Decision) -> None:
         )
     for region, chosen in zip(profile.regions, decision, strict=True):
         check(region, chosen)
-        if profile.link is None and SWAP in (*chosen.ops, *chosen.inputs):
+        if profile.link is None and chosen.swaps:
             raise ArgumentError("Something is swapped, and the profile has no link to the host.", where=region.path)

@@ -21,13 +21,11 @@ from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform.regions.arguments import SavedArguments
 from hyper_parallel.platform.regions.host_randomness import HostRandomness
 from hyper_parallel.platform.regions.passes import Pass
-from hyper_parallel.platform.torch.activation_checkpoint.call_template import Look
 from hyper_parallel.platform.torch.activation_checkpoint.checksums import checksum, find_difference
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
     PLAIN_TYPES,
     is_plain,
     local_tensor,
-    version_of,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import (
     ModulePaths,
@@ -43,11 +41,15 @@ from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
     is_placeholder,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, set_back, states_of
-from hyper_parallel.platform.torch.activation_checkpoint.recorded_ops import NotAsRecordedError, can_run, run_recorded
+from hyper_parallel.platform.torch.activation_checkpoint.recorded_ops import (
+    NotAsRecordedError,
+    Sources,
+    can_run,
+    run_recorded,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.recording import (
     Record,
     RecordingMode,
-    Saved,
     Swappable,
     aliased,
 )
@@ -497,7 +499,7 @@ class Frame:
                 for value in self._plan.takes
                 if value.kept is None and value.origin is _INPUT
             }
-            sources = _Sources(inputs, self._parameters)
+            sources = Sources(inputs, self._parameters)
             return run_recorded(
                 record.ops, runs, wanted, sources.tensor, restores_random_state=self._options.preserve_rng_state
             )
@@ -669,32 +671,6 @@ class Frame:
                 where=self.where(values[index]),
                 do="Let the policy save this op, or the op before it that does not give the same result twice.",
             )
-
-
-class _Sources:
-    """Where the recorded ops get what none of them makes."""
-
-    def __init__(self, inputs: dict[Value, torch.Tensor], parameters: ParametersOfModule) -> None:
-        self._inputs = inputs
-        self._parameters = parameters
-        self._outside: dict[int | None, torch.Tensor] | None = None
-
-    def tensor(self, value: Value, look: Look) -> torch.Tensor:
-        """The tensor of a value, or if there is none but memory, one that looks as asked for."""
-        kept = value.kept
-        if kept is not None:
-            return kept.alias if type(kept) is Saved else View(*look, False, False).on(kept.memory(), value.device)
-        given = self._inputs.pop(value, None)  # asked for once: who asks keeps it as long as it is needed
-        if given is not None:
-            return given
-        if value.origin is not _OUTSIDE:
-            raise NotAsRecordedError
-        if self._outside is None:
-            self._outside = self._parameters.by_storage()
-        tensor = self._outside.get(value.key)
-        if tensor is None or version_of(tensor) != value.seen_version:
-            raise NotAsRecordedError
-        return tensor
 
 
 class _Packer:

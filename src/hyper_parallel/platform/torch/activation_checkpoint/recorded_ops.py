@@ -12,8 +12,11 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.torch.activation_checkpoint.call_template import Look, look_of
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import version_of
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import drawing, set_back
+from hyper_parallel.platform.torch.activation_checkpoint.recording import Saved
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import ParametersOfModule
 from hyper_parallel.platform.torch.activation_checkpoint.values import (
     Argument,
     Constant,
@@ -28,6 +31,32 @@ _Tensor = torch.Tensor
 
 class NotAsRecordedError(Exception):
     """The recorded ops cannot be run as they were."""
+
+
+class Sources:
+    """Where the recorded ops get what none of them makes."""
+
+    def __init__(self, inputs: dict[Value, torch.Tensor], parameters: ParametersOfModule) -> None:
+        self._inputs = inputs
+        self._parameters = parameters
+        self._outside: dict[int | None, torch.Tensor] | None = None
+
+    def tensor(self, value: Value, look: Look) -> torch.Tensor:
+        """The tensor of a value, or if there is none but memory, one that looks as asked for."""
+        kept = value.kept
+        if kept is not None:
+            return kept.alias if type(kept) is Saved else View(*look, False, False).on(kept.memory(), value.device)
+        given = self._inputs.pop(value, None)  # asked for once: who asks keeps it as long as it is needed
+        if given is not None:
+            return given
+        if value.origin is not Origin.OUTSIDE:
+            raise NotAsRecordedError
+        if self._outside is None:
+            self._outside = self._parameters.by_storage()
+        tensor = self._outside.get(value.key)
+        if tensor is None or version_of(tensor) != value.seen_version:
+            raise NotAsRecordedError
+        return tensor
 
 
 def can_run(ops: Iterable[RecordedOp]) -> bool:
