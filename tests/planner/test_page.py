@@ -183,8 +183,7 @@ def test_the_curve_falls_from_the_smallest_budget_to_the_plain_step_and_has_this
     below = [point for point in points if point["budget_bytes"] <= plan.budget_bytes]
     above = [point for point in points if point["budget_bytes"] >= plan.budget_bytes]
     assert above[0]["step_ms"] <= plan.predicted.step_ms
-    # Both are the best of several answers, each as good as the solver's gap and the time it has; bursts make more of a difference.
-    assert plan.predicted.step_ms <= below[-1]["step_ms"] * 1.01
+    assert plan.predicted.step_ms <= below[-1]["step_ms"] * 1.001
     rows = Document(text).tables["Predicted step time by budget"][1:]
     assert [row[0] for row in rows[:-1]] == [format_size(point["budget_bytes"]) for point in points]
     assert rows[-1][0] == f"{format_size(plan.budget_bytes)} (this plan)"

@@ -19,7 +19,7 @@ from hyper_parallel.core.planner.timeline import Timeline, run_step
 from hyper_parallel.core.swap.engine import Limits
 
 _HOST_LEAD_MS = 50.0  # of an accelerator: the host has launched what the device will do by then
-_GOOD_GAP = 3e-3  # of a large problem: what the timeline makes of two such answers differs by more
+_BURST_SHARE = 5e-4  # of a step: what is waited for beyond the rules and may be left so; the solver is no more exact
 _MOST_WINDOWS = 4  # of the largest storage each: more than that in flight was never of use
 
 
@@ -46,22 +46,20 @@ def choose(
         BudgetError: nothing fits; it names the smallest peak that does.
     """
     until = time.monotonic() + time_limit_s
-    gap = None if is_small(profile) else _GOOD_GAP
     variants = _variants(profile)
     found: list[Choice] = []
     errors: list[BudgetError] = []
     longest_s = 0.0
-    for number, (setting, share) in enumerate(variants):
+    for number, variant in enumerate(variants):
         begin = time.monotonic()
         if found and until - begin < longest_s:
             break
-        problem = problem_of(profile, budget_bytes, setting, margin_bytes, copies_meet)
+        problem = problem_of(profile, budget_bytes, variant.setting, margin_bytes, copies_meet)
         try:
-            solution = solve(
-                _with_link(problem, share), gap=gap, time_limit_s=max(until - begin, 0.0) / (len(variants) - number)
-            )
+            solution = solve(variant.of(problem), time_limit_s=max(until - begin, 0.0) / (len(variants) - number))
         except BudgetError as error:
-            errors.append(error)
+            if variant.room == 1.0:  # else it speaks of a budget that nobody gave
+                errors.append(error)
             continue
         found.append(_judged(profile, problem, solution))
         longest_s = max(longest_s, time.monotonic() - begin)
@@ -74,30 +72,37 @@ def choose(
 
 def _has_bursts(choice: Choice, solution: Solution) -> bool:
     """Whether the step waits for what the rules do not see: then another answer may be better, though by the rules it is not."""
-    return choice.step_ms > solution.cost.step_ms * (1 + _GOOD_GAP)
+    return choice.step_ms > solution.cost.step_ms * (1 + _BURST_SHARE)
 
 
-def _variants(profile: StepProfile) -> list[tuple[Setting, float]]:
-    """Windows, and the share of the link that the solver is told of: an answer that leaves a part of it free waits less for bursts.
+class _Variant(NamedTuple):
+    """What the solver is told: windows, and shares of the link and of the room above the base.
 
-    The most promising first: for a large problem there may be no time for all.
+    An answer that leaves a part of the link free waits less for bursts, and one that leaves a part of the room has wider windows.
     """
+
+    setting: Setting
+    link: float = 1.0
+    room: float = 1.0
+
+    def of(self, problem: Problem) -> Problem:
+        profile, link = problem.profile, problem.profile.link
+        if link is not None and self.link < 1.0:
+            slower = dataclasses.replace(link, out_bytes_per_ms=link.out_bytes_per_ms * self.link)
+            profile = dataclasses.replace(profile, link=slower)
+        room = int((problem.budget_bytes - profile.base_bytes) * self.room)
+        return dataclasses.replace(problem, profile=profile, budget_bytes=profile.base_bytes + room)
+
+
+def _variants(profile: StepProfile) -> list[_Variant]:
+    """The most promising first: for a large problem there may be no time for all."""
     large, *others = candidates(profile)
-    if not others:
-        return [(large, 1.0)]
-    one, *small = others
-    whole = [(setting, 1.0) for setting in (large, one, *small)]
-    if is_small(profile):
+    whole = [_Variant(setting) for setting in (large, *others)]
+    if is_small(profile) or not others:
         return whole
-    return [whole[0], (large, 0.9), (one, 0.95), *whole[1:], (large, 0.75), (one, 0.8), (large, 0.95)]
-
-
-def _with_link(problem: Problem, share: float) -> Problem:
-    link = problem.profile.link
-    if link is None or share == 1.0:
-        return problem
-    slower = dataclasses.replace(link, out_bytes_per_ms=link.out_bytes_per_ms * share)
-    return dataclasses.replace(problem, profile=dataclasses.replace(problem.profile, link=slower))
+    one = others[0]
+    first = [whole[0], _Variant(large, room=0.95), _Variant(large, 0.9, 0.97), _Variant(one, 0.95, 0.95)]
+    return [*first, *whole[1:], _Variant(large, 0.75), _Variant(large, 0.9)]
 
 
 def smallest_budget(profile: StepProfile, margin_bytes: int) -> int:

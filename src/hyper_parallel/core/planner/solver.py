@@ -30,7 +30,7 @@ __all__ = ["BudgetError", "Solution", "is_small", "smallest_peak", "solve"]
 
 _SMALL = 80  # ops and inputs of all regions together: solved exactly
 _MEDIUM = 1000  # solved with a whole number for each op
-_GOOD_GAP = 1e-3  # without a wish of the caller, enough for a problem that is not small
+_GOOD_GAP = 5e-4  # without a wish of the caller, enough for a problem that is not small
 _PROVED_GAP = 1e-6  # what HiGHS is exact to
 
 
@@ -72,7 +72,7 @@ def solve(problem: Problem, *, gap: float | None = None, time_limit_s: float = 1
 
     Args:
         gap: how much slower than the bound is good enough. Without it, a small problem is solved exactly and a large one to
-            0.1 % or as far as a fixed effort goes.
+            0.05 % or as far as a fixed effort goes.
         time_limit_s: when to stop in any case.
 
     Raises:
