@@ -5,9 +5,10 @@
     python benchmarks/activation.py --only plain,swap    some of the modes
     python benchmarks/activation.py --check              only compare gradients of our modes with plain ones, bit for bit
 
-Plain runs stand before and after; the median of the steps counts. Peak: allocated bytes above what is there when a step begins, with
+Plain steps are measured before and after every mode, and its time is compared with the mean of these two: clocks of a GPU drift with its
+temperature. The median of the steps counts. Peak: allocated bytes above what is there when a step begins, with
 gradients allocated. "To bound": against max(forward compute, bytes out / link) + max(backward compute, bytes in / link), what a perfect
-overlap would take. "Gradients": compared in a process of its own, with deterministic algorithms. `--out` writes JSON, and a Markdown table
+overlap would take. "Pinned later": pinned host memory that was allocated after the second step of the mode. "Gradients": compared in a process of its own, with deterministic algorithms. `--out` writes JSON, and a Markdown table
 beside it.
 """
 
@@ -38,6 +39,7 @@ from results_state import ROOT, WATCHED, digest
 import hyper_parallel as hp
 
 GIB = 2**30
+FULL = "PyTorch full checkpoint"
 LONG = 16384  # from this length on, modes for long sequences are measured, too
 
 
@@ -116,8 +118,11 @@ class Meter:
 
 
 def measure(meter: Meter, model: Llama, x: torch.Tensor, steps: int, warm: int) -> dict[str, Any]:
-    for _ in range(warm):
+    pinned_bytes = 0
+    for number in range(warm):
         meter.step(model, x)
+        if number < 2:
+            pinned_bytes = hp.SwapManager().stats()["pool_reserved_bytes"]["host"]
     if meter.is_cuda:
         torch.cuda.empty_cache()
         meter.step(model, x)
@@ -137,6 +142,7 @@ def measure(meter: Meter, model: Llama, x: torch.Tensor, steps: int, warm: int) 
         "load_stall_ms": each["load_stall_ms"],
         "offload_stall_ms": each["offload_stall_ms"],
         "pinned_gib": after["pool_reserved_bytes"]["host"] / GIB,
+        "pinned_later_gib": (after["pool_reserved_bytes"]["host"] - pinned_bytes) / GIB,
     }
 
 
@@ -165,6 +171,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     model, x = make(options.shape, options.device, options.dtype)
     meter = Meter(options.device)
     rows: list[dict[str, Any]] = []
+    plain_ms: list[float] = []  # between modes
 
     def add(name: str, kind: str, context: Any) -> None:
         if options.only and not any(text in name for text in options.only):
@@ -180,6 +187,11 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         except torch.OutOfMemoryError:
             row = {"skipped": "out of memory"}
         gc.collect()
+        if "step_ms" in row and kind == "plain":
+            plain_ms.append(row["step_ms"])
+        elif "step_ms" in row and plain_ms:
+            plain_ms.append(measure(meter, model, x, max(options.steps // 2, 1), 1)["step_ms"])
+            row["plain_ms"] = sum(plain_ms[-2:]) / 2
         rows.append({"mode": name, "kind": kind, **row})
         print(line(rows[-1], rows), flush=True)
 
@@ -187,8 +199,11 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     add("plain", "plain", contextlib.nullcontext)
     for name, mode in ours(options).items():
         add(name, "ours", functools.partial(applied, model, mode))
+        if name == "recompute, inputs swapped":  # which is compared with it, so right beside it
+            add(FULL, "peer", functools.partial(applied, model, PEERS[FULL]))
     for name, mode in PEERS.items():
-        add(name, "peer", functools.partial(applied, model, mode))
+        if name != FULL:
+            add(name, "peer", functools.partial(applied, model, mode))
     add("plain again", "plain", contextlib.nullcontext)
     if options.compile:
         add("torch.compile, no budget", "peer", functools.partial(compiled, model, 1.0))
@@ -204,9 +219,10 @@ def add_bounds(rows: list[dict[str, Any]], link: tuple[float, float] | None) -> 
         return
     for row in rows:
         if row.get("out_gb", 0) > 0:
-            backward_ms = plain["step_ms"] - plain["forward_ms"]
+            drift = row.get("plain_ms", plain["step_ms"]) / plain["step_ms"]
+            forward_ms, backward_ms = plain["forward_ms"] * drift, (plain["step_ms"] - plain["forward_ms"]) * drift
             out_ms, in_ms = row["out_gb"] / link[0] * 1e3, row["in_gb"] / link[1] * 1e3
-            row["to_bound"] = row["step_ms"] / (max(plain["forward_ms"], out_ms) + max(backward_ms, in_ms))
+            row["to_bound"] = row["step_ms"] / (max(forward_ms, out_ms) + max(backward_ms, in_ms))
 
 
 def add_gradients(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -257,6 +273,7 @@ def header() -> list[str]:
         "of plain",
         "reserved GiB",
         "pinned GiB",
+        "pinned later",
         "out / in GB",
         "stall in / out ms",
         "to bound",
@@ -267,11 +284,11 @@ def header() -> list[str]:
 
 def line(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     if "skipped" in row:
-        return f"| {row['mode']} | {row['skipped']} |" + " |" * 9
+        return f"| {row['mode']} | {row['skipped']} |" + " |" * 10
     plain = next((each for each in rows if each["mode"] == "plain"), row)
     return (
-        f"| {row['mode']} | {row['step_ms']:.0f} | {row['step_ms'] / plain['step_ms']:.3f} | {row['peak_gib']:.2f} "
-        f"| {row['peak_gib'] / plain['peak_gib']:.1%} | {row['reserved_gib']:.1f} | {row['pinned_gib']:.1f} "
+        f"| {row['mode']} | {row['step_ms']:.0f} | {row['step_ms'] / row.get('plain_ms', plain['step_ms']):.3f} | {row['peak_gib']:.2f} "
+        f"| {row['peak_gib'] / plain['peak_gib']:.1%} | {row['reserved_gib']:.1f} | {row['pinned_gib']:.1f} | {row.get('pinned_later_gib', 0):.1f} "
         f"| {row['out_gb']:.2f} / {row['in_gb']:.2f} | {row['load_stall_ms']:.1f} / {row['offload_stall_ms']:.1f} "
         f"| {'' if row.get('to_bound') is None else format(row['to_bound'], '.3f')} | {row.get('gradients', '')} |"
     )

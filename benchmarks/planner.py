@@ -34,6 +34,18 @@ COLUMNS = [
 ]  # fmt: skip
 
 
+class Said:
+    """Prints what planning does, and when."""
+
+    def __init__(self, is_verbose: bool) -> None:
+        self._is_verbose = is_verbose
+        self._begin = time.perf_counter()
+
+    def __call__(self, what: str) -> None:
+        if self._is_verbose:
+            print(f"{time.perf_counter() - self._begin:6.1f} s  {what}", flush=True)
+
+
 def run(options: argparse.Namespace) -> None:
     model, x = make(options.shape, options.device, options.dtype)
     meter = Meter(options.device)
@@ -44,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     for budget in options.budgets:
         begin = time.perf_counter()
         try:
-            plan = hp.plan_memory(model, x, budget=f"{budget}%", progress=False)
+            plan = hp.plan_memory(model, x, budget=f"{budget}%", progress=Said(options.verbose))
         except hp.BudgetError as error:
             rows.append({"budget": budget, "error": str(error)})
             write(options, plain, rows)
@@ -53,11 +65,12 @@ def run(options: argparse.Namespace) -> None:
         seconds = time.perf_counter() - begin
         if options.plans:
             plan.save(options.plans / f"plan_{budget:g}.json")
+        before = measure(meter, model, x, 3, 1)
         plan.apply(model)
         real = measure(meter, model, x, options.steps, options.warm)
         plan.remove(model)
-        again = measure(meter, model, x, 2, 1)
-        beside = (plain["step_ms"] + again["step_ms"]) / 2
+        again = measure(meter, model, x, 3, 1)
+        beside = (before["step_ms"] + again["step_ms"]) / 2
         base = plan.base_bytes
         row = {
             "budget": budget, "predicted_peak_gib": (plan.predicted.peak_bytes - base) / GIB, "peak_gib": real["peak_gib"],

@@ -223,7 +223,11 @@ def _rows(name: str) -> list[dict[str, Any]]:
     rows = [row for row in _read(name)["rows"] if "skipped" not in row]
     plain = next(row for row in rows if row["kind"] == "plain")
     return [
-        {**row, "of_plain": row["peak_gib"] / plain["peak_gib"], "to_plain": row["step_ms"] / plain["step_ms"]}
+        {
+            **row,
+            "of_plain": row["peak_gib"] / plain["peak_gib"],
+            "to_plain": row["step_ms"] / row.get("plain_ms", plain["step_ms"]),
+        }
         for row in rows
     ]
 

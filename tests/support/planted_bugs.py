@@ -62,7 +62,7 @@ BUGS = [
     Bug("an order that was told is taken from its end", "slot.py", "[*rest, *reversed(listed)]", "[*rest, *listed]"),
     Bug("what the order does not list comes first", "slot.py", "[*rest, *reversed(listed)]", "[*reversed(listed), *rest]"),
     Bug("prefetch goes on where the slot was saved, not where it is expected", "engine.py",
-        "            slot.group.cursor = slot.position - 1\n", "            slot.group.cursor = slot.index - 1\n"),
+        "            group.cursor = position - 1\n", "            group.cursor = slot.index - 1\n"),
     Bug("what was asked for already is loaded again after a change of order", "engine.py",
         "if slot is not None and slot.waiting and slot.state in", "if slot is not None and slot.state in"),
     Bug("a block is lost when the launch raises", "engine.py",

@@ -229,7 +229,7 @@ def test_rule_9_an_empty_order_and_no_order_are_the_reverse_of_saving() -> None:
         setup.close()
 
 
-def test_rule_9_slots_of_other_groups_and_dead_ones_do_not_disturb_the_order() -> None:
+def test_rule_9_a_slot_of_another_group_comes_where_it_is_listed_and_dead_ones_do_not_disturb_the_order() -> None:
     setup = Setup(prefetch=4_000)
     others = setup.forward(1)
     group = setup.engine.new_group("region")
@@ -241,7 +241,7 @@ def test_rule_9_slots_of_other_groups_and_dead_ones_do_not_disturb_the_order() -
     dying.clear()
     told.clear()
     setup.join()
-    assert ask_in_order(setup, handles, "bcda") == [*"bcda", "0.1", "0.0"]
+    assert ask_in_order(setup, handles, "bcda") == ["b", "0.0", *"cda", "0.1"]
     handles.clear()
     setup.backward(others)
     setup.close()
@@ -534,6 +534,32 @@ def test_what_the_next_group_needs_comes_early_where_it_fits_below_the_peak_of_t
     setup.engine.arrive(group)
     assert states(handles) == [SlotState.HOST, SlotState.HOST, SlotState.H2D, SlotState.H2D]
     setup.backward(handles)
+    setup.close()
+
+
+@pytest.mark.parametrize(("num_bytes", "comes_early"), [(150, True), (260, False)])
+def test_what_the_next_group_begins_with_comes_early_below_the_peak_of_the_whole_backward_if_this_group_leaves_the_room(
+    num_bytes: int, comes_early: bool
+) -> None:
+    setup = Setup(PROMPT, window=10, prefetch=8)  # a window without room for a tail
+    setup.device.counts_bytes = True
+    seen = []
+    for _ in range(3):
+        handles = setup.forward(3, num_saved=2)
+        setup.engine.expect(handles[0].slot.group, [handles[0].slot, handles[1].slot])
+        setup.join()
+        highest = setup.device.create(250, "of the last group")
+        setup.use(handles.pop())
+        setup.use(handles.pop())
+        del highest
+        setup.use(handles.pop())
+        seen.append(states(handles[:2]))
+        working_set = setup.device.create(num_bytes, "of this group, after it was asked first")
+        setup.use(handles.pop())
+        del working_set
+        setup.backward(handles)
+    assert seen[0] == [SlotState.HOST] * 2, "nobody knows yet what this group will need"
+    assert seen[1] == seen[2] == [SlotState.H2D if comes_early else SlotState.HOST] * 2
     setup.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hyper_parallel.core.swap.schedule import deepened, loads_to_launch, tail
+from hyper_parallel.core.swap.schedule import deepened, loads_to_launch, rises, tail
 
 SIZES = [sizes for length in range(5) for sizes in itertools.product((1, 2, 5), repeat=length)]
 
@@ -63,3 +63,8 @@ def test_an_older_group_belongs_to_the_tail_only_while_the_newer_ones_are_small(
     assert tail(groups, 100, 7) == {"a", "b", "c"}
     assert tail(groups, 100, 100) == {"a", "b", "c", "d"}
     assert tail(groups, 5, 100) == {"a"}, "and never past the room"
+
+
+def test_a_rise_is_what_the_highest_level_from_there_on_is_above() -> None:
+    for levels in SIZES:
+        assert rises(levels) == [max(levels[index:]) - level for index, level in enumerate(levels)]

@@ -24,11 +24,12 @@ _MOST_WINDOWS = 4  # of the largest storage each: more than that in flight was n
 
 
 class Choice(NamedTuple):
-    """What to do, and how long a step takes then. `gap`: how far from the best it may be, by the rules and for its own windows."""
+    """What to do, and what a step takes then. `gap`: how far from the best it may be, by the rules and for its own windows."""
 
     decision: Decision
     setting: Setting
     step_ms: float
+    peak_bytes: int
     gap: float
 
 
@@ -67,7 +68,7 @@ def choose(
             break
     if not found:
         raise min(errors, key=lambda error: error.smallest_bytes)
-    return min(found, key=lambda choice: (choice.step_ms, sum(choice.setting)))
+    return min(found, key=lambda choice: (choice.peak_bytes > budget_bytes, choice.step_ms, sum(choice.setting)))
 
 
 def _has_bursts(choice: Choice, solution: Solution) -> bool:
@@ -138,10 +139,16 @@ def _without_large(region: Region, most_bytes: int) -> Region:
 def _judged(profile: StepProfile, problem: Problem, solution: Solution) -> Choice:
     decision = solution.decision
     if profile.link is None or not any(each.swaps for each in decision):
-        setting = Setting(problem.window_bytes, problem.prefetch_bytes)
-        return Choice(decision, setting, evaluate(problem, decision).step_ms, solution.gap)
+        cost = evaluate(dataclasses.replace(problem, margin_bytes=0), decision)
+        return Choice(
+            decision, Setting(problem.window_bytes, problem.prefetch_bytes), cost.step_ms, cost.peak_bytes, solution.gap
+        )
     setting = _widened(problem, decision)
-    return Choice(decision, setting, timeline_under(profile, decision, setting).step_ms, solution.gap)
+    cost = evaluate(
+        dataclasses.replace(problem, margin_bytes=0, window_bytes=setting[0], prefetch_bytes=setting[1]), decision
+    )
+    timeline = timeline_under(profile, decision, setting)
+    return Choice(decision, setting, timeline.step_ms, max(cost.peak_bytes, timeline.peak_bytes), solution.gap)
 
 
 def timeline_under(profile: StepProfile, decision: Decision, setting: Setting) -> Timeline:

@@ -12,7 +12,6 @@ from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.choices import plain
 from hyper_parallel.core.planner.choosing import choose
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, Predicted, _part
-from hyper_parallel.core.planner.problem import Problem, evaluate
 from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.progress import Progress, progress_of
 from hyper_parallel.core.planner.settings import candidates
@@ -153,11 +152,9 @@ def solved(
         copies_meet=copies_meet,
         time_limit_s=time_limit_s,
     )
-    # The rules promise the peak; what is predicted is without the margin.
-    cost = evaluate(Problem(profile, allowed_bytes, *chosen.setting, copies_meet=copies_meet), chosen.decision)
     pairs = zip(profile.regions, chosen.decision, strict=True)
     notes = sum(region.note_bytes for region, decision in pairs if not decision.is_plain)
-    predicted = Predicted(cost.peak_bytes + notes, chosen.step_ms)
+    predicted = Predicted(chosen.peak_bytes + notes, chosen.step_ms)  # without the margin
     return MemoryPlan(profile, chosen.decision, chosen.setting, allowed_bytes, predicted, gap=chosen.gap)
 
 

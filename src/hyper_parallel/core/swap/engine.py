@@ -10,7 +10,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyper_parallel._base import trace
 from hyper_parallel._base.errors import StateError
@@ -37,6 +37,14 @@ class Limits:
         self.on_full = on_full
 
 
+class Wish(NamedTuple):
+    """A slot that will be asked for: by this group, in whose stack it is there. It may be the slot of another one."""
+
+    slot: Slot
+    group: Group
+    position: int
+
+
 class SwapEngine:
     """Swaps storages of one device.
 
@@ -48,6 +56,7 @@ class SwapEngine:
         _lost: memory that a copy may still touch and whose end nothing tells; see `_settle`
         _depth_bytes, _room_bytes: how much of the limits of prefetch and of the window turned out to be of use; see `_learn`
         _peak_bytes: most memory of the device in use when somebody asked, since the last backward began
+        _levels: by a group's label, the memory in use at each question of its last backward, less what was loaded for others
     """
 
     def __init__(self, device: SwapDevice, tiers: list[Tier], limits: Limits) -> None:
@@ -68,6 +77,7 @@ class SwapEngine:
         self._room_bytes = 0
         self._offloads, self._loads = LinkUse(), LinkUse()
         self._peak_bytes = 0
+        self._levels: dict[str, list[int]] = {}
         self._said: set[str] = set()
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -93,7 +103,7 @@ class SwapEngine:
         """From now on backward is expected to ask for a group's slots in this order; loads are launched in it.
 
         Those that are not listed come after them, in the reverse of the order of saving; those that are saved later come before
-        them. Slots of other groups are passed over: a storage may be shared. An order that backward does not keep costs time only.
+        them. A slot of another group may be listed: a storage may be shared. An order that backward does not keep costs time only.
         """
         with self._lock:
             group.expect(slots)
@@ -387,52 +397,69 @@ class SwapEngine:
     def _launch_next_loads(self, group: Group) -> None:
         unclaimed = [slot for ref in self._unclaimed if (slot := ref()) is not None and slot.state is SlotState.H2D]
         unclaimed_bytes = sum(slot.num_bytes for slot in unclaimed)
-        launched = self._launch_loads(
-            schedule.loads_to_launch(self._candidates(group), unclaimed_bytes, self.depth_bytes)
-        )
-        launched += self._launch_loads(self._fit_below_the_peak(group))
+        launched = self._launch_loads(schedule.loads_to_launch(self._wishes(group), unclaimed_bytes, self.depth_bytes))
+        launched += self._launch_loads(self._fit_below_the_peak(group, [*unclaimed, *launched]))
         self._unclaimed = [weakref.ref(slot) for slot in (*unclaimed, *launched)]
 
-    def _launch_loads(self, slots: list[Slot]) -> list[Slot]:
+    def _launch_loads(self, wished: list[Wish]) -> list[Slot]:
         launched = []
-        for slot in slots:
+        for slot, group, position in wished:
             try:
                 self._launch_load(slot)
             except MemoryError:
                 break  # a prefetch is a wish: without memory it comes when it is asked for, and raises there if it must
-            slot.group.cursor = slot.position - 1
+            group.cursor = position - 1
             launched.append(slot)
         return launched
 
-    def _fit_below_the_peak(self, group: Group) -> list[Slot]:
+    def _fit_below_the_peak(self, group: Group, ahead: Iterable[Slot]) -> list[Wish]:
         """What the next group needs and what fits below a point that is passed, whose memory was needed anyway.
 
-        What the next group begins its backward with (a region runs again) is there at its own highest point in any case: it may come where it fits
-        below the highest point that this backward was seen at. What it asks for one by one never is there all at once: it may come
-        when the group that backward is in has passed a highest point of its own, and fill that up. What lies further ahead may not come.
+        What it asks for one by one never is there all at once: it may come when the group that backward is in has passed a highest point of its
+        own, and fill that up. What the next group begins its backward with (a region runs again) is there at its own highest point in
+        any case: it may come where it fits below the highest point of this whole backward, less what the group that backward is in will still
+        need itself, going by its last backward. What lies further ahead may not come.
+
+        `ahead`: what is loaded already and not asked for.
         """
-        near = group.with_next()
-        candidates = list(itertools.takewhile(lambda each: each[0].group in near, self._candidates(group)))
-        used_bytes = self.device.bytes_in_use() if candidates else None  # asking is slow: only if it matters
+        used_bytes = self.device.bytes_in_use()
         if used_bytes is None:
             return []
         self._peak_bytes = max(self._peak_bytes, used_bytes)
         group.peak_bytes = max(group.peak_bytes, used_bytes)
+        own_bytes = used_bytes - sum(slot.num_bytes for slot in ahead if slot.group is not group)
+        rise = self._rise_from_here(group, own_bytes)
+        low, high = group.peak_bytes, max(group.peak_bytes, 0 if rise is None else self._peak_bytes - rise)
+        near = group.with_next()
+        wishes = itertools.takewhile(lambda each: each[0].group in near, self._wishes(group))
         return schedule.loads_that_fit(
-            (
-                (slot, num_bytes, self._peak_bytes if slot.is_expected else group.peak_bytes)
-                for slot, num_bytes in candidates
-            ),
-            used_bytes,
+            ((wish, num_bytes, high if wish.slot.is_expected else low) for wish, num_bytes in wishes), used_bytes
         )
 
-    def _candidates(self, group: Group) -> Iterator[tuple[Slot, int]]:
+    def _rise_from_here(self, group: Group, own_bytes: int) -> int | None:
+        """How much more memory than now the group's backward came to use after this question the last time; None: nobody knows."""
+        if group.levels is None:
+            group.rises = schedule.rises(self._levels.get(group.label, ()))
+            group.levels = self._levels[group.label] = []
+        number = len(group.levels)
+        group.levels.append(own_bytes)
+        return group.rises[number] if number < len(group.rises) else None
+
+    def _wishes(self, group: Group) -> Iterator[tuple[Wish, int]]:
+        """What backward will ask for, with its size, in the order in which it is expected to."""
+        seen: set[Slot] = set()
         for earlier in group.earlier():
             for position in range(earlier.cursor, -1, -1):
                 slot = earlier.stack[position]()
                 # One that nobody waits for was asked for before the order changed: loaded again it would be held for nobody.
-                if slot is not None and slot.waiting and slot.state in (SlotState.HOST, SlotState.DISK):
-                    yield slot, slot.num_bytes
+                if (
+                    slot is not None
+                    and slot.waiting
+                    and slot.state in (SlotState.HOST, SlotState.DISK)
+                    and slot not in seen
+                ):
+                    seen.add(slot)
+                    yield Wish(slot, earlier, position), slot.num_bytes
 
     def _launch_load(self, slot: Slot, copy_stream: Stream | None = None) -> None:
         block, stream = slot.block, slot.stream

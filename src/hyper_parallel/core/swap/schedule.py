@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -36,6 +37,12 @@ def loads_that_fit(candidates: Iterable[tuple[T, int, int]], used_bytes: int) ->
             break
         chosen.append(candidate)
     return chosen
+
+
+def rises(levels: Sequence[int]) -> list[int]:
+    """From each of some levels, how much higher the highest of those that follow is."""
+    highest = itertools.accumulate(reversed(levels), max)
+    return [high - level for high, level in zip(reversed(list(highest)), levels, strict=True)]
 
 
 def deepened(depth_bytes: int, limit_bytes: int) -> int:

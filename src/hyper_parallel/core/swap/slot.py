@@ -110,7 +110,7 @@ class Handle:
 class Group:
     """The slots of one call of one module (or one `with` block).
 
-    Invariant: stack[slot.position]() is slot, for every living slot of `slots`.
+    Invariant: stack[slot.position]() is slot, for every living slot of `slots`. The stack may have slots of other groups, too.
     """
 
     def __init__(self, label: str, chain: list[weakref.ref[Group]]) -> None:
@@ -122,6 +122,8 @@ class Group:
         self.has_ended = False  # backward has reached it, or the forward it belongs to
         self.is_last = False  # of its forward: backward began here
         self.peak_bytes = 0  # most memory of the device in use when backward was here and asked
+        self.levels: list[int] | None = None  # memory in use at each question of backward; see `SwapEngine._levels`
+        self.rises: list[int] = []  # from each question on, as it was in the last backward
 
     def add(self, slot: Slot) -> None:
         slot.index, slot.position = len(self.slots), len(self.stack)
@@ -131,21 +133,21 @@ class Group:
 
     def expect(self, slots: Iterable[Slot]) -> None:
         """Put these slots on top of the stack, the first of them uppermost; the others stay as they were saved."""
-        # Of a slot that is listed twice the first time counts.
-        listed = dict.fromkeys(slot for slot in slots if slot.group is self)
+        listed = dict.fromkeys(slots)  # of a slot that is listed twice the first time counts
         rest = [slot for ref in self.slots if (slot := ref()) is not None and slot not in listed]
         stack = [*rest, *reversed(listed)]
         for position, slot in enumerate(stack):
-            slot.position = position
-            slot.is_expected = slot in listed
+            if slot.group is self:
+                slot.position = position
+                slot.is_expected = slot in listed
         self.stack = [weakref.ref(slot) for slot in stack]
         self.cursor = len(stack) - 1  # what was asked for already waits for nothing, and is passed over
 
     def in_order(self) -> Iterator[Slot]:
-        """The living slots, as backward is expected to ask for them."""
+        """The living slots of its own, as backward is expected to ask for them."""
         for ref in reversed(self.stack):
             slot = ref()
-            if slot is not None:
+            if slot is not None and slot.group is self:
                 yield slot
 
     def earlier(self) -> Iterator[Group]:

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from hyper_parallel._base.errors import StateError
 
@@ -42,6 +43,18 @@ def prepare_for_compiled_code(*, before_it_is_compiled: bool = False) -> None:
     if hasattr(config, "wrap_inductor_compiled_regions"):
         # Code that is compiled from now on is called through one operator, `inductor_compiled_code`, which modes see.
         config.wrap_inductor_compiled_regions = True
+
+
+def compile_visibly(model: nn.Module) -> None:
+    """Before a model is looked at: what was compiled of it while nobody prepared for it is compiled once more when it runs next."""
+    if _is_done.get() or not any(_is_compiled(module) for module in model.modules()):
+        return
+    prepare_for_compiled_code()
+    torch._dynamo.reset()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def cuda_graph_now() -> Any:

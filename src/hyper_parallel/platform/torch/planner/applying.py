@@ -75,7 +75,8 @@ class PlannedPolicy:
         if expected is None:
             return True
         found = tuple(_looks(output))
-        if found == expected:
+        others = iter(found)  # compiled code hands on what it was given among what it makes
+        if all(look in others for look in expected):
             return True
         self._mismatches.note(
             "ops of another shape",

@@ -28,6 +28,7 @@ from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform.regions.replacement import replace
 from hyper_parallel.platform.regions.spans import Span
 from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import compile_visibly
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
 from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
@@ -132,10 +133,11 @@ class ProfiledModel:
 
         say = progress or (lambda what: None)
         base_bytes = self.base_bytes()
+        compile_visibly(self.model)
         with preserved(self.model):
             way, timed, spans = self._steps(say)
             say("recording ops")
-            with recording(self.blocks, self.device, swaps_inputs=way is _Way.SWAP_INPUTS) as calls:
+            with recording(self.model, self.blocks, self.device, swaps_inputs=way is _Way.SWAP_INPUTS) as calls:
                 self.step()
         say("measuring the link")
         link, said = attempt(functools.partial(measure_link, self.device), self.device)

@@ -14,10 +14,15 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hyper_parallel.platform.regions.replacement import replace
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
+from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import CheckpointWrapper
 from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame, Options
 from hyper_parallel.platform.torch.activation_checkpoint.recording import Record
+from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value
+from hyper_parallel.platform.torch.planner.applying import unwrap
 from hyper_parallel.platform.torch.planner.meters import Clock
 
 # Sizes of what these give depend on values: another batch of the same shape has others.
@@ -132,53 +137,51 @@ class _RecordedOps(TorchDispatchMode):
 
 @contextlib.contextmanager
 def recording(
-    blocks: dict[str, nn.Module], device: torch.device, *, swaps_inputs: bool = False
+    model: nn.Module, blocks: dict[str, nn.Module], device: torch.device, *, swaps_inputs: bool = False
 ) -> Iterator[list[RecordedCall]]:
     """Within: every call of a block is a region that is noted in the list, in the order of the calls."""
     calls: list[RecordedCall] = []
     counts: dict[str, int] = {}
     options = Options(swap_inputs=swaps_inputs)
-    originals = {path: block.forward for path, block in blocks.items()}
-    patched = {path: block.__dict__["forward"] for path, block in blocks.items() if "forward" in block.__dict__}
 
-    def run(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled():
-            return originals[path](*args, **kwargs)
+    def run(path: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled() or is_replaying():
+            return block(*args, **kwargs)
         noted = RecordedCall(path, counts.get(path, 0))
         counts[path] = noted.call + 1
         calls.append(noted)
-        frame = _RecordedFrame(_watched(originals[path], noted), saved_arguments(args, kwargs), None, options)
+        frame = _RecordedFrame(_watched(block, noted), saved_arguments(args, kwargs), None, options)
         noted.record = frame._recorded()
         frame.noted = noted
         times = noted.times = OpTimes(Clock(device))
         with times:
             return frame.forward(args, kwargs)
 
+    # Around the blocks, as a plan will be: a block that is compiled stays compiled, and its hooks are in the region.
+    wrappers: dict[nn.Module, nn.Module] = {
+        block: CheckpointWrapper(block, checkpoint_fn=_bound(run, path)) for path, block in blocks.items()
+    }
+    replace(TREE, model, wrappers)
     try:
-        for path, block in blocks.items():
-            block.forward = _bound(run, path)  # an attribute of the instance, gone afterwards
         yield calls
     finally:
-        for path, block in blocks.items():
-            block.__dict__.pop("forward", None)
-            if path in patched:
-                block.forward = patched[path]
+        unwrap(model, wrappers)
 
 
 def _bound(run: Any, path: str) -> Any:
-    return lambda *args, **kwargs: run(path, args, kwargs)
+    return lambda block, *args, **kwargs: run(path, block, args, kwargs)
 
 
-def _watched(forward: Any, noted: RecordedCall) -> Any:
-    """The block's forward, with a look at what is still alive before each op."""
+def _watched(block: nn.Module, noted: RecordedCall) -> Any:
+    """A call of the block, with a look at what is still alive before each op."""
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         if noted.is_over or noted.record is None:  # it runs again in backward: all is known by then
-            return forward(*args, **kwargs)
+            return block(*args, **kwargs)
         with _RecordedOps(noted, noted.record):
-            return forward(*args, **kwargs)
+            return block(*args, **kwargs)
 
-    watched.__self__ = getattr(forward, "__self__", None)  # type: ignore[attr-defined]  # whose method it is
+    watched.__self__ = block  # type: ignore[attr-defined]  # whose call it is
     return watched
 
 
