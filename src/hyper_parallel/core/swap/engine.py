@@ -451,13 +451,10 @@ class SwapEngine:
         for earlier in group.earlier():
             for position in range(earlier.cursor, -1, -1):
                 slot = earlier.stack[position]()
+                if slot in seen:
+                    continue
                 # One that nobody waits for was asked for before the order changed: loaded again it would be held for nobody.
-                if (
-                    slot is not None
-                    and slot.waiting
-                    and slot.state in (SlotState.HOST, SlotState.DISK)
-                    and slot not in seen
-                ):
+                if slot is not None and slot.waiting and slot.state in (SlotState.HOST, SlotState.DISK):
                     seen.add(slot)
                     yield Wish(slot, earlier, position), slot.num_bytes
 
