@@ -28,7 +28,27 @@ def test_what_is_chosen_is_within_the_budget_with_its_own_windows(share: float) 
     budget = max(budget_of(profile, share), smallest_budget(profile, 0))
     found = choose(profile, budget, time_limit_s=20)
     loads = [load(one, chosen) for one, chosen in zip(profile.regions, found.decision, strict=True)]
-    assert peak(Problem(profile, budget, *found.setting), loads).num_bytes <= budget
+    windows = found.setting.window_bytes, found.setting.prefetch_bytes
+    assert peak(Problem(profile, budget, *windows), loads).num_bytes <= budget
+
+
+def test_each_region_leaves_to_the_loads_of_others_what_it_does_not_need_itself() -> None:
+    profile = transformer(6, differ=False)
+    profile = dataclasses.replace(profile, facts={**profile.facts, "loads_by_region": True})
+    budget = budget_of(profile, 0.4)
+    found = choose(profile, budget, time_limit_s=20)
+    ahead, loads = (
+        found.setting.ahead_bytes,
+        [load(*each) for each in zip(profile.regions, found.decision, strict=True)],
+    )
+    assert any(each.swaps for each in found.decision)
+    assert min(ahead) == found.setting.prefetch_bytes
+    kept = 0
+    for one, each, room in zip(profile.regions, loads, ahead, strict=True):
+        needed = profile.base_bytes + one.outside_bytes + kept + one.backward_peak_bytes + each.extra_bytes
+        assert needed + room <= budget or room == found.setting.prefetch_bytes
+        kept += each.kept_bytes
+    assert ahead[0] >= ahead[-1], "less is kept by those before it"
 
 
 def test_windows_get_what_the_budget_leaves_and_no_more_than_is_of_use() -> None:
@@ -36,7 +56,7 @@ def test_windows_get_what_the_budget_leaves_and_no_more_than_is_of_use() -> None
     found = choose(profile, budget_of(profile, 0.4), time_limit_s=20)
     assert any(SWAP in (*each.ops, *each.inputs) for each in found.decision)
     largest = max(swapped_sizes(profile))
-    assert all(size <= 4 * largest for size in found.setting)
+    assert max(found.setting.window_bytes, found.setting.prefetch_bytes) <= 4 * largest
     assert found.setting >= min(candidates(profile))
 
 
@@ -52,7 +72,8 @@ def test_it_is_not_slower_than_recomputing_every_block(share: float) -> None:
 def test_the_time_is_that_of_the_timeline_where_something_is_swapped() -> None:
     profile = transformer(6, differ=False)
     found = choose(profile, budget_of(profile, 0.4), time_limit_s=20)
-    timeline = run_step(profile, found.decision, Limits(*found.setting), host_lead_ms=50.0)
+    limits = Limits(found.setting.window_bytes, found.setting.prefetch_bytes)
+    timeline = run_step(profile, found.decision, limits, host_lead_ms=50.0)
     assert found.step_ms == timeline.step_ms
 
 

@@ -201,10 +201,12 @@ def test_what_the_budget_leaves_for_copies_makes_the_peak_the_budget() -> None:
         given = random_problem(seed)
         for loaded in itertools.islice(itertools.product(*map(loads, given.profile.regions)), 5):
             room = room_for_copies(given, loaded)
-            fits = dataclasses.replace(given, window_bytes=max(room["forward"], 0), prefetch_bytes=0)
-            if room["forward"] >= 0 and room["backward"] >= 0:
+            forward, backward = room[0], min(room[1:])
+            assert len(room) == 1 + len(given.profile.regions)
+            if forward >= 0 and backward >= 0:
+                fits = dataclasses.replace(given, window_bytes=forward, prefetch_bytes=0)
                 assert peak(fits, loaded, swaps=True).num_bytes == given.budget_bytes
-                fits = dataclasses.replace(given, window_bytes=0, prefetch_bytes=room["backward"])
+                fits = dataclasses.replace(given, window_bytes=0, prefetch_bytes=backward)
                 assert peak(fits, loaded, swaps=True).num_bytes == given.budget_bytes
 
 

@@ -563,6 +563,25 @@ def test_what_the_next_group_begins_with_comes_early_below_the_peak_of_the_whole
     setup.close()
 
 
+def test_a_group_that_knows_its_own_need_loads_all_of_it_and_for_others_what_it_leaves() -> None:
+    setup = Setup(PROMPT, window=10, prefetch=8)
+    handles = []
+    for layer, ahead_bytes in enumerate((0, 20, 10)):
+        group = setup.engine.new_group(f"layer {layer}", ahead_bytes)
+        handles += [setup.save(group, 10, f"{layer}.{index}") for index in range(3)]
+    setup.join()
+    setup.use(handles.pop())
+    out, back = SlotState.HOST, SlotState.H2D
+    assert states(handles) == [out] * 3 + [out, out, back] + [back] * 2
+    for _ in range(2):
+        setup.use(handles.pop())
+    assert states(handles) == [out] * 3 + [out, out, back], "the room is that of the group that backward is in"
+    setup.use(handles.pop())
+    assert states(handles) == [out, back, back, back, back]
+    setup.backward(handles)
+    setup.close()
+
+
 def test_what_a_group_asks_for_one_by_one_comes_early_below_the_peak_of_this_group_alone() -> None:
     setup = Setup(PROMPT, prefetch=8)
     setup.device.counts_bytes = True

@@ -337,7 +337,7 @@ def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 def _facts(numbers: Numbers) -> str:
     plan, facts = numbers.plan, numbers.plan.profile.facts
-    window, prefetch = plan.setting
+    window, prefetch = plan.setting.window_bytes, plan.setting.prefetch_bytes
     rows = [
         ["device", str(facts.get("device", ""))],
         ["framework", f"{facts.get('framework', '')} {facts.get('version', '')}".strip()],

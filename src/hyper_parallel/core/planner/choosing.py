@@ -24,12 +24,20 @@ _MOST_WINDOWS = 4  # of the largest storage each: more than that in flight was n
 
 
 class Choice(NamedTuple):
-    """What to do, and what a step takes then. `gap`: how far from the best it may be, by the rules and for its own windows."""
+    """What to do, and what a step takes then.
+
+    Attributes:
+        step_ms: on the timeline, if something is swapped
+        peak_bytes: by the rules
+        over_bytes: how far above the budget the timeline is nevertheless
+        gap: how far from the best it may be, by the rules and for its own windows
+    """
 
     decision: Decision
     setting: Setting
     step_ms: float
     peak_bytes: int
+    over_bytes: int
     gap: float
 
 
@@ -50,11 +58,13 @@ def choose(
     variants = _variants(profile)
     found: list[Choice] = []
     errors: list[BudgetError] = []
-    longest_s = 0.0
+    longest_s, has_bursts = 0.0, False
     for number, variant in enumerate(variants):
         begin = time.monotonic()
         if found and until - begin < longest_s:
             break
+        if found and variant.is_for_bursts and not has_bursts:
+            continue
         problem = problem_of(profile, budget_bytes, variant.setting, margin_bytes, copies_meet)
         try:
             solution = solve(variant.of(problem), time_limit_s=max(until - begin, 0.0) / (len(variants) - number))
@@ -64,11 +74,10 @@ def choose(
             continue
         found.append(_judged(profile, problem, solution))
         longest_s = max(longest_s, time.monotonic() - begin)
-        if any(each.swaps for each in solution.decision) and not _has_bursts(found[-1], solution):
-            break
+        has_bursts |= _has_bursts(found[-1], solution)
     if not found:
         raise min(errors, key=lambda error: error.smallest_bytes)
-    return min(found, key=lambda choice: (choice.peak_bytes > budget_bytes, choice.step_ms, sum(choice.setting)))
+    return min(found, key=lambda choice: (choice.over_bytes > 0, choice.step_ms, choice.setting.in_flight_bytes))
 
 
 def _has_bursts(choice: Choice, solution: Solution) -> bool:
@@ -85,6 +94,10 @@ class _Variant(NamedTuple):
     setting: Setting
     link: float = 1.0
     room: float = 1.0
+
+    @property
+    def is_for_bursts(self) -> bool:
+        return self.link < 1.0 or self.room < 1.0
 
     def of(self, problem: Problem) -> Problem:
         profile, link = problem.profile, problem.profile.link
@@ -116,10 +129,17 @@ def problem_of(
     profile: StepProfile, budget_bytes: int, setting: Setting, margin_bytes: int, copies_meet: bool = False
 ) -> Problem:
     """The problem in which nothing is swapped that is larger than the windows: it would pass alone, and the promise be broken."""
-    most = min(setting)
+    most = min(setting.window_bytes, setting.prefetch_bytes)
     if max(swapped_sizes(profile), default=0) > most:
         profile = dataclasses.replace(profile, regions=tuple(_without_large(each, most) for each in profile.regions))
-    return Problem(profile, budget_bytes, *setting, margin_bytes=margin_bytes, copies_meet=copies_meet)
+    return Problem(
+        profile,
+        budget_bytes,
+        setting.window_bytes,
+        setting.prefetch_bytes,
+        margin_bytes=margin_bytes,
+        copies_meet=copies_meet,
+    )
 
 
 def _without_large(region: Region, most_bytes: int) -> Region:
@@ -138,17 +158,21 @@ def _without_large(region: Region, most_bytes: int) -> Region:
 
 def _judged(profile: StepProfile, problem: Problem, solution: Solution) -> Choice:
     decision = solution.decision
-    if profile.link is None or not any(each.swaps for each in decision):
-        cost = evaluate(dataclasses.replace(problem, margin_bytes=0), decision)
-        return Choice(
-            decision, Setting(problem.window_bytes, problem.prefetch_bytes), cost.step_ms, cost.peak_bytes, solution.gap
-        )
-    setting = _widened(problem, decision)
+    setting = Setting(problem.window_bytes, problem.prefetch_bytes)
+    swaps = profile.link is not None and any(each.swaps for each in decision)
+    if swaps:
+        setting = _widened(problem, decision)
     cost = evaluate(
-        dataclasses.replace(problem, margin_bytes=0, window_bytes=setting[0], prefetch_bytes=setting[1]), decision
+        dataclasses.replace(
+            problem, window_bytes=setting.window_bytes, prefetch_bytes=setting.prefetch_bytes, margin_bytes=0
+        ),
+        decision,
     )
+    if not swaps:
+        return Choice(decision, setting, cost.step_ms, cost.peak_bytes, 0, solution.gap)
     timeline = timeline_under(profile, decision, setting)
-    return Choice(decision, setting, timeline.step_ms, max(cost.peak_bytes, timeline.peak_bytes), solution.gap)
+    over_bytes = max(timeline.peak_bytes - problem.budget_bytes, 0)
+    return Choice(decision, setting, timeline.step_ms, cost.peak_bytes, over_bytes, solution.gap)
 
 
 def timeline_under(profile: StepProfile, decision: Decision, setting: Setting) -> Timeline:
@@ -156,9 +180,10 @@ def timeline_under(profile: StepProfile, decision: Decision, setting: Setting) -
     return run_step(
         profile,
         decision,
-        Limits(*setting),
+        Limits(setting.window_bytes, setting.prefetch_bytes),
         min_bytes=int(profile.facts.get("min_swap_bytes", 0)),
         host_lead_ms=0.0 if profile.facts.get("device") == "cpu" else _HOST_LEAD_MS,
+        ahead_bytes=setting.ahead_bytes,
     )
 
 
@@ -167,8 +192,8 @@ def _widened(problem: Problem, decision: Decision) -> Setting:
     if problem.copies_meet:
         return Setting(problem.window_bytes, problem.prefetch_bytes)
     loads = [load(region, chosen) for region, chosen in zip(problem.profile.regions, decision, strict=True)]
-    room = room_for_copies(problem, loads)
     most = _MOST_WINDOWS * max(swapped_sizes(problem.profile), default=0)
-    return Setting(
-        max(problem.window_bytes, min(room["forward"], most)), max(problem.prefetch_bytes, min(room["backward"], most))
-    )
+    window, *ahead = (min(room, most) for room in room_for_copies(problem, loads))
+    ahead = [max(room, problem.prefetch_bytes) for room in ahead]
+    by_region = tuple(ahead) if problem.profile.facts.get("loads_by_region") else ()
+    return Setting(max(window, problem.window_bytes), min(ahead), by_region)

@@ -235,7 +235,14 @@ class MemoryPlan:
         """Put this very plan on the model, and nothing around it. `checks_ops=False`: for a batch of another look."""
         part = _part(model, "MemoryPlan.apply")
         self._check_facts(part.model_facts(model))
-        applied = part.Applied(model, self.profile.regions, self.decision, on_mismatch, checks_ops=checks_ops)
+        applied = part.Applied(
+            model,
+            self.profile.regions,
+            self.decision,
+            on_mismatch,
+            checks_ops=checks_ops,
+            ahead_bytes=self.setting.ahead_bytes,
+        )
         try:
             setting = self._configure() if self.has_swaps else None
         except BaseException:
@@ -333,7 +340,7 @@ class MemoryPlan:
             )
             measured = None if data["measured"] is None else Measured(**data["measured"])
             return MemoryPlan(
-                profile, decision, Setting(**data["setting"]), data["budget_bytes"], Predicted(**data["predicted"]),
+                profile, decision, Setting.from_dict(data["setting"]), data["budget_bytes"], Predicted(**data["predicted"]),
                 measured, data["gap"],
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError) as error:

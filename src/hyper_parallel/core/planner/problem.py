@@ -7,7 +7,7 @@ evaluating whatever it finds, and by a comparison with brute force in the tests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from hyper_parallel._base.errors import ArgumentError
@@ -17,7 +17,6 @@ from hyper_parallel.core.planner.profile import Link, StepProfile
 Moment: TypeAlias = Literal["forward", "backward", "turn"]
 
 # Stands for the link where there is none: nothing is swapped then, and nothing divided by zero.
-_FAR = 1 << 60  # bytes: more than there are
 _NO_LINK = Link(out_bytes_per_ms=1.0, in_bytes_per_ms=1.0)
 
 
@@ -173,16 +172,17 @@ def peak(problem: Problem, loads: Sequence[Load], *, swaps: bool | None = None) 
     return Peak(when, at, problem.profile.base_bytes, *parts, problem.margin_bytes)
 
 
-def room_for_copies(problem: Problem, loads: Sequence[Load]) -> dict[Moment, int]:
-    """What the budget leaves for copies in flight in forward and turn ("forward"), and in backward."""
-    room: dict[Moment, int] = {}
-    for moment in ("forward", "backward"):
-        # The other kind of moment without copies is never the higher one of the two: it has less.
-        only = replace(
-            problem, window_bytes=_FAR if moment == "forward" else 0, prefetch_bytes=0 if moment == "forward" else _FAR
-        )
-        room[moment] = problem.budget_bytes - (peak(only, loads, swaps=True).num_bytes - _FAR)
-    return room
+def room_for_copies(problem: Problem, loads: Sequence[Load]) -> list[int]:
+    """What the budget leaves for copies in flight: first in forward and turn together, then in the backward of each region."""
+    free = problem.budget_bytes - problem.margin_bytes - problem.profile.base_bytes
+    forward, backward = [], []
+    kept = 0
+    for region, each in zip(problem.profile.regions, loads, strict=True):
+        alive = region.outside_bytes + kept + each.extra_bytes
+        forward.append(free - alive - region.forward_peak_bytes)
+        backward.append(free - alive - region.backward_peak_bytes)
+        kept += each.kept_bytes
+    return [min(*forward, free - kept - problem.profile.turn.peak_bytes), *backward]
 
 
 def _forward(problem: Problem, loads: Sequence[Load]) -> tuple[list[float], list[float], list[float]]:

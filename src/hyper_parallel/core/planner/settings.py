@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hyper_parallel.core.planner.profile import StepProfile
 
@@ -10,10 +10,24 @@ MIB = 1024**2
 
 
 class Setting(NamedTuple):
-    """Of the swap engine, while a plan is applied."""
+    """Of the swap engine, while a plan is applied.
+
+    `ahead_bytes`: for each region, what may be loaded for others during its backward. It is at least `prefetch_bytes`, and more where the region leaves
+    more room. Empty: the same for all, as the engine decides.
+    """
 
     window_bytes: int
     prefetch_bytes: int
+    ahead_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Setting:
+        """What `_asdict` gave, from a file."""
+        return cls(data["window_bytes"], data["prefetch_bytes"], tuple(data.get("ahead_bytes", ())))
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return self.window_bytes + self.prefetch_bytes
 
 
 def swapped_sizes(profile: StepProfile) -> set[int]:

@@ -50,7 +50,7 @@ def plan_table(plan: MemoryPlan) -> str:
     lines.append(table(["", "peak", "of activations", "step ms", "to plain"], rows))
     lines += ["", table(["block", "saved", "swapped", "recomputed", "recompute ms"], _regions(plan))]
     if plan.has_swaps:
-        window, prefetch = plan.setting
+        window, prefetch = plan.setting.window_bytes, plan.setting.prefetch_bytes
         lines.append(
             f"\nCopies in flight: at most {format_size(window)} out and {format_size(prefetch)} ahead of backward."
         )

@@ -304,8 +304,11 @@ def _last_uses(region: Region) -> dict[int, int]:
 class _Call:
     """One region in one step: holds what a real one holds, and calls the engine as one does."""
 
-    def __init__(self, index: int, holding: _Holding, device: VirtualDevice, engine: SwapEngine) -> None:
+    def __init__(
+        self, index: int, holding: _Holding, device: VirtualDevice, engine: SwapEngine, ahead_bytes: int | None
+    ) -> None:
         self._index = index
+        self._ahead_bytes = ahead_bytes
         self._holding = holding
         self._device = device
         self._memory = device.memory
@@ -372,7 +375,7 @@ class _Call:
 
     def _open_group(self) -> Group:
         if self._group is None:
-            self._group = self._engine.new_group(self._holding.path)
+            self._group = self._engine.new_group(self._holding.path, self._ahead_bytes)
         return self._group
 
     def _let_go(self, moment: int) -> None:
@@ -475,8 +478,10 @@ class _Steps:
         min_bytes: int = 0,
         host_bytes: int | None = None,
         host_lead_ms: float = 0.0,
+        ahead_bytes: Sequence[int] = (),
     ) -> None:
         self._profile = profile
+        self._ahead_bytes: list[int | None] = [*ahead_bytes] or [None] * len(profile.regions)
         self._device = VirtualDevice(profile.link, host_lead_ms)
         self._tier = VirtualTier(host_bytes)
         self._engine = SwapEngine(self._device, [self._tier], copy.copy(limits))
@@ -490,7 +495,10 @@ class _Steps:
         device, turn = self._device, self._profile.turn
         device.sync()
         device.begin()
-        calls = [_Call(index, holding, device, self._engine) for index, holding in enumerate(self._holdings)]
+        calls = [
+            _Call(index, holding, device, self._engine, ahead_bytes)
+            for index, (holding, ahead_bytes) in enumerate(zip(self._holdings, self._ahead_bytes, strict=True))
+        ]
         start_ms = device.compute.now_ms
         self._forward(calls)
         turn_ms = device.compute.now_ms
@@ -556,6 +564,7 @@ def run_step(
     num_steps: int = 3,
     host_bytes: int | None = None,
     host_lead_ms: float = 0.0,
+    ahead_bytes: Sequence[int] = (),
 ) -> Timeline:
     """One step under a decision: the last of `num_steps`, of which the others let the engine learn.
 
@@ -564,6 +573,7 @@ def run_step(
         min_bytes: what is smaller stays on the device.
         host_bytes: what the host has room for; None: enough.
         host_lead_ms: how far the host runs ahead of the device; see C3 in `virtual_device`.
+        ahead_bytes: for each region, what may be loaded for others during its backward; without it the engine decides.
 
     Raises:
         ValueError: the decision cannot be carried out (`choices.check`), or swaps where there is no link.
@@ -582,7 +592,15 @@ def run_step(
     if num_steps < 1:
         raise ArgumentError("There is no step to show.", expected="num_steps of 1 or more", got=str(num_steps))
     _check(profile, decision)
-    steps = _Steps(profile, decision, limits, min_bytes=min_bytes, host_bytes=host_bytes, host_lead_ms=host_lead_ms)
+    steps = _Steps(
+        profile,
+        decision,
+        limits,
+        min_bytes=min_bytes,
+        host_bytes=host_bytes,
+        host_lead_ms=host_lead_ms,
+        ahead_bytes=ahead_bytes,
+    )
     for _ in range(num_steps - 1):
         steps.run()
     return steps.run()

@@ -82,15 +82,19 @@ class SwapEngine:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def new_group(self, label: str) -> Group:
-        """A group that comes after every group this thread made before."""
+    def new_group(self, label: str, ahead_bytes: int | None = None) -> Group:
+        """A group that comes after every group this thread made before.
+
+        `ahead_bytes`: for who knows how high memory rises in the backward of this group, with all that it swapped brought back: so much more may
+        be loaded meanwhile for the groups whose backward comes after, in place of `prefetch_bytes`.
+        """
         chain: list[weakref.ref[Group]] = self._thread.__dict__.setdefault("chain", [])
         with self._lock:
             while chain and chain[-1]() is None:  # groups of a step that is over
                 chain.pop()
             if len(chain) > 64 and sum(ref() is None for ref in chain) > len(chain) // 2:
                 chain[:] = [ref for ref in chain if ref() is not None]
-            group = Group(label, chain)
+            group = Group(label, chain, ahead_bytes)
             chain.append(weakref.ref(group))
         return group
 
@@ -396,8 +400,17 @@ class SwapEngine:
 
     def _launch_next_loads(self, group: Group) -> None:
         unclaimed = [slot for ref in self._unclaimed if (slot := ref()) is not None and slot.state is SlotState.H2D]
-        unclaimed_bytes = sum(slot.num_bytes for slot in unclaimed)
-        launched = self._launch_loads(schedule.loads_to_launch(self._wishes(group), unclaimed_bytes, self.depth_bytes))
+        if group.ahead_bytes is None:
+            unclaimed_bytes = sum(slot.num_bytes for slot in unclaimed)
+            wished = schedule.loads_to_launch(self._wishes(group), unclaimed_bytes, self.depth_bytes)
+        else:
+            ahead_bytes = sum(slot.num_bytes for slot in unclaimed if slot.group is not group)
+            wishes = self._wishes(group)
+            own = list(itertools.takewhile(lambda each: each[0].group is group, wishes))
+            others = itertools.dropwhile(lambda each: each[0].group is group, self._wishes(group))
+            wished = [wish for wish, _ in own]
+            wished += schedule.loads_to_launch(others, ahead_bytes, group.ahead_bytes)
+        launched = self._launch_loads(wished)
         launched += self._launch_loads(self._fit_below_the_peak(group, [*unclaimed, *launched]))
         self._unclaimed = [weakref.ref(slot) for slot in (*unclaimed, *launched)]
 
@@ -428,7 +441,7 @@ class SwapEngine:
         self._peak_bytes = max(self._peak_bytes, used_bytes)
         group.peak_bytes = max(group.peak_bytes, used_bytes)
         own_bytes = used_bytes - sum(slot.num_bytes for slot in ahead if slot.group is not group)
-        rise = self._rise_from_here(group, own_bytes)
+        rise = self._rise_from_here(group, own_bytes) if group.ahead_bytes is None else None
         low, high = group.peak_bytes, max(group.peak_bytes, 0 if rise is None else self._peak_bytes - rise)
         near = group.with_next()
         wishes = itertools.takewhile(lambda each: each[0].group in near, self._wishes(group))

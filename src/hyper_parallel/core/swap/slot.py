@@ -113,9 +113,10 @@ class Group:
     Invariant: stack[slot.position]() is slot, for every living slot of `slots`. The stack may have slots of other groups, too.
     """
 
-    def __init__(self, label: str, chain: list[weakref.ref[Group]]) -> None:
+    def __init__(self, label: str, chain: list[weakref.ref[Group]], ahead_bytes: int | None = None) -> None:
         self.label = label
         self.chain = chain  # the groups of this thread's forward in order, itself among them, weakly
+        self.ahead_bytes = ahead_bytes  # what may be loaded for others while backward is here; None: nobody has said
         self.slots: list[weakref.ref[Slot]] = []  # in the order of saving
         self.stack: list[weakref.ref[Slot]] = []  # as backward is expected to ask for them, the first on top
         self.cursor = -1  # prefetch goes on here in the stack: those above were loaded or asked for in this pass

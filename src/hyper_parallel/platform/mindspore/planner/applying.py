@@ -108,6 +108,7 @@ class Applied:
         on_mismatch: str,
         *,
         checks_ops: bool = True,
+        ahead_bytes: Sequence[int] = (),  # of no use here: see `loads_by_region` in the facts of a profile
     ) -> None:
         self.mismatches = Mismatches(on_mismatch)
         cells = dict(model.cells_and_names())

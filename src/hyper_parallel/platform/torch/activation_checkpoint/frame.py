@@ -142,7 +142,7 @@ class Frame:
         self._identity = _identity(function, module)
         # Unlike the name it tells two blocks of one class apart: the engine learns by it what a forward saves last.
         self._key = f"{self.name} {id(self._identity):x}"
-        self._swap = RegionSwap(self._key)
+        self._swap = RegionSwap(self._key, getattr(policy, "ahead_bytes", None))
         self._known = _known.get(self._identity) or _Known(None, None, [], _Proof())
         self._named = paths, getattr(policy, "answers", None)
         asks = policy is not None and (self._named[1] is None or bool(policy.asked))

@@ -54,10 +54,11 @@ class Arrival:
 
 
 class RegionSwap:
-    """The engines and groups of one region call, one per device."""
+    """The engines and groups of one region call, one per device. `ahead_bytes`: of the groups."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, ahead_bytes: int | None = None) -> None:
         self._key = key
+        self._ahead_bytes = ahead_bytes
         self._places: dict[torch.device, Any] = {}
         self._arrivals: dict[torch.device, Arrival | None] = {}
 
@@ -99,7 +100,7 @@ class RegionSwap:
         if found is None:
             return None
         engine, min_bytes = found
-        return engine, engine.new_group(self._key), min_bytes
+        return engine, engine.new_group(self._key, self._ahead_bytes), min_bytes
 
 
 class _Version:

@@ -24,11 +24,14 @@ Key = tuple[str, int, str, int]
 
 
 class PlannedPolicy:
-    """The policy of one region. What it is asked about an op and does not know is recomputed, and counted."""
+    """The policy of one region. What it is asked about an op and does not know is recomputed, and counted.
+
+    `ahead_bytes`: what the region leaves room for in its backward, to be loaded for others; None: the engine decides.
+    """
 
     is_pure = True  # it answers by the key alone
 
-    def __init__(self, region: Any, decision: Any, mismatches: Mismatches) -> None:
+    def __init__(self, region: Any, decision: Any, mismatches: Mismatches, ahead_bytes: int | None = None) -> None:
         from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 
         self._policies = {
@@ -37,6 +40,7 @@ class PlannedPolicy:
             "recompute": CheckpointPolicy.MUST_RECOMPUTE,
         }
         self._default = CheckpointPolicy.PREFER_RECOMPUTE
+        self.ahead_bytes = ahead_bytes
         self._path = region.path
         self._is_dynamic = region.is_dynamic
         self._mismatches = mismatches
@@ -113,13 +117,15 @@ class PlannedCall:
         mismatches: Mismatches,
         is_announced: bool,
         checks_ops: bool = True,
+        ahead_bytes: Sequence[int | None] = (),
     ) -> None:
         self._calls: list[tuple[PlannedPolicy, bool] | None] = []
-        for region, decision in zip(regions, decisions, strict=True):
+        ahead_bytes = ahead_bytes or [None] * len(regions)
+        for region, decision, ahead in zip(regions, decisions, ahead_bytes, strict=True):
             if decision.is_plain and not is_announced:
                 self._calls.append(None)
             else:
-                policy = PlannedPolicy(region, decision, mismatches)
+                policy = PlannedPolicy(region, decision, mismatches, ahead)
                 if not checks_ops:
                     policy.met = None
                 self._calls.append((policy, "swap" in decision.inputs))
@@ -142,7 +148,10 @@ class PlannedCall:
 
 
 class Applied:
-    """A plan on a model; `remove` undoes it. `checks_ops=False`: the first step is not compared with the profile."""
+    """A plan on a model; `remove` undoes it. `checks_ops=False`: the first step is not compared with the profile.
+
+    `ahead_bytes`: see `Setting`.
+    """
 
     def __init__(
         self,
@@ -152,6 +161,7 @@ class Applied:
         on_mismatch: str,
         *,
         checks_ops: bool = True,
+        ahead_bytes: Sequence[int] = (),
     ) -> None:
         self.mismatches = Mismatches(on_mismatch)
         blocks = dict(model.named_modules())
@@ -169,7 +179,12 @@ class Applied:
             if path not in blocks:
                 raise ArgumentError("A planned block is not in the model.", expected=path, where=type(model).__name__)
             call = PlannedCall(
-                [regions[index] for index in indices], decisions, self.mismatches, is_announced, checks_ops
+                [regions[index] for index in indices],
+                decisions,
+                self.mismatches,
+                is_announced,
+                checks_ops,
+                [ahead_bytes[index] for index in indices] if ahead_bytes else (),
             )
             self._wrappers[blocks[path]] = CheckpointWrapper(blocks[path], checkpoint_fn=call)
         self._model = model

@@ -145,7 +145,7 @@ class ProfiledModel:
             _logger.warning("nothing will be swapped: there is no room to measure the link (%s)", said)
         times = {name: statistics.median(each[name] for each in timed) for name in timed[0]}
         self._check_calls(calls, times)
-        note_shared(calls)
+        note_shared(calls, self._held_storages())
         regions = [
             _region(each, index, times, self.device, link is not None, _min_bytes(self.device))
             for index, each in enumerate(calls)
@@ -167,6 +167,7 @@ class ProfiledModel:
             facts={
                 **signature.facts(self),
                 "min_swap_bytes": _min_bytes(self.device),
+                "loads_by_region": True,
                 "shared_input_bytes": _shared_input_bytes(calls),
             },
             is_plain_measured=spans is not None,
@@ -250,6 +251,11 @@ class ProfiledModel:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _held_storages(self) -> set[int]:
+        """What is there before the step and after it, whatever blocks are given of it."""
+        held = (*self.model.parameters(), *self.model.buffers(), *tensors_of(self.batch))
+        return {local_tensor(tensor).untyped_storage()._cdata for tensor in held}
 
     def _check_calls(self, calls: list[RecordedCall], times: dict[str, float]) -> None:
         if not calls:

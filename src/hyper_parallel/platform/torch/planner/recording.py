@@ -58,7 +58,7 @@ class RecordedCall:
     Attributes:
         needed, needed_inputs: values that backward needs, of those an op made and of the arguments
         current: values that nothing in the region has written over
-        shared: arguments that other calls are given, too: somebody holds them anyway
+        shared: arguments that other calls are given, too, or that were there before the step: somebody holds them anyway
         freed_after: value -> the op after which nothing held it any more
     """
 
@@ -185,11 +185,11 @@ def _watched(block: nn.Module, noted: RecordedCall) -> Any:
     return watched
 
 
-def note_shared(calls: list[RecordedCall]) -> None:
-    """Tell each call which of its arguments others are given, too."""
+def note_shared(calls: list[RecordedCall], held: set[int]) -> None:
+    """Tell each call which of its arguments others are given, too, or are `held` by others in any case."""
     counts = Counter(value.ref.cdata for call in calls for value in call.inputs)
     for call in calls:
-        call.shared = {value for value in call.inputs if counts[value.ref.cdata] > 1}
+        call.shared = {value for value in call.inputs if counts[value.ref.cdata] > 1 or value.ref.cdata in held}
 
 
 def is_made(value: Value | None) -> bool:
