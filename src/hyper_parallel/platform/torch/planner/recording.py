@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hyper_parallel.platform.regions.options import Options
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
-from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame, Options
+from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame
 from hyper_parallel.platform.torch.activation_checkpoint.recording import Record
 from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value
 from hyper_parallel.platform.torch.planner.meters import Clock
