@@ -19,7 +19,7 @@ What a profile does not say is taken to be like this, and the numbers are as goo
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -93,12 +93,22 @@ class Timeline:
     def step_ms(self) -> float:
         return self.forward_ms + self.turn_ms + self.backward_ms
 
+    def bytes_by(self, column_of: Callable[[Use, int], int], num_columns: int) -> list[tuple[float, tuple[int, ...]]]:
+        """The bytes in use, whenever they change. Of changes at one time the highest sum and the last are there: so the peak is, too.
+
+        Args:
+            column_of: for a use and a region (or NO_REGION) the column in which their bytes are counted.
+        """
+        levels = [0] * num_columns
+        for (use, region), level in self._levels.items():
+            levels[column_of(use, region)] += level
+        changes = ((ms, column_of(use, region), num_bytes) for ms, use, region, num_bytes in self._changes)
+        return _merged(_running(levels, changes))
+
     @cached_property
     def moments(self) -> list[Moment]:
-        """The bytes in use, whenever they change. Of changes at one time the highest sum and the last are there: so the peak is, too."""
-        levels = [sum(level for (use, _), level in self._levels.items() if use is each) for each in Use]
-        rows = _merged(_running(levels, ((change.ms, change.use, change.num_bytes) for change in self._changes)))
-        return [Moment(ms, *row) for ms, row in rows]
+        """The bytes in use by what they are for, whenever they change."""
+        return [Moment(ms, *row) for ms, row in self.bytes_by(lambda use, _: use, len(Use))]
 
     @cached_property
     def region_bytes(self) -> list[list[tuple[float, int]]]:
