@@ -27,13 +27,13 @@ class Bug(NamedTuple):
 
 BUGS = [
     Bug("a random op that runs again draws other numbers", "replaying.py", "op.state.restore()", "pass"),
-    Bug("a replay leaves the generators where it got to", "frame.py", "            set_back(generators),\n", ""),
+    Bug("a replay leaves the generators where it got to", "second_call.py", "            set_back(generators),\n", ""),
     Bug("a replay writes into the user's memory", "replaying.py",
         "if storage_key(by_id.get(id(tensor), tensor)) not in self._own:", "if False:", 150),
     Bug("two views of one value are taken for the same argument", "values.py",
         "rest.append((argument.dtype, argument.size(), argument.stride(), argument.storage_offset()))", "pass", 400),
     Bug("a saved value that was written over is used", "frame.py", "value.kept = None  # written over since", "pass"),
-    Bug("every input is a leaf in replay", "frame.py", "        if each.is_leaf:\n", "        if True:\n"),
+    Bug("every input is a leaf in replay", "inputs.py", "        if each.is_leaf:\n", "        if True:\n"),
     Bug("a replay begins with what the region has written", "replaying.py",
         "self._states: dict[int, Value] = dict(record.before_write)", "self._states: dict[int, Value] = {}"),
     Bug("what a policy said of a view is forgotten by the residual", "frame.py",

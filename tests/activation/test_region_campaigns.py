@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.core.swap import engines
 from hyper_parallel.core.swap.engine import SwapEngine
-from hyper_parallel.platform.torch.activation_checkpoint import frame
+from hyper_parallel.platform.torch.activation_checkpoint import recomputation
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
 from support import region_ops
 from support.campaign import share
@@ -68,7 +68,7 @@ def test_random_programs_give_what_they_give_without_regions(on_disk: Swapping) 
 def test_recorded_ops_that_run_without_their_function_give_the_same(on_disk: Swapping) -> None:
     """The same programs with modules as regions, three times: the function again, the proof that it has nothing unseen, its ops alone."""
     num_runs, num_wrong, reports = Counter[str](), 0, []
-    run_recorded = frame.run_recorded
+    run_recorded = recomputation.run_recorded
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         num_runs["tried"] += 1
@@ -77,7 +77,7 @@ def test_recorded_ops_that_run_without_their_function_give_the_same(on_disk: Swa
         return found
 
     seeds = share(10_000, 500)
-    with mock.patch.object(frame, "run_recorded", counting):
+    with mock.patch.object(recomputation, "run_recorded", counting):
         for seed in seeds:
             runner, program = ModuleRunner(checkpoint), draw(seed)
             plain = runner.run(program, managed=False)

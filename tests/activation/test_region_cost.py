@@ -20,6 +20,7 @@ from hyper_parallel.platform.torch.activation_checkpoint import (  # noqa: E402
     frame,
     placeholders,
     quiet_swap,
+    region_function,
     saved_tensors,
     swap_wrapper,
 )
@@ -286,12 +287,12 @@ def test_ops_that_look_different_share_nothing_and_give_the_right_gradients(reco
 
 def test_what_is_remembered_of_a_call_holds_no_tensor_and_ends_with_the_module() -> None:
     gc.collect()
-    before = len(frame._known)
+    before = len(region_function._known)
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.GELU())
     x = torch.randn(2, 4, requires_grad=True)
     step(module, x)
-    assert len(frame._known) == before + 1
-    todo: list[Any] = [frame._known[module].ops]
+    assert len(region_function._known) == before + 1
+    todo: list[Any] = [region_function._known[module].ops]
     while todo:
         each = todo.pop()
         assert not isinstance(each, (torch.Tensor, torch.UntypedStorage, torch.Generator, Value, FrameType))
@@ -301,7 +302,7 @@ def test_what_is_remembered_of_a_call_holds_no_tensor_and_ends_with_the_module()
             todo += [each.rest, each.types, each.view, each.where]
     del module, todo
     gc.collect()
-    assert len(frame._known) == before
+    assert len(region_function._known) == before
 
 
 def test_names_are_those_of_the_model_that_runs(records: list[Any]) -> None:

@@ -397,26 +397,26 @@ class Bug(NamedTuple):
 
 
 BUGS = [
-    Bug("a residual is freed late in backward", "timeline.py",
+    Bug("a residual is freed late in backward", "holding.py",
         "            self.saved_residual_bytes[op] += value.num_bytes\n", "            pass\n"),
-    Bug("what the record holds for the replay is freed with its residual", "timeline.py",
+    Bug("what the record holds for the replay is freed with its residual", "holding.py",
         "value.is_residual and op not in self.takes:  # the record", "value.is_residual:  # the record"),
     Bug("the window is ignored", "timeline.py", "copy.copy(limits)",
         "Limits(1 << 40, limits.prefetch_bytes, limits.on_full)"),
     Bug("the limit of prefetch is ignored", "timeline.py", "copy.copy(limits)",
         "Limits(limits.window_bytes, 1 << 40, limits.on_full, first_window_bytes=limits.first_window_bytes)"),
-    Bug("a residual that is recomputed is dropped before the forward ends", "timeline.py",
+    Bug("a residual that is recomputed is dropped before the forward ends", "holding.py",
         "            until = max(local, self.end) if value.is_residual else local\n", "            until = local\n"),
-    Bug("what nothing needs is kept (rule 15)", "timeline.py", "            until = max(local, self.end)  # rule 15", "            until = self.kept  # rule 15"),
-    Bug("what nothing needs is dropped before that is known", "timeline.py",
+    Bug("what nothing needs is kept (rule 15)", "holding.py", "            until = max(local, self.end)  # rule 15", "            until = self.kept  # rule 15"),
+    Bug("what nothing needs is dropped before that is known", "holding.py",
         "            until = max(local, self.end)  # rule 15", "            until = local  # rule 15"),
-    Bug("a residual leaves only when the forward ends", "timeline.py",
+    Bug("a residual leaves only when the forward ends", "holding.py",
         "leaves = op if value.is_residual else self.end", "leaves = self.end"),
-    Bug("what only the replay needs leaves at once", "timeline.py",
+    Bug("what only the replay needs leaves at once", "holding.py",
         "leaves = op if value.is_residual else self.end", "leaves = op"),
-    Bug("what a region leaves behind is gone when it ends", "timeline.py",
+    Bug("what a region leaves behind is gone when it ends", "holding.py",
         "local = until = self.handed_on if", "local = until = self.end if"),
-    Bug("a managed region does not hold its arguments", "timeline.py",
+    Bug("a managed region does not hold its arguments", "holding.py",
         "            until = self.end  # until then a region has its arguments\n",
         "            until = self.end if value.freed_after is None else value.freed_after\n"),
     Bug("the engine is not told the order", "timeline.py",
@@ -431,18 +431,18 @@ BUGS = [
         "            pass\n"),
     Bug("the replay keeps what it took", "timeline.py",
         "        for value in self._holding.taken_until[moment]:\n            del self._buffers[value.number]\n", ""),
-    Bug("the replay keeps what nobody wants", "timeline.py",
+    Bug("the replay keeps what nobody wants", "holding.py",
         "until = self.end if value.freed_after is None else value.freed_after\n                    self.replay_freed_bytes[until]",
         "self.replay_freed_bytes[self.end]"),
     Bug("temporaries of the replay are forgotten", "timeline.py",
         "self._change(Use.WORKING, holding.replay_bytes[op] + holding.temporary_bytes[op])",
         "self._change(Use.WORKING, holding.replay_bytes[op]); holding.temporary_bytes[op] = 0"),
-    Bug("a use through a view is not seen", "timeline.py", "used_at = index if op.makes else uses.get(index, index)", "used_at = index"),
-    Bug("everything is asked for when backward begins", "timeline.py",
+    Bug("a use through a view is not seen", "holding.py", "used_at = index if op.makes else uses.get(index, index)", "used_at = index"),
+    Bug("everything is asked for when backward begins", "holding.py",
         "self.asked_at = self._by_moment(value.asked_at for value in self.swapped)",
         "self.asked_at = self._by_moment(None if value.asked_at is None else self.end for value in self.swapped)"),
-    Bug("small values are swapped", "timeline.py", "self._min_bytes = max(min_bytes, 1)", "self._min_bytes = 1"),
-    Bug("backward's own memory is forgotten", "timeline.py",
+    Bug("small values are swapped", "holding.py", "self._min_bytes = max(min_bytes, 1)", "self._min_bytes = 1"),
+    Bug("backward's own memory is forgotten", "holding.py",
         "self.backward_bytes = max(region.backward_peak_bytes - region.residual_bytes, 0)", "self.backward_bytes = 0"),
     Bug("outside memory is taken late", "timeline.py",
         "            self._set_outside(region.outside_bytes)\n            self._device.compute.run(region.before_ms)\n",
@@ -457,18 +457,20 @@ BUGS = [
 
 
 def planted(bug: Bug) -> Any:
-    """`run_step` of the two modules with the bug in one of them, beside the real ones."""
-    device = types.ModuleType("planted_virtual_device")
-    timeline = types.ModuleType("planted_timeline")
-    for module, file in ((device, "virtual_device.py"), (timeline, "timeline.py")):
+    """`run_step` of the three modules with the bug in one of them, beside the real ones."""
+    names = ("virtual_device", "holding", "timeline")  # each imports those before it
+    for name in names:
+        file = f"{name}.py"
         source = (FOLDER / file).read_text()
         if file == bug.file:
             assert source.count(bug.line) == 1, f"{bug.name}: its line stands {source.count(bug.line)} times in {file}"
             source = source.replace(bug.line, bug.instead)
-        source = source.replace("from hyper_parallel.core.planner.virtual_device", f"from {device.__name__}")
+        for other in names:
+            source = source.replace(f"from hyper_parallel.core.planner.{other} import", f"from planted_{other} import")
+        module = types.ModuleType(f"planted_{name}")
         sys.modules[module.__name__] = module  # dataclasses and annotations look their module up
         exec(compile(source, str(FOLDER / file), "exec"), module.__dict__)  # noqa: S102 - our own source
-    return timeline.run_step
+    return sys.modules["planted_timeline"].run_step
 
 
 def find_planted(bug: Bug, num_seeds: int = 500) -> str | None:

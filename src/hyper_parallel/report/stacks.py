@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,56 +53,27 @@ class Stacks:
 
 def stacks_of(timeline: Timeline) -> Stacks:
     groups, names = _groups(timeline.paths)
-    rows = _rows(timeline, groups, len(names))
+    num_owners = len(names) + 1  # the groups, and last what belongs to no block
+
+    def column_of(use: Use, region: int) -> int:
+        return use * num_owners + (len(names) if region == NO_REGION else groups[region])
+
+    rows = timeline.bytes_by(column_of, len(Use) * num_owners)
     stride = -(-len(rows) // MAX_MOMENTS)
     # Of each few moments the highest: the peak is never left out.
-    chosen = [max(rows[at : at + stride], key=lambda row: sum(row.uses)) for at in range(0, len(rows), stride)]
-    by_choice = [Layer(name, css, [row.uses[use] for row in chosen]) for use, name, css in USES]
+    chosen = [max(rows[at : at + stride], key=lambda row: sum(row[1])) for at in range(0, len(rows), stride)]
+
+    def layer(name: str, css: str, uses: Iterable[Use], owners: Iterable[int]) -> Layer:
+        columns = [use * num_owners + owner for use, owner in itertools.product(uses, owners)]
+        return Layer(name, css, [sum(row[column] for column in columns) for _, row in chosen])
+
+    by_choice = [layer(name, css, [use], range(num_owners)) for use, name, css in USES]
     by_block = [
-        Layer("alive before forward", "base", [row.uses[Use.BASE] for row in chosen]),
-        Layer("outside of blocks", "outside", [row.others for row in chosen]),
-        *(
-            Layer(name, f"group-{index}", [row.groups[index] for row in chosen])
-            for index, name in enumerate(names)
-        ),
-    ]  # fmt: skip
-    return Stacks([row.ms for row in chosen], by_choice, by_block)
-
-
-class _Row(NamedTuple):
-    ms: float
-    uses: tuple[int, ...]
-    groups: tuple[int, ...]
-    others: int  # of no block, and not alive before forward
-
-
-def _rows(timeline: Timeline, groups: Sequence[int], num_groups: int) -> list[_Row]:
-    """Of changes at one time the highest sum and the last are there."""
-    uses, blocks, others = [0] * len(Use), [0] * num_groups, 0
-
-    def add(use: Use, region: int, num_bytes: int) -> None:
-        nonlocal others
-        uses[use] += num_bytes
-        if region != NO_REGION:
-            blocks[groups[region]] += num_bytes
-        elif use is not Use.BASE:
-            others += num_bytes
-
-    for (use, region), level in timeline._levels.items():
-        add(use, region, level)
-    rows = [_Row(0.0, tuple(uses), tuple(blocks), others)]
-    highest = 0  # where the highest row of this time is: last, or last but one
-    for ms, use, region, num_bytes in timeline._changes:
-        add(use, region, num_bytes)
-        row = _Row(ms, tuple(uses), tuple(blocks), others)
-        if ms != rows[-1].ms:
-            highest = len(rows)
-        elif sum(uses) >= sum(rows[highest].uses):
-            del rows[highest:]
-        else:
-            del rows[highest + 1 :]
-        rows.append(row)
-    return rows
+        layer("alive before forward", "base", [Use.BASE], range(num_owners)),
+        layer("outside of blocks", "outside", [use for use in Use if use is not Use.BASE], [len(names)]),
+        *(layer(name, f"group-{index}", Use, [index]) for index, name in enumerate(names)),
+    ]
+    return Stacks([ms for ms, _ in chosen], by_choice, by_block)
 
 
 def _groups(paths: Sequence[str]) -> tuple[list[int], list[str]]:

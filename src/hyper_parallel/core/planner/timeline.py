@@ -19,15 +19,15 @@ What a profile does not say is taken to be like this, and the numbers are as goo
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.core.activation_checkpoint.replay_plan import plan_replay
-from hyper_parallel.core.planner.choices import SAVE, SWAP, Decision, RegionDecision, check, plain
-from hyper_parallel.core.planner.profile import Op, Region, StepProfile, Value
+from hyper_parallel.core.planner.choices import Decision, check, plain
+from hyper_parallel.core.planner.holding import Holding, Swapped
+from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.virtual_device import (
     NO_REGION,
     Change,
@@ -93,12 +93,22 @@ class Timeline:
     def step_ms(self) -> float:
         return self.forward_ms + self.turn_ms + self.backward_ms
 
+    def bytes_by(self, column_of: Callable[[Use, int], int], num_columns: int) -> list[tuple[float, tuple[int, ...]]]:
+        """The bytes in use, whenever they change. Of changes at one time the highest sum and the last are there: so the peak is, too.
+
+        Args:
+            column_of: for a use and a region (or NO_REGION) the column in which their bytes are counted.
+        """
+        levels = [0] * num_columns
+        for (use, region), level in self._levels.items():
+            levels[column_of(use, region)] += level
+        changes = ((ms, column_of(use, region), num_bytes) for ms, use, region, num_bytes in self._changes)
+        return _merged(_running(levels, changes))
+
     @cached_property
     def moments(self) -> list[Moment]:
-        """The bytes in use, whenever they change. Of changes at one time the highest sum and the last are there: so the peak is, too."""
-        levels = [sum(level for (use, _), level in self._levels.items() if use is each) for each in Use]
-        rows = _merged(_running(levels, ((change.ms, change.use, change.num_bytes) for change in self._changes)))
-        return [Moment(ms, *row) for ms, row in rows]
+        """The bytes in use by what they are for, whenever they change."""
+        return [Moment(ms, *row) for ms, row in self.bytes_by(lambda use, _: use, len(Use))]
 
     @cached_property
     def region_bytes(self) -> list[list[tuple[float, int]]]:
@@ -136,168 +146,6 @@ def _merged(rows: Iterator[tuple[float, tuple[int, ...]]]) -> list[tuple[float, 
     return merged
 
 
-# -- what a decision means for the memory of a region -------------------------------------------------------------------------
-
-
-class _ReplayOp(NamedTuple):
-    """An op as `plan_replay` sees it: ops are their own results, and input i is ~i."""
-
-    reads: tuple[int, ...]
-    makes: tuple[int]
-    must_run: bool = False
-
-
-class _Swapped(NamedTuple):
-    """A value that the engine gets. Moments are those of `_Holding`.
-
-    Attributes:
-        number: among those of its region
-        made_by: an op, or -1 for an input
-        saved_after: when the engine gets it
-        dropped_after: when everybody else has let go of it
-        taken_until: when the replay, which takes it, lets go of it; None: the replay does not take it
-        asked_at: the op whose backward asks for it; None: none does
-    """
-
-    number: int
-    num_bytes: int
-    made_by: int
-    saved_after: int
-    dropped_after: int
-    taken_until: int | None
-    asked_at: int | None
-
-
-class _Holding:
-    """Which bytes of a region are held until when, under a decision.
-
-    A *moment* is the number of an op (when it is done), or `end` (the forward is over), `handed_on` (the next region begins), `kept` (until
-    backward). What the engine does not get is summed up by the moment until which it is held.
-    """
-
-    def __init__(self, region: Region, decision: RegionDecision, min_bytes: int) -> None:
-        ops = region.ops
-        self.path = region.path
-        self.num_ops = len(ops)
-        self.end, self.handed_on, self.kept = range(self.num_ops, self.num_ops + 3)
-        self.forward_ms = _shares(region.forward_ms, ops)
-        self.backward_ms = _shares(region.backward_ms, ops)
-        self.backward_bytes = max(region.backward_peak_bytes - region.residual_bytes, 0)
-        self.temporary_bytes = [op.temporary_bytes for op in ops]
-        self.input_bytes = 0
-        self.made_bytes = [0] * self.num_ops
-        self.freed_bytes = [0] * (self.kept + 1)
-        self.saved_residual_bytes = [0] * self.num_ops  # of what is kept: residuals, by the op that made them
-        self.swapped: list[_Swapped] = []
-        self.opens_group: set[int] = set()  # the moments at which something is to be swapped, be it too small or not
-        self.first_kept: int | None = None  # the op that made the first residual that is saved or swapped
-        self.arrives_at: set[int] = set()  # the ops whose backward asks for a saved residual that an op made
-        self._is_plain = decision.is_plain
-        self._min_bytes = max(min_bytes, 1)
-        uses = _last_uses(region)
-        self._plan_replay(region, decision, uses)
-        for index, op in enumerate(ops):
-            for value in op.makes:
-                self._hold_made(value, index, decision.ops[index], uses.get(index, index))
-        for index, each in enumerate(region.inputs):
-            self._hold_input(each.value, index, decision.inputs[index], uses.get(~index, self.end))
-        self.made_by = self._by_moment(value.made_by if value.made_by >= 0 else self.end for value in self.swapped)
-        self.saved_after = self._by_moment(value.saved_after for value in self.swapped)
-        self.dropped_after = self._by_moment(value.dropped_after for value in self.swapped)
-        self.taken_until = self._by_moment(value.taken_until for value in self.swapped)
-        self.asked_at = self._by_moment(value.asked_at for value in self.swapped)
-
-    def _plan_replay(self, region: Region, decision: RegionDecision, uses: dict[int, int]) -> None:
-        is_kept = [choice in (SAVE, SWAP) for choice in decision.ops]
-        wanted = [index for index, op in enumerate(region.ops) if op.is_needed and not is_kept[index]]
-        ops = [_ReplayOp((*op.reads, *(~each for each in op.reads_inputs)), (i,)) for i, op in enumerate(region.ops)]
-        self.wanted = [] if self._is_plain else wanted
-        self.runs, self.takes = plan_replay(ops, self.wanted, lambda value: value < 0 or is_kept[value])
-        self.replays_at = max((uses.get(index, index) for index in self.wanted), default=-1)
-        self.replay_ms = [op.forward_ms for op in region.ops]
-        self.replay_bytes = [op.num_bytes for op in region.ops]
-        self.replay_freed_bytes = [0] * (self.num_ops + 1)
-        self.recomputed_bytes = [0] * self.num_ops
-        for index in self.runs:
-            for value in region.ops[index].makes:
-                if value.is_residual:
-                    self.recomputed_bytes[index] += value.num_bytes
-                else:
-                    until = self.end if value.freed_after is None else value.freed_after
-                    self.replay_freed_bytes[until] += value.num_bytes
-
-    def _hold_made(self, value: Value, op: int, choice: str | None, asked_at: int) -> None:
-        local = until = self.handed_on if value.freed_after is None else value.freed_after
-        if self._is_plain:
-            until = self.kept if value.is_residual else local
-        elif choice not in (SAVE, SWAP):
-            until = max(local, self.end) if value.is_residual else local
-        elif not value.is_residual and op not in self.takes:
-            until = max(local, self.end)  # rule 15: only then it is known that nothing needs it
-        elif value.num_bytes:
-            leaves = op if value.is_residual else self.end
-            if value.is_residual and self.first_kept is None:
-                self.first_kept = op
-            if choice == SWAP:
-                self.opens_group.add(leaves)
-            if choice == SWAP and value.num_bytes >= self._min_bytes:
-                taken_until = min(local, self.end) if op in self.takes else None
-                self._swap(value, op, leaves, max(local, leaves), taken_until, asked_at if value.is_residual else None)
-                return
-            until = self.kept
-            if value.is_residual:
-                self.arrives_at.add(asked_at)
-        self.made_bytes[op] += value.num_bytes
-        self.freed_bytes[until] += value.num_bytes
-        if until == self.kept and value.is_residual and op not in self.takes:  # the record has what the replay takes
-            self.saved_residual_bytes[op] += value.num_bytes
-
-    def _hold_input(self, value: Value, index: int, choice: str | None, asked_at: int) -> None:
-        if self._is_plain:
-            until = self.kept if value.is_residual else self.end if value.freed_after is None else value.freed_after
-        elif not value.is_residual and not self.wanted:
-            until = self.end  # until then a region has its arguments
-        else:
-            until = self.kept
-            if choice == SWAP and value.num_bytes:
-                self.opens_group.add(self.end)
-            if choice == SWAP and value.num_bytes >= self._min_bytes:
-                is_taken = ~index in self.takes
-                taken_until = None if not is_taken else self.kept if value.is_residual else self.end
-                is_asked = value.is_residual and not is_taken
-                self._swap(value, -1, self.end, self.end, taken_until, asked_at if is_asked else None)
-                return
-        self.input_bytes += value.num_bytes
-        self.freed_bytes[until] += value.num_bytes
-
-    def _swap(self, value: Value, made_by: int, saved: int, dropped: int, taken: int | None, asked: int | None) -> None:
-        self.swapped.append(_Swapped(len(self.swapped), value.num_bytes, made_by, saved, dropped, taken, asked))
-
-    def _by_moment(self, moments: Iterable[int | None]) -> list[list[_Swapped]]:
-        table: list[list[_Swapped]] = [[] for _ in range(self.kept + 1)]
-        for value, moment in zip(self.swapped, moments, strict=True):
-            if moment is not None:
-                table[moment].append(value)
-        return table
-
-
-def _shares(ms: float, ops: Sequence[Op]) -> list[float]:
-    """A time, shared out as the ops of a forward share theirs."""
-    total_ms = sum(op.forward_ms for op in ops)
-    return [ms * op.forward_ms / total_ms if total_ms else ms / len(ops) for op in ops]
-
-
-def _last_uses(region: Region) -> dict[int, int]:
-    """The last op that reads an op's results, or input i (as ~i), also through views."""
-    uses: dict[int, int] = {}
-    for index in reversed(range(len(region.ops))):
-        op = region.ops[index]
-        used_at = index if op.makes else uses.get(index, index)
-        for read in (*op.reads, *(~each for each in op.reads_inputs)):
-            uses[read] = max(uses.get(read, 0), used_at)
-    return uses
-
-
 # -- a step -------------------------------------------------------------------------------------------------------------------
 
 
@@ -305,7 +153,7 @@ class _Call:
     """One region in one step: holds what a real one holds, and calls the engine as one does."""
 
     def __init__(
-        self, index: int, holding: _Holding, device: VirtualDevice, engine: SwapEngine, ahead_bytes: int | None
+        self, index: int, holding: Holding, device: VirtualDevice, engine: SwapEngine, ahead_bytes: int | None
     ) -> None:
         self._index = index
         self._ahead_bytes = ahead_bytes
@@ -352,7 +200,7 @@ class _Call:
         """The next region begins, or the turn."""
         self._let_go(self._holding.handed_on)
 
-    def _make(self, values: list[_Swapped]) -> None:
+    def _make(self, values: list[Swapped]) -> None:
         for value in values:
             self._buffers[value.number] = self._device.buffer(value.num_bytes, Use.WORKING, self._index)
 
@@ -438,7 +286,7 @@ class _Call:
             self._forget(op)
         self._forget(holding.end)
 
-    def _take(self, values: list[_Swapped]) -> None:
+    def _take(self, values: list[Swapped]) -> None:
         self._ask((value for value in values if value.taken_until is not None), self._replay_handles)
 
     def _forget(self, moment: int) -> None:
@@ -450,7 +298,7 @@ class _Call:
         if self._tells_arrival and self._group is not None:
             self._engine.arrive(self._group)
 
-    def _ask(self, values: Iterable[_Swapped], handles: dict[int, Handle]) -> None:
+    def _ask(self, values: Iterable[Swapped], handles: dict[int, Handle]) -> None:
         for value in values:
             buffer: VirtualBuffer = self._engine.acquire(handles[value.number])
             if buffer.use in (Use.WINDOW, Use.PREFETCHED):
@@ -486,7 +334,7 @@ class _Steps:
         self._tier = VirtualTier(host_bytes)
         self._engine = SwapEngine(self._device, [self._tier], copy.copy(limits))
         pairs = zip(profile.regions, decision, strict=True)
-        self._holdings = [_Holding(region, chosen, min_bytes) for region, chosen in pairs]
+        self._holdings = [Holding(region, chosen, min_bytes) for region, chosen in pairs]
         self._outside_bytes = 0
         self._device.memory.change(Use.BASE, NO_REGION, profile.base_bytes)
 
@@ -579,6 +427,7 @@ def run_step(
         ValueError: the decision cannot be carried out (`choices.check`), or swaps where there is no link.
 
     Example:
+        >>> from hyper_parallel.core.planner.choices import RegionDecision
         >>> from hyper_parallel.core.planner.profile import Op, Region, StepProfile, Value
         >>> op = Op("", "exp", 0, 0, forward_ms=1.0, makes=(Value(8, is_residual=True),))
         >>> region = Region(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 
@@ -13,6 +13,16 @@ class CheckpointImpl(Enum):
 
     REENTRANT = auto()
     NO_REENTRANT = auto()
+
+
+class Options(NamedTuple):
+    """How a region is run; see `checkpoint`."""
+
+    swap_inputs: bool = False
+    preserve_rng_state: bool = True
+    check_outputs: bool = True
+    debug: bool = False
+    early_stop: bool = True
 
 
 # The options that the region hands to the framework, with what each may be.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
+from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
+
 _CHUNK = 1 << 20  # elements at a time: a checksum should not need the memory of what it checks
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -21,6 +24,12 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
         total[0] += chunk.sum()
         total[1] += (chunk * weights).sum()
     return total
+
+
+def storage_checksum(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """That of all bytes of a tensor's storage, which has so many."""
+    whole = View(torch.uint8, torch.Size([num_bytes]), (1,), 0, False, False)
+    return checksum(whole.on(local_tensor(tensor).untyped_storage(), tensor.device))
 
 
 def find_difference(expected: list[torch.Tensor], got: list[torch.Tensor]) -> int | None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.regions.options import check_call
+from hyper_parallel.platform.regions.options import Options, check_call
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import not_compiled, prepare_for_compiled_code
-from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame, Options
+from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import check_surroundings, is_replaying
 
 

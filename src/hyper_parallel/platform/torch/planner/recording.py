@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hyper_parallel.platform.regions.options import Options
 from hyper_parallel.platform.regions.replacement import replace
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
 from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import CheckpointWrapper
-from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame, Options
+from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame
 from hyper_parallel.platform.torch.activation_checkpoint.recording import Record
 from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying

@@ -1,0 +1,143 @@
+"""The function that a region calls: whose it is, how it is named, and what its earlier calls have shown.
+
+What is known outlives the calls, and ends with the module (or with the code of a function): the looks of the ops of the last call, the proof
+that nothing happens beside them (rules 8 and 9 in the README of core/activation_checkpoint), and whether leaving ops out did no harm (rule 5).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import ModulePaths, modules_in, paths_here
+from hyper_parallel.platform.torch.activation_checkpoint.recording import Record
+from hyper_parallel.platform.torch.activation_checkpoint.values import KnownOp, known_ops
+
+# Functions and modules that have been replayed with ops left out: nothing in them reads what no op needs.
+_leaves_out: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Proof:
+    """Whether a function does anything that the ops of its record do not tell; None until somebody has looked."""
+
+    has_unseen: bool | None = None
+
+
+class _Known(NamedTuple):
+    """What the ops of a function's last call looked like, and what the names of their modules depend on."""
+
+    paths: ModulePaths | None
+    answers: Any  # of the policy, which itself may lead to anything
+    ops: list[KnownOp | None]
+    proof: Proof  # of these ops
+
+    def names(self, paths: ModulePaths | None, answers: Any) -> bool:
+        """Whether the names hold for a call under these."""
+        return self.paths is paths and self.answers is answers
+
+
+_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+
+
+class RegionFunction:
+    """A function in one call.
+
+    Attributes:
+        call: the function itself
+        module: what it is, or is a method of; None for all other functions
+        key: unlike the name it tells two blocks of one class apart: the engine learns by it what a forward saves last
+        proof: of the ops of the call before this one
+    """
+
+    def __init__(self, call: Callable[..., Any], policy: Any) -> None:
+        module = _module_of(call)
+        self.call = call
+        self.module = module
+        self._paths = paths_here(module)
+        self.name = _name_of(call, module, self._paths)
+        self._identity = _identity(call, module)
+        self.key = f"{self.name} {id(self._identity):x}"
+        self._policy = policy
+        self._answers = getattr(policy, "answers", None)
+        self._known = _known.get(self._identity) or _Known(None, None, [], Proof())
+        self.proof = self._known.proof
+
+    def new_record(self, keeps_random_state: bool) -> Record:
+        policy, known = self._policy, self._known
+        asks = policy is not None and (self._answers is None or bool(policy.asked))
+        has_names = not asks and known.names(self._paths, self._answers)
+        return Record(policy, self._paths, keeps_random_state, known=known.ops, has_names=has_names)
+
+    def note_ops(self, record: Record) -> None:
+        """Remember what the ops of this call look like, for the next."""
+        has_news = record.has_news()
+        if has_news or not self._known.names(self._paths, self._answers):
+            proof = Proof() if has_news else self.proof
+            _known[self._identity] = _Known(self._paths, self._answers, known_ops(record.ops), proof)
+
+    def note_left_out(self, is_missed: bool) -> None:
+        """Ops were left out of a replay, and something read what they would have made, or nothing did."""
+        if is_missed:
+            _leaves_out.discard(self._identity)
+        else:
+            _leaves_out.add(self._identity)
+
+    def reads_by_ops_only(self) -> bool:
+        """Whether nothing in it reads what no op needs. Functions may do something else each time; modules rarely do."""
+        return self.module is not None and self._identity in _leaves_out
+
+    def has_hooks(self) -> bool:
+        """Whether somebody looks at what the modules in it are given, or give."""
+        if self.module is None:
+            return False
+        # The region's module itself may be called with hooks around it: those inside its forward matter.
+        for each in modules_in(self.module):
+            attributes = each.__dict__
+            before, after = attributes.get("_forward_pre_hooks"), attributes.get("_forward_hooks")
+            if not before and not after:
+                continue
+            # Those of tensor parallel and of FSDP2 redistribute and gather: they do not look.
+            if any(
+                not (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
+                for hook in (*(before or {}).values(), *(after or {}).values())
+            ):
+                return True
+        return False
+
+    def is_compiled(self) -> bool:
+        """Whether code in it was made by `torch.compile`, whatever the backend."""
+        return self.module is not None and any(
+            type(each).__name__ == "OptimizedModule" or getattr(each, "_compiled_call_impl", None) is not None
+            for each in modules_in(self.module)
+        )
+
+
+def _bare(function: Any) -> Any:
+    """What a functools.partial calls; every other function itself."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _module_of(function: Any) -> nn.Module | None:
+    function = _bare(function)
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def _identity(function: Any, module: nn.Module | None) -> Any:
+    """What is the same in the next step: the module, or the code of a function that may be made anew each time."""
+    if module is not None:
+        return module
+    function = _bare(function)
+    return getattr(getattr(function, "__func__", function), "__code__", type(function))
+
+
+def _name_of(function: Any, module: nn.Module | None, paths: ModulePaths | None) -> str:
+    if module is not None:
+        return ("" if paths is None else paths.name(module)) or type(module).__name__
+    return getattr(function, "__qualname__", None) or type(function).__name__
