@@ -92,6 +92,7 @@ def checks(rows: Sequence[Row]) -> dict[str, bool | None]:
     full = by_way.get(FULL)
     rivals = [(row, by_way[row["against"]]) for row in plans if row.get("against") in by_way]
     return {
+        "nothing failed": not any("traceback" in row for row in rows),
         "every plan keeps its budget": _all(row["peak_gib"] <= row["budget_gib"] for row in plans),
         "no plan is slower than full checkpoint": _all(
             _is_not_slower(row, full) for row in plans if full is not None and row["budget_gib"] >= full["peak_gib"]
