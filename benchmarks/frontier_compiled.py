@@ -32,12 +32,10 @@ def run_compiled(options: argparse.Namespace, results: Results, solver: Solver, 
     bench = bench_class(NAME, built, options, results, solver)
     bench.as_plain = functools.partial(not_compiled, built.blocks)
     bench.plain()
-    needed: dict[float, float] = {}
-    for budget in BUDGETS:
-        context = functools.partial(compiled, built.blocks, budget, options.backend)
-        row = bench.way(words(budget), "compiled", context)
-        if "peak_gib" in row:
-            needed[budget] = row["peak_gib"]
+    rivals = {
+        budget: bench.way(words(budget), "compiled", functools.partial(compiled, built.blocks, budget, options.backend))
+        for budget in BUDGETS
+    }
     # Code that is compiled before the first region is made cannot run in one.
     hp.checkpoint_wrapper(nn.Identity())
     for budget in UNDER_PLANS:
@@ -45,8 +43,9 @@ def run_compiled(options: argparse.Namespace, results: Results, solver: Solver, 
         with compiled(built.blocks, budget, options.backend):
             if not bench.profile_once():
                 continue
-            allowed = {each: bench.allowed("min", least_gib=needed.get(each)) for each in smaller}
+            allowed = {each: bench.allowed("min", least_gib=rivals[each].get("peak_gib")) for each in smaller}
             bench.begin(list(allowed.values()))
+            bench.unmanaged_ratio = rivals[budget].get("ratio") or 1.0
             for each in smaller:
                 name = f"plan on budget {budget}, memory of budget {each}"
                 bench.plan(name, f"that of {each}", allowed[each], against=words(each), on=budget)
