@@ -1,6 +1,6 @@
 """The models of `frontier.py`: random weights, gradients allocated, one fixed batch each.
 
-Each has a shape for an H200 (plain steps of 0.3 to 1.3 s, 40 to 70 GiB of activations) and one that a laptop runs in a second.
+Each has a shape for an H200 (plain steps of 0.3 to 1.3 s, 40 to 65 GiB of activations) and one that a laptop runs in a second.
 
     llama      16 blocks of Llama-3-8B without embedding and head: `llama_blocks.py`
     gpt2       Hugging Face's GPT-2 with the blocks of its XL size, with dropout: random numbers are drawn in every block
@@ -204,22 +204,27 @@ def hf_llama(sizes: Sizes, device: str, dtype: torch.dtype) -> Built:
     return Built("hf_llama", model, token_batch(sizes, device), loss_attribute, model.model.layers)
 
 
+# Logits, their logarithms and their gradients are a fifth of the plain peak, and belong to no block: no plan goes below that.
+WITH_LOGITS = ("50", "35", "28", "min")
+
 MODELS: dict[str, Spec] = {
     "llama": Spec(llama, H200._asdict(), SMALL._asdict()),
     "gpt2": Spec(
         gpt2,
         {"blocks": 24, "dim": 1600, "heads": 25, "vocab": 50257, "length": 1024, "batch": 16},
         {"blocks": 4, "dim": 128, "heads": 4, "vocab": 512, "length": 128, "batch": 4},
+        budgets=WITH_LOGITS,
     ),
     "moe": Spec(
         moe,
-        {"blocks": 12, "dim": 2048, "ffn": 5632, "heads": 16, "experts": 8, "length": 4096, "batch": 4},
+        {"blocks": 12, "dim": 2048, "ffn": 5632, "heads": 16, "experts": 8, "length": 4096, "batch": 8},
         {"blocks": 3, "dim": 128, "ffn": 352, "heads": 4, "experts": 4, "length": 128, "batch": 4},
     ),
     "hf_llama": Spec(
         hf_llama,
         {"blocks": 8, "dim": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocab": 32000, "length": 32768, "batch": 1},
         {"blocks": 4, "dim": 128, "ffn": 448, "heads": 8, "kv_heads": 2, "vocab": 512, "length": 256, "batch": 2},
+        budgets=WITH_LOGITS,
     ),
 }  # fmt: skip
 

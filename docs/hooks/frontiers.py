@@ -70,6 +70,8 @@ def _points(rows: list[Row]) -> pictures.Points:
 
 
 def _label(row: Row) -> str:
+    if row.get("against"):
+        return f"plan on {row['on']}, {row['budget'].replace('that of', 'as')}"
     words: str = row["way"].removeprefix("PyTorch ").removeprefix("plan, ").removeprefix("torch.compile, ")
     return {"memory of full checkpoint": "as full", "full checkpoint": "full"}.get(words, words)
 
