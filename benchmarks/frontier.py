@@ -204,7 +204,11 @@ def run_model(name: str, options: argparse.Namespace, results: Results, solver: 
     if time.monotonic() > options.deadline:
         results.add({"model": name, "way": "plain", "kind": "plain", "skipped": "no time left"})
         return
-    built = spec.build(sizes, options.device, options.dtype)
+    try:
+        built = spec.build(sizes, options.device, options.dtype)
+    except (ImportError, torch.OutOfMemoryError) as error:  # the other models are measured all the same
+        results.add({"model": name, "way": "plain", "kind": "plain", "error": f"{type(error).__name__}: {error}"})
+        return
     bench = Bench(name, built, options, results, solver)
     bench.plain()
     full = bench.way(FULL, "peer", functools.partial(applied, built, PEERS[FULL]))
