@@ -22,7 +22,8 @@ _README_MARK = re.compile(r"(<!-- measured: summary -->\n).*?(\n<!-- end of what
 
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks"), str(ROOT / "src")]
 
-import pictures  # noqa: E402 - beside this file, which no package holds
+import frontiers as frontiers_of  # noqa: E402 - beside this file, which no package holds
+import pictures  # noqa: E402
 import promises as promised  # noqa: E402
 import results_state  # noqa: E402
 
@@ -56,10 +57,10 @@ def frontier() -> str:
     ours, planned = [row for row in _rows("activation_h200") if row["kind"] == "ours"], _plans()
     peers = [row for row in _rows("activation_h200") if row["kind"] == "peer"]
     series = {
-        "ours, chosen by hand": ours,
-        "ours, found by plan_memory": planned,
-        "PyTorch's own checkpoint": peers,
-        "torch.compile with a budget": [row for row in _rows("activation_h200_compile") if row["kind"] == "peer"],
+        pictures.BY_HAND: ours,
+        pictures.PLANNED: planned,
+        pictures.CHECKPOINT: peers,
+        pictures.COMPILED: [row for row in _rows("activation_h200_compile") if row["kind"] == "peer"],
     }
     points = {
         name: [(row["of_plain"] * 100, row["to_plain"], row["mode"]) for row in rows] for name, rows in series.items()
@@ -91,6 +92,13 @@ def plans() -> str:
              f"{row['predicted_ratio']:.3f}", f"{row['ratio']:.3f}"]
         )  # fmt: skip
     return _table(["budget", "predicted peak", "measured peak", "predicted time", "measured time"], lines)
+
+
+def frontiers() -> str:
+    """A picture and a table for each model of `benchmarks/frontier.py`; it takes minutes of an H200, and may not have been run yet."""
+    if not (RESULTS / "frontier_h200.json").exists():
+        return "*Not measured yet: `python benchmarks/frontier.py --out benchmarks/results/frontier_h200.json`.*"
+    return frontiers_of.section(_read("frontier_h200"), _table)
 
 
 def small_model() -> str:
@@ -196,6 +204,7 @@ NAMES: dict[str, Callable[[], str]] = {
     "long sequence": long_sequence,
     "compiled": compiled,
     "plans": plans,
+    "frontiers": frontiers,
     "small model": small_model,
     "distributed ops": distributed_ops,
     "distributed blocks": distributed_blocks,

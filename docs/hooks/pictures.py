@@ -7,39 +7,77 @@ from html import escape
 
 _COLOURS = ("#2563eb", "#db2777", "#6b7280", "#d97706")  # told apart on white and on black, also without red or green
 _SHAPES = ("circle", "square", "diamond", "triangle")
+# Each has its own colour and shape in all pictures.
+SERIES = (BY_HAND, PLANNED, CHECKPOINT, COMPILED) = (
+    "ours, chosen by hand",
+    "ours, found by plan_memory",
+    "PyTorch's own checkpoint",
+    "torch.compile with a budget",
+)
 _TOP = 1.35  # slower ways are in the table; here they would press the others together
+_HIGHEST = 1.8
 
 
-def frontier(points: dict[str, list[tuple[float, float, str]]]) -> str:
+Points = dict[str, list[tuple[float, float, str]]]
+
+
+def frontier(points: Points) -> str:
     """Points (memory in %, time as a ratio, label) by series; down and to the left is better."""
+    parts, num_outside = _frontier(points, _TOP)
+    note = f"; {num_outside} slower ones are in the table only" if num_outside else ""
+    return _svg(760, 390, f"Step time over activation memory{note}", parts)
+
+
+def frontiers(by_title: dict[str, Points], *, is_file: bool = False) -> str:
+    """Several such pictures, one below the other, each as high as its own points are slow.
+
+    Args:
+        is_file: it is no part of a page, whose background it would have.
+    """
+    height = 420
+    parts = ['<rect width="100%" height="100%" fill="#fff"/>'] if is_file else []
+    for index, (title, points) in enumerate(by_title.items()):
+        slowest = max([1.15, *(y for each in points.values() for _, y, _ in each)])
+        drawn, _ = _frontier(points, min(math.ceil(slowest * 20 + 0.4) / 20, _HIGHEST), has_labels=True)
+        head = f'<text x="56" y="14" font-size="14" font-weight="bold" fill="currentColor">{escape(title)}</text>'
+        parts.append(f'<g transform="translate(0 {index * height})">{head}<g transform="translate(0 14)">')
+        parts += [*drawn, "</g></g>"]
+    return _svg(760, height * len(by_title), f"Step time over activation memory: {', '.join(by_title)}", parts)
+
+
+def _frontier(points: Points, highest: float, *, has_labels: bool = False) -> tuple[list[str], int]:
+    """What is drawn, and how many points are above it and left out; one that has a label is drawn at the edge, and its label tells."""
     left, right, top, bottom = 56, 704, 16, 316
     lowest = math.floor(min([1.0, *(y for each in points.values() for _, y, _ in each)]) * 20) / 20
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return left + x / 100 * (right - left), bottom - (y - lowest) / (_TOP - lowest) * (bottom - top)
+        return left + x / 100 * (right - left), bottom - (y - lowest) / (highest - lowest) * (bottom - top)
 
     parts = []
     for percent in range(0, 101, 20):
         x, _ = at(percent, lowest)
         parts += [_line(x, top, x, bottom, 0.15), _text(x, bottom + 18, f"{percent} %", "middle")]
-    for step in range(round((_TOP - lowest) * 20) + 1):
+    for step in range(round((highest - lowest) * 20) + 1):
         value = lowest + step / 20
         _, y = at(0, value)
         parts += [_line(left, y, right, y, 0.15), _text(left - 8, y + 4, f"{value:.2f}", "end")]
     parts.append(_text((left + right) / 2, bottom + 38, "activation peak, of the plain step", "middle"))
     parts.append(_text(left + 6, top + 12, "step time, to plain", "start"))
     num_outside = 0
-    for index, (name, found) in enumerate(points.items()):
+    for position, (name, found) in enumerate(points.items()):
+        index = SERIES.index(name)
         for x, y, label in found:
-            if y > _TOP:
+            if y > highest and not has_labels:
                 num_outside += 1
                 continue
-            where = at(x, y)
+            where = at(x, min(y, highest))
             parts.append(_mark(index, *where, f"{name}: {label}, {x:.1f} % at {y:.3f}"))
-        parts.append(_mark(index, left + 8 + 166 * index, bottom + 60, name))
-        parts.append(_text(left + 18 + 166 * index, bottom + 64, name, "start", 11))
-    note = f"; {num_outside} slower ones are in the table only" if num_outside else ""
-    return _svg(760, 390, f"Step time over activation memory{note}", parts)
+            if has_labels:
+                said = f"{label} (above: {y:.2f})" if y > highest else label
+                parts.append(_text(where[0] + 8, where[1] - 6, said, "start", 9))
+        parts.append(_mark(index, left + 8 + 166 * position, bottom + 60, name))
+        parts.append(_text(left + 18 + 166 * position, bottom + 64, name, "start", 11))
+    return parts, num_outside
 
 
 def timeline() -> str:
