@@ -1,6 +1,6 @@
 """Plans at several budgets, for several models, beside PyTorch's own ways: activation peak and step time, from one command.
 
-    python benchmarks/frontier.py --out x.json               on a GPU: four models, each at 50, 35, 25, 15 % and `min`
+    python benchmarks/frontier.py --out x.json               on a GPU: four models, each at budgets of its own and `min`
     python benchmarks/frontier.py --device cpu               small models, swapped to files
     python benchmarks/frontier.py --models gpt2,moe --budgets 60,min --budgets gpt2:45,min --sizes moe:blocks=6
     python benchmarks/frontier.py --compile                  torch.compile's memory budgets, and plans on compiled blocks

@@ -208,7 +208,7 @@ def hf_llama(sizes: Sizes, device: str, dtype: torch.dtype) -> Built:
 WITH_LOGITS = ("50", "35", "28", "min")
 
 MODELS: dict[str, Spec] = {
-    "llama": Spec(llama, H200._asdict(), SMALL._asdict()),
+    "llama": Spec(llama, H200._asdict(), SMALL._asdict(), budgets=("42", "30", "16", "10", "min")),
     "gpt2": Spec(
         gpt2,
         {"blocks": 24, "dim": 1600, "heads": 25, "vocab": 50257, "length": 1024, "batch": 16},
