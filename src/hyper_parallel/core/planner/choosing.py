@@ -10,15 +10,18 @@ import dataclasses
 import time
 from typing import NamedTuple
 
-from hyper_parallel.core.planner.choices import SWAP, Decision, load
-from hyper_parallel.core.planner.problem import Problem, evaluate, room_for_copies
+from hyper_parallel.core.planner.choices import SWAP, Decision, Load, load
+from hyper_parallel.core.planner.polishing import polished
+from hyper_parallel.core.planner.problem import Problem, evaluate, peak, room_for_copies
 from hyper_parallel.core.planner.profile import Input, Op, Region, StepProfile
 from hyper_parallel.core.planner.settings import Setting, candidates, swapped_sizes
 from hyper_parallel.core.planner.solver import BudgetError, Solution, is_small, smallest_peak, solve
+from hyper_parallel.core.planner.solver_search import plain_ms
 from hyper_parallel.core.planner.timeline import Timeline, run_step
 from hyper_parallel.core.swap.engine import Limits
 
 _HOST_LEAD_MS = 50.0  # of an accelerator: the host has launched what the device will do by then
+_POLISH_SHARE = 0.4  # of the time
 _BURST_SHARE = 5e-4  # of a step: what is waited for beyond the rules and may be left so; the solver is no more exact
 _MOST_WINDOWS = 4  # of the largest storage each: more than that in flight was never of use
 
@@ -54,7 +57,8 @@ def choose(
     Raises:
         BudgetError: nothing fits; it names the smallest peak that does.
     """
-    until = time.monotonic() + time_limit_s
+    end = time.monotonic() + time_limit_s
+    until = end - time_limit_s * _POLISH_SHARE
     variants = _variants(profile)
     found: list[Choice] = []
     errors: list[BudgetError] = []
@@ -77,7 +81,35 @@ def choose(
         has_bursts |= _has_bursts(found[-1], solution)
     if not found:
         raise min(errors, key=lambda error: error.smallest_bytes)
-    return min(found, key=lambda choice: (choice.over_bytes > 0, choice.step_ms, choice.setting.in_flight_bytes))
+    best = min(found, key=lambda choice: (choice.over_bytes > 0, choice.step_ms, choice.setting.in_flight_bytes))
+    if copies_meet or best.over_bytes or not any(each.swaps for each in best.decision):
+        return best
+    return _polished(profile, budget_bytes, margin_bytes, best, end)
+
+
+def _polished(profile: StepProfile, budget_bytes: int, margin_bytes: int, choice: Choice, until: float) -> Choice:
+    """The choice, or a faster one near it; see `polishing`."""
+    # Windows may become as small as the largest storage that is swapped: by how much they help is the timeline's word.
+    sizes = _sizes_in(profile, choice.decision)
+    least = Setting(max(sizes), max(sizes))
+    problem = problem_of(profile, budget_bytes, least, margin_bytes)
+    best = choice
+
+    def judge(decision: Decision, loads: list[Load]) -> float | None:
+        nonlocal best
+        if plain_ms(problem) + sum(each.recompute_ms for each in loads) >= best.step_ms:
+            return None
+        if peak(problem, loads, swaps=True).num_bytes > budget_bytes:
+            return None
+        found = _judged_decision(profile, problem, decision, choice.gap)
+        if found.over_bytes:
+            return None
+        if found.step_ms < best.step_ms:
+            best = found
+        return found.step_ms
+
+    polished(profile, choice.decision, choice.step_ms, judge, until)
+    return best
 
 
 def _has_bursts(choice: Choice, solution: Solution) -> bool:
@@ -157,7 +189,10 @@ def _without_large(region: Region, most_bytes: int) -> Region:
 
 
 def _judged(profile: StepProfile, problem: Problem, solution: Solution) -> Choice:
-    decision = solution.decision
+    return _judged_decision(profile, problem, solution.decision, solution.gap)
+
+
+def _judged_decision(profile: StepProfile, problem: Problem, decision: Decision, gap: float) -> Choice:
     setting = Setting(problem.window_bytes, problem.prefetch_bytes)
     swaps = profile.link is not None and any(each.swaps for each in decision)
     if swaps:
@@ -169,10 +204,23 @@ def _judged(profile: StepProfile, problem: Problem, solution: Solution) -> Choic
         decision,
     )
     if not swaps:
-        return Choice(decision, setting, cost.step_ms, cost.peak_bytes, 0, solution.gap)
+        return Choice(decision, setting, cost.step_ms, cost.peak_bytes, 0, gap)
     timeline = timeline_under(profile, decision, setting)
     over_bytes = max(timeline.peak_bytes - problem.budget_bytes, 0)
-    return Choice(decision, setting, timeline.step_ms, cost.peak_bytes, over_bytes, solution.gap)
+    return Choice(decision, setting, timeline.step_ms, cost.peak_bytes, over_bytes, gap)
+
+
+def _sizes_in(profile: StepProfile, decision: Decision) -> list[int]:
+    """Of the storages that are swapped."""
+    sizes = []
+    for region, chosen in zip(profile.regions, decision, strict=True):
+        sizes += [
+            v.num_bytes for op, choice in zip(region.ops, chosen.ops, strict=True) if choice == SWAP for v in op.makes
+        ]
+        sizes += [
+            each.value.num_bytes for each, choice in zip(region.inputs, chosen.inputs, strict=True) if choice == SWAP
+        ]
+    return sizes
 
 
 def timeline_under(profile: StepProfile, decision: Decision, setting: Setting) -> Timeline:
