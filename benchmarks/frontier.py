@@ -123,7 +123,8 @@ class Bench:
         def fill(row: Row) -> None:
             model, solver = self.built.model, self._solver
             begin, before = time.perf_counter(), (solver.num_solved, solver.seconds, solver.waited_s)
-            plan = planned(self.profile, allowed_bytes, self._profiled)
+            with self._profiled.preserved():
+                plan = planned(self.profile, allowed_bytes, self._profiled)
             num_solved, solve_s, waited_s = (
                 now - then
                 for now, then in zip((solver.num_solved, solver.seconds, solver.waited_s), before, strict=True)

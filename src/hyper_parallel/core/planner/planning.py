@@ -9,9 +9,10 @@ from typing import Any
 from hyper_parallel._base.errors import ArgumentError, describe
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
-from hyper_parallel.core.planner.choices import plain
+from hyper_parallel.core.planner.choices import plain, recompute_all
 from hyper_parallel.core.planner.choosing import choose
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, Predicted, _part
+from hyper_parallel.core.planner.problem import Problem, evaluate
 from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.progress import Progress, progress_of
 from hyper_parallel.core.planner.settings import candidates
@@ -75,7 +76,7 @@ def plan_memory(
         optimizer=optimizer,
         reserve_bytes=reserve_bytes(reserve),
     )
-    with progress_of(progress, "planning", num_steps=8) as say:
+    with progress_of(progress, "planning", num_steps=8) as say, profiled.preserved():
         profile: StepProfile = profiled.profile(say)
         allowed = parse_budget(budget, profile, part.free_bytes(profiled.device))
         say("solving")
@@ -97,6 +98,12 @@ def planned(profile: StepProfile, allowed_bytes: int, profiled: Any) -> MemoryPl
     except BudgetError as error:
         if profiled is None:
             raise
+        simplest = _recomputed(profile, allowed_bytes)
+        if simplest is not None:
+            peak_bytes = _measured_peak(simplest, profiled)
+            if peak_bytes is not None and peak_bytes <= allowed_bytes:
+                simplest.measured = Measured(peak_bytes)
+                return simplest
         smallest = _proved_smallest(profile, profiled, error.smallest_bytes)
         raise BudgetError(
             error.what,
@@ -106,6 +113,17 @@ def planned(profile: StepProfile, allowed_bytes: int, profiled: Any) -> MemoryPl
             where=error.where,
             do=error.do,
         ) from None
+
+
+def _recomputed(profile: StepProfile, allowed_bytes: int) -> MemoryPlan | None:
+    """The plan that recomputes every block, if that may fit: no rule and no margin shall refuse what needs no more than this."""
+    decision = tuple(recompute_all(region) for region in profile.regions)
+    cost = evaluate(Problem(profile, allowed_bytes, 0, 0), decision)
+    if cost.peak_bytes - allowed_bytes > profile.activation_peak_bytes // 20:
+        return None
+    return MemoryPlan(
+        profile, decision, candidates(profile)[0], allowed_bytes, Predicted(cost.peak_bytes, cost.step_ms)
+    )
 
 
 def _proved_smallest(profile: StepProfile, profiled: Any, smallest_bytes: int) -> int:
@@ -162,13 +180,14 @@ def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Calla
     """See `MemoryPlan.verify`."""
     profiled = part.ProfiledModel(model, batch, loss_fn, regions=plan.profile.facts.get("blocks"))
     plan.check(model, batch)
-    proved = _proved(plan, profiled)
-    if proved.measured is not None:
-        proved.attach(model, "error")
-        try:
-            proved.measured = Measured(proved.measured.peak_bytes, profiled.step_ms())
-        finally:
-            proved.detach(model)
+    with profiled.preserved():
+        proved = _proved(plan, profiled)
+        if proved.measured is not None:
+            proved.attach(model, "error")
+            try:
+                proved.measured = Measured(proved.measured.peak_bytes, profiled.step_ms())
+            finally:
+                proved.detach(model)
     return proved
 
 

@@ -101,6 +101,10 @@ class ProfiledModel:
     def step(self, at_turn: Callable[[], None] | None = None) -> float:
         return run_step(self.model, self.batch, self.loss_fn, at_turn)
 
+    def preserved(self) -> contextlib.AbstractContextManager[None]:
+        """For several steps in a row: within, and afterwards, as `preserved` says."""
+        return preserved(self.model)
+
     def peaks_within(self, num_steps: int) -> int | None:
         """The highest point of some steps, as the model is now, above where they began; None: memory ran out."""
         return attempt(lambda: max(self.peak_bytes() for _ in range(num_steps)), self.device)[0]

@@ -21,15 +21,20 @@ from hyper_parallel.platform.trees import leaves, map_leaves
 LossFn = Callable[[Any], Any]
 
 
+_scratch: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose gradients nobody will look at, for now
+
+
 @contextlib.contextmanager
 def preserved(model: nn.Module, *, with_gradients: bool = True) -> Iterator[None]:
     """Within: gradients are zeros that are allocated already. Afterwards all is as before, also after Ctrl-C.
 
-    Gradients that were there go to the host meanwhile, and their memory is used: a step shall not have them twice.
+    Gradients that were there go to the host meanwhile, and their memory is used: a step shall not have them twice. That takes seconds, and is
+    done once: a `with` block inside of another one leaves them alone.
     `with_gradients=False`: gradients stay the user's own, for a step that is meant to happen.
     """
+    moves_gradients = with_gradients and model not in _scratch
     gradients = (
-        [_Gradient(parameter) for parameter in model.parameters() if parameter.requires_grad] if with_gradients else []
+        [_Gradient(parameter) for parameter in model.parameters() if parameter.requires_grad] if moves_gradients else []
     )
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
@@ -37,8 +42,12 @@ def preserved(model: nn.Module, *, with_gradients: bool = True) -> Iterator[None
     try:
         for gradient in gradients:
             gradient.begin()
+        if moves_gradients:
+            _scratch.add(model)
         yield
     finally:
+        if moves_gradients:
+            _scratch.discard(model)
         for gradient in gradients:
             gradient.end()
         with torch.no_grad():
