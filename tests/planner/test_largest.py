@@ -202,8 +202,11 @@ def test_the_model_is_as_it_was_afterwards() -> None:
 class Simulated:
     """Sizes whose smallest peak is a formula: how many of them does the search look at?"""
 
-    def __init__(self, allowed: int, square: float, line: float, constant: float, noise: int = 0) -> None:
+    def __init__(
+        self, allowed: int, square: float, line: float, constant: float, noise: int = 0, too_careful: int = 0
+    ) -> None:
         self.allowed = allowed
+        self.too_careful = too_careful  # what a real step takes less than predicted
         self._terms = (square, line, constant)
         self._noise = noise
         self.say = lambda what: None
@@ -215,8 +218,21 @@ class Simulated:
         square, line, constant = self._terms
         return int(square * n * n + line * n + constant) + (n * 7919) % (self._noise + 1)
 
-    def prove(self, n: int, profile: Any, allowed: int) -> Any:
-        return None
+    def may_fit(self, tried: Any, n: int, allowed: int) -> bool:
+        return bool(tried.smallest_bytes - allowed <= 2 * self.too_careful)
+
+    def prove(self, n: int, profile: Any, allowed: int, *, names_smallest: bool = True) -> Any:
+        if self.smallest_bytes(n) - self.too_careful > allowed:
+            raise BudgetError("It does not fit.")
+
+
+@pytest.mark.parametrize("too_careful", [1, 999, 1001, 4500])
+def test_where_the_prediction_is_too_careful_real_steps_tell(too_careful: int) -> None:
+    sizes = Simulated(100_000, 0.0, 1000.0, 0.0, too_careful=too_careful)
+    found = search._Search(sizes, None).run()  # type: ignore[arg-type]
+    assert found.n == (100_000 + too_careful) // 1000
+    assert found.next is not None
+    assert (found.next.n, found.next.fits) == (found.n + 1, False)
 
 
 @pytest.mark.parametrize("square", [0.0, 0.01, 30.0])

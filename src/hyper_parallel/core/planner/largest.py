@@ -197,7 +197,13 @@ class _Sizes:
         smallest = smallest_budget(profile, first_margin(profile))
         return min(smallest, profile.peak_bytes) if profile.is_plain_measured else smallest
 
-    def prove(self, n: int, profile: StepProfile, allowed_bytes: int) -> MemoryPlan:
+    def may_fit(self, tried: Tried, profile: StepProfile, allowed_bytes: int) -> bool:
+        """Whether a size that does not fit by prediction is so close that only real steps can tell."""
+        if tried.smallest_bytes is None:
+            return False
+        return tried.smallest_bytes - allowed_bytes <= first_margin(profile) + profile.activation_peak_bytes // 50
+
+    def prove(self, n: int, profile: StepProfile, allowed_bytes: int, *, names_smallest: bool = True) -> MemoryPlan:
         """The plan for this size after real steps under it.
 
         Raises:
@@ -208,7 +214,7 @@ class _Sizes:
             profiled = self._profiled(n)
             if profiled is None:
                 raise BudgetError("There is no room for the batch.", got=f"n = {n}")
-            plan = planned(profile, allowed_bytes, profiled)
+            plan = planned(profile, allowed_bytes, profiled, names_smallest=names_smallest)
             if plan.measured is None:  # the plain step, which needs no plan
                 plan.measured = Measured(profiled.peak_bytes() + profile.base_bytes)
             return plan
@@ -277,8 +283,22 @@ class _Search:
                     raise _nothing_fits(error) from None
                 self._note(self._tried[self.fits]._replace(fits=False))
                 continue
+            if self._next_fits_after_all():
+                continue
             tried = tuple(self._tried[n] for n in sorted(self._tried))
             return Largest(self.fits, plan, None if self.fails is None else self._tried[self.fails], tried)
+
+    def _next_fits_after_all(self) -> bool:
+        """Whether the prediction was too careful about the next size."""
+        n = self.fails
+        if n is None or n not in self._profiles or not self._sizes.may_fit(self._tried[n], *self._profiles[n]):
+            return False
+        try:
+            self._sizes.prove(n, *self._profiles[n], names_smallest=False)
+        except BudgetError:
+            return False
+        self._note(self._tried[n]._replace(fits=True))
+        return True
 
     def _come_close(self) -> None:
         while not self._is_over():

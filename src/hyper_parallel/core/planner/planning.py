@@ -85,11 +85,11 @@ def plan_memory(
         return plan
 
 
-def planned(profile: StepProfile, allowed_bytes: int, profiled: Any) -> MemoryPlan:
+def planned(profile: StepProfile, allowed_bytes: int, profiled: Any, *, names_smallest: bool = True) -> MemoryPlan:
     """The plan for a budget, proved on a real model if there is one.
 
     Raises:
-        BudgetError: nothing fits; the smallest peak it names was proved as well.
+        BudgetError: nothing fits; the smallest peak it names was proved as well, unless `names_smallest` says that nobody wants to know.
     """
     try:
         plan = solved(profile, allowed_bytes, margin_bytes=first_margin(profile))
@@ -104,6 +104,8 @@ def planned(profile: StepProfile, allowed_bytes: int, profiled: Any) -> MemoryPl
             if peak_bytes is not None and peak_bytes <= allowed_bytes:
                 simplest.measured = Measured(peak_bytes)
                 return simplest
+        if not names_smallest:
+            raise
         smallest = _proved_smallest(profile, profiled, error.smallest_bytes)
         raise BudgetError(
             error.what,
