@@ -103,3 +103,30 @@ def test_the_smallest_budget_can_be_met_and_one_byte_less_cannot() -> None:
         with pytest.raises(BudgetError) as caught:
             choose(dataclasses.replace(given.profile), smallest - 1, time_limit_s=100)
         assert caught.value.smallest_bytes == smallest, seed
+
+
+def test_where_regions_cost_the_host_much_blocks_are_left_alone_or_recomputed_whole() -> None:
+    profile = transformer(6, differ=False)
+    budget = budget_of(profile, 0.6)
+    found = {}
+    for overhead_ms in (0.0, 0.01, 50.0):
+        given = dataclasses.replace(profile, facts={**profile.facts, "region_overhead_ms": overhead_ms})
+        found[overhead_ms] = choose(given, budget, time_limit_s=20)
+    assert any(each.swaps for each in found[0.0].decision)
+    assert any(each.swaps for each in found[0.01].decision), "a little overhead is no reason"
+    assert found[0.0].step_ms < found[0.01].step_ms
+    expensive = found[50.0]
+    whole = [recompute_all(region) for region in profile.regions]
+    assert all(each.is_plain or each == again for each, again in zip(expensive.decision, whole, strict=True))
+    assert 0 < sum(each.is_plain for each in expensive.decision) < 6
+    loads = [load(*each) for each in zip(profile.regions, expensive.decision, strict=True)]
+    assert peak(Problem(profile, budget, 0, 0), loads).num_bytes <= budget
+
+
+@pytest.mark.parametrize("share", BUDGETS)
+def test_with_any_overhead_it_is_not_slower_than_recomputing_every_block(share: float) -> None:
+    profile = transformer(5, differ=True)
+    given = dataclasses.replace(profile, facts={**profile.facts, "region_overhead_ms": 7.0})
+    checkpointed = evaluate(Problem(profile, 0, 0, 0), tuple(map(recompute_all, profile.regions)))
+    if checkpointed.peak_bytes <= budget_of(profile, share):
+        assert choose(given, budget_of(profile, share), time_limit_s=20).step_ms <= checkpointed.step_ms * (1 + 1e-9)

@@ -435,3 +435,27 @@ def test_swapped_inputs_that_blocks_share_are_on_the_host_once(tmp_path_factory:
         (stats,) = (managed.tier.stats() for key, managed in engines.all_engines().items() if str(directory) in key)
         plan.remove(case.model)
     assert plan.host.used_bytes == stats.peak_used_bytes
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_where_the_host_is_the_slower_one_the_frameworks_checkpoint_recomputes_whole_blocks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hyper_parallel.platform.torch.planner import applying
+
+    case = Planned(name)
+    profile = dataclasses.replace(case.profile, facts={**case.profile.facts, "region_overhead_ms": 1e3})
+    budget = profile.base_bytes + int(profile.activation_peak_bytes * 0.8)
+    plan = planned(profile, budget, case.profiled)
+    assert plan.measured is not None
+    assert plan.measured.peak_bytes <= budget
+    assert choices_of(plan) <= {"recompute", "save"}
+    calls = []
+    checkpoint = applying.framework_checkpoint
+    monkeypatch.setattr(
+        applying, "framework_checkpoint", lambda *args, **kw: calls.append(kw) or checkpoint(*args, **kw)
+    )
+    plan.apply(case.model)
+    assert same(models.gradients(case.model, case.inputs), case.plain)
+    plan.remove(case.model)
+    assert len(calls) == sum(not each.is_plain for each in plan.decision) > 0

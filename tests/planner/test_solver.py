@@ -16,7 +16,8 @@ from hyper_parallel.core.planner.choices import Decision, RegionDecision, plain,
 from hyper_parallel.core.planner.problem import Cost, Problem, evaluate
 from hyper_parallel.core.planner.profile import Input, Link, Region, Turn, Value
 from hyper_parallel.core.planner.solver import BudgetError, Solution, smallest_peak, solve
-from hyper_parallel.core.planner.solver_split import nearest, tidied
+from hyper_parallel.core.planner.solver_block import base_of
+from hyper_parallel.core.planner.solver_split import _carried, nearest, tidied
 from support.campaign import share
 from support.interpreter import run_fresh
 from support.planner_cases import all_costs, op, problem, random_problem, region, smaller, transformer
@@ -432,6 +433,18 @@ def test_sums_of_large_sizes_are_found_to_a_small_part() -> None:
         target = part * sum(sizes)
         found = sum(sizes[index] for index in nearest(sizes, target, target))
         assert target <= found <= target * 1.001
+
+
+def test_a_region_that_decides_like_one_before_it_and_may_not_swap_does_not() -> None:
+    free = region(op(10, 5.0, choices=("save", "swap", "recompute")), op(1, 1.0, (0,)))
+    fixed = region(op(10, 5.0, choices=("save", "recompute")), op(1, 1.0, (0,)))
+    stored = frozenset({0, 1})
+    bases = [base_of(each, stored, can_swap=True) for each in (free, fixed)]
+    assert bases[0].decision == bases[1].decision
+    for rounds_up in (False, True):
+        chosen = _carried(bases, [10.0, 10.0], [10, 20], 100.0, rounds_up)
+        assert chosen[0].ops[0] == "swap"
+        assert chosen[1].ops[0] == "save"
 
 
 def test_inputs_are_swapped_like_results() -> None:

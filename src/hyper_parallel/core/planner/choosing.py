@@ -10,7 +10,7 @@ import dataclasses
 import time
 from typing import NamedTuple
 
-from hyper_parallel.core.planner.choices import SWAP, Decision, Load, load
+from hyper_parallel.core.planner.choices import SWAP, Decision, Load, load, plain, recompute_all
 from hyper_parallel.core.planner.polishing import polished
 from hyper_parallel.core.planner.problem import Problem, evaluate, peak, room_for_copies
 from hyper_parallel.core.planner.profile import Input, Op, Region, StepProfile
@@ -79,25 +79,58 @@ def choose(
         found.append(_judged(profile, problem, solution))
         longest_s = max(longest_s, time.monotonic() - begin)
         has_bursts |= _has_bursts(found[-1], solution)
+    if _overhead_ms(profile) > 0 and (simple := _simple(profile, budget_bytes, margin_bytes)) is not None:
+        found.append(simple)
     if not found:
         raise min(errors, key=lambda error: error.smallest_bytes)
     best = min(found, key=lambda choice: (choice.over_bytes > 0, choice.step_ms, choice.setting.in_flight_bytes))
     if copies_meet or best.over_bytes or not any(each.swaps for each in best.decision):
         return best
-    return _polished(profile, budget_bytes, margin_bytes, best, end)
+    return _polished(profile, budget_bytes, margin_bytes, best, [each.decision for each in found], end)
 
 
-def _polished(profile: StepProfile, budget_bytes: int, margin_bytes: int, choice: Choice, until: float) -> Choice:
+def _overhead_ms(profile: StepProfile) -> float:
+    """What a region costs beside the ops that it runs again: where the host is the slower one, its own Python."""
+    return float(profile.facts.get("region_overhead_ms", 0.0))
+
+
+def _simple(profile: StepProfile, budget_bytes: int, margin_bytes: int) -> Choice | None:
+    """Blocks that are left alone or recomputed whole: the framework's own checkpoint does that, and costs no overhead. None: too large."""
+    regions = profile.regions
+    problem = Problem(profile, budget_bytes, 0, 0, margin_bytes=margin_bytes)
+    decision = [recompute_all(region) for region in regions]
+    loads = [load(region, each) for region, each in zip(regions, decision, strict=True)]
+    if peak(problem, loads).num_bytes > budget_bytes:
+        return None
+    # What the last regions keep is there at the highest point in any case; then those that save most time for their bytes.
+    order = sorted(
+        range(len(regions)),
+        key=lambda index: (-loads[index].recompute_ms / max(regions[index].residual_bytes, 1), -index),
+    )
+    for index in [len(regions) - 1, *order]:
+        before = decision[index], loads[index]
+        decision[index] = plain(regions[index])
+        loads[index] = load(regions[index], decision[index])
+        if not regions[index].may_be_plain or peak(problem, loads).num_bytes > budget_bytes:
+            decision[index], loads[index] = before
+    cost = evaluate(dataclasses.replace(problem, margin_bytes=0), tuple(decision))
+    return Choice(tuple(decision), candidates(profile)[-1], cost.step_ms, cost.peak_bytes, 0, 0.0)
+
+
+def _polished(
+    profile: StepProfile, budget_bytes: int, margin_bytes: int, choice: Choice, others: list[Decision], until: float
+) -> Choice:
     """The choice, or a faster one near it; see `polishing`."""
     # Windows may become as small as the largest storage that is swapped: by how much they help is the timeline's word.
-    sizes = _sizes_in(profile, choice.decision)
+    sizes = [size for decision in others for size in _sizes_in(profile, decision)]
     least = Setting(max(sizes), max(sizes))
     problem = problem_of(profile, budget_bytes, least, margin_bytes)
     best = choice
 
     def judge(decision: Decision, loads: list[Load]) -> float | None:
         nonlocal best
-        if plain_ms(problem) + sum(each.recompute_ms for each in loads) >= best.step_ms:
+        managed_ms = problem.region_overhead_ms * sum(not each.is_plain for each in loads)
+        if plain_ms(problem) + managed_ms + sum(each.recompute_ms for each in loads) >= best.step_ms:
             return None
         if peak(problem, loads, swaps=True).num_bytes > budget_bytes:
             return None
@@ -108,7 +141,7 @@ def _polished(profile: StepProfile, budget_bytes: int, margin_bytes: int, choice
             best = found
         return found.step_ms
 
-    polished(profile, choice.decision, choice.step_ms, judge, until)
+    polished(profile, choice.decision, choice.step_ms, judge, until, others)
     return best
 
 
@@ -169,6 +202,7 @@ def problem_of(
         budget_bytes,
         setting.window_bytes,
         setting.prefetch_bytes,
+        region_overhead_ms=_overhead_ms(profile),
         margin_bytes=margin_bytes,
         copies_meet=copies_meet,
     )
@@ -207,7 +241,8 @@ def _judged_decision(profile: StepProfile, problem: Problem, decision: Decision,
         return Choice(decision, setting, cost.step_ms, cost.peak_bytes, 0, gap)
     timeline = timeline_under(profile, decision, setting)
     over_bytes = max(timeline.peak_bytes - problem.budget_bytes, 0)
-    return Choice(decision, setting, timeline.step_ms, cost.peak_bytes, over_bytes, gap)
+    step_ms = timeline.step_ms + problem.region_overhead_ms * sum(not each.is_plain for each in decision)
+    return Choice(decision, setting, step_ms, cost.peak_bytes, over_bytes, gap)
 
 
 def _sizes_in(profile: StepProfile, decision: Decision) -> list[int]:

@@ -242,6 +242,7 @@ class MemoryPlan:
             on_mismatch,
             checks_ops=checks_ops,
             ahead_bytes=self.setting.ahead_bytes,
+            is_host_bound=bool(self.profile.facts.get("region_overhead_ms")),
         )
         try:
             setting = self._configure() if self.has_swaps else None

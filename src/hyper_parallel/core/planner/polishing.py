@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from hyper_parallel.core.planner.choices import Decision, Load, RegionDecision, load
 from hyper_parallel.core.planner.profile import Region, StepProfile
@@ -16,59 +17,96 @@ from hyper_parallel.core.planner.profile import Region, StepProfile
 Judge = Callable[[Decision, list[Load]], float | None]  # the time of a step; None: it does not fit, or cannot be better
 
 
-def polished(profile: StepProfile, decision: Decision, step_ms: float, judge: Judge, until: float) -> Decision:
-    """A decision that takes no longer than the given one, of `step_ms`. `until`: when to stop, of `time.monotonic`.
+def polished(
+    profile: StepProfile,
+    decision: Decision,
+    step_ms: float,
+    judge: Judge,
+    until: float,
+    others: Sequence[Decision] = (),
+) -> Decision:
+    """A decision that takes no longer than the given one, of `step_ms`.
 
-    `judge` is asked with the decision and what each region puts on device, link and clock.
+    Args:
+        judge: asked with a decision and what each region puts on device, link and clock.
+        until: when to stop, of `time.monotonic`.
+        others: whose regions have ideas, too.
     """
-    return _Search(profile, decision, step_ms, judge).run(until)
+    return _Search(profile, [decision, *others], step_ms, judge).run(until)
+
+
+_Move: TypeAlias = Callable[[list[RegionDecision]], Decision]
+
+
+class _Copy(NamedTuple):
+    """A region does this."""
+
+    at: int
+    choice: RegionDecision
+
+    def __call__(self, decision: list[RegionDecision]) -> Decision:
+        return (*decision[: self.at], self.choice, *decision[self.at + 1 :])
+
+
+class _Exchange(NamedTuple):
+    """Two regions do what the other one did."""
+
+    left: int
+    right: int
+
+    def __call__(self, decision: list[RegionDecision]) -> Decision:
+        changed = list(decision)
+        changed[self.left], changed[self.right] = decision[self.right], decision[self.left]
+        return tuple(changed)
 
 
 class _Search:
-    def __init__(self, profile: StepProfile, decision: Decision, step_ms: float, judge: Judge) -> None:
+    """Invariant: `_decision` takes `_step_ms`. `_kinds`: numbers of regions that are alike, and what any of them was seen to do."""
+
+    def __init__(self, profile: StepProfile, known: Sequence[Decision], step_ms: float, judge: Judge) -> None:
         self._regions = profile.regions
-        self._kinds = _kinds(profile.regions)
+        self._kinds = [
+            (indices, dict.fromkeys(decision[index] for decision in known for index in indices))
+            for indices in _kinds(profile.regions)
+        ]
         self._judge = judge
-        self._decision = list(decision)
+        self._decision = list(known[0])
         self._step_ms = step_ms
         self._loads: dict[tuple[int, RegionDecision], Load] = {}
-        self._seen: set[Decision] = {decision}
+        self._seen: set[Decision] = {known[0]}
 
     def run(self, until: float) -> Decision:
-        while time.monotonic() < until and self._improve(until):
+        while self._sweep(until):
             pass
         return tuple(self._decision)
 
-    def _improve(self, until: float) -> bool:
-        """Whether a better one was found among the neighbours, those that recompute least first."""
-        ranked = sorted(self._neighbours(), key=lambda each: sum(one.recompute_ms for one in each[1]))
-        for decision, loads in ranked:
-            if time.monotonic() > until:
+    def _sweep(self, until: float) -> bool:
+        """Try every move once, each from where the one before it led; whether there is more to do."""
+        has_improved = False
+        for move in self._moves():
+            if time.monotonic() >= until:
                 return False
-            step_ms = self._judge(decision, loads)
+            decision = move(self._decision)
+            if decision in self._seen:
+                continue
+            self._seen.add(decision)
+            step_ms = self._judge(decision, [self._load(index, each) for index, each in enumerate(decision)])
             if step_ms is not None and step_ms < self._step_ms * (1 - 1e-6):
                 self._decision, self._step_ms = list(decision), step_ms
-                return True
-        return False
+                has_improved = True
+        return has_improved
 
-    def _neighbours(self) -> Iterator[tuple[Decision, list[Load]]]:
-        current = self._decision
-        for indices in self._kinds:
-            choices = dict.fromkeys(current[index] for index in indices)
-            copies = (((index, choice),) for index in indices for choice in choices if choice != current[index])
-            exchanges = (
-                ((left, current[right]), (right, current[left]))
-                for left, right in itertools.combinations(indices, 2)
-                if current[left] != current[right]
-            )
-            for changes in itertools.chain(copies, exchanges):
-                changed = list(current)
-                for index, choice in changes:
-                    changed[index] = choice
-                decision = tuple(changed)
-                if decision not in self._seen:
-                    self._seen.add(decision)
-                    yield decision, [self._load(index, each) for index, each in enumerate(decision)]
+    def _moves(self) -> list[_Move]:
+        """Copies, those that save most recomputation first; then exchanges."""
+        copies = [_Copy(index, choice) for indices, choices in self._kinds for index in indices for choice in choices]
+        copies.sort(key=lambda copy: self._saved_ms(*copy), reverse=True)
+        pairs = [pair for indices, _ in self._kinds for pair in itertools.combinations(indices, 2)]
+        moves: list[_Move] = [*copies]
+        moves += itertools.starmap(_Exchange, pairs)
+        return moves
+
+    def _saved_ms(self, index: int, choice: RegionDecision) -> float:
+        return self._load(index, self._decision[index]).recompute_ms - self._load(index, choice).recompute_ms
 
     def _load(self, index: int, decision: RegionDecision) -> Load:
         key = index, decision

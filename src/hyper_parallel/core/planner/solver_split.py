@@ -48,13 +48,13 @@ def _carried(
 ) -> Decision:
     """Where a choice made for an earlier region is off by no more than the slack, it is made again."""
     decision = []
-    used: dict[RegionDecision, dict[tuple[int, ...], int]] = {}
+    used: dict[object, dict[tuple[int, ...], int]] = {}
     should = done = 0.0
     for base, asked, at_least in zip(bases, swapped_bytes, least, strict=True):
         should += asked
         done += base.load.swapped_bytes
         floor = max(at_least, should - 0.5 if rounds_up else 0.0) - done
-        known = used.setdefault(base.decision, {})
+        known = used.setdefault((base.decision, base.free), {})  # a region that decides alike may not swap the same
         positions = _used_before(known, floor, should - done, slack_bytes)
         if positions is None:
             chosen = nearest([num_bytes for _, num_bytes in base.free], floor, should - done)

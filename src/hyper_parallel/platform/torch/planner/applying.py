@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as framework_checkpoint
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.platform.regions.mismatches import Mismatches
@@ -118,12 +119,15 @@ class PlannedCall:
         is_announced: bool,
         checks_ops: bool = True,
         ahead_bytes: Sequence[int | None] = (),
+        is_host_bound: bool = False,
     ) -> None:
-        self._calls: list[tuple[PlannedPolicy, bool] | None] = []
+        self._calls: list[tuple[PlannedPolicy | None, bool] | None] = []
         ahead_bytes = ahead_bytes or [None] * len(regions)
         for region, decision, ahead in zip(regions, decisions, ahead_bytes, strict=True):
             if decision.is_plain and not is_announced:
                 self._calls.append(None)
+            elif is_host_bound and not decision.is_plain and _recomputes_whole(decision):
+                self._calls.append((None, False))
             else:
                 policy = PlannedPolicy(region, decision, mismatches, ahead)
                 if not checks_ops:
@@ -142,15 +146,22 @@ class PlannedCall:
         taken = TAKEN & kwargs.keys()
         if taken:
             module = functools.partial(module, **{name: kwargs.pop(name) for name in taken})
+        if policy is None:
+            return framework_checkpoint(module, *args, use_reentrant=False, **kwargs)
         result = checkpoint(module, *args, policy_fn=policy, swap_inputs=swap_inputs, **kwargs)
         policy.check_all_met()
         return result
 
 
+def _recomputes_whole(decision: Any) -> bool:
+    return not {"save", "swap"} & set(decision.ops) and "swap" not in decision.inputs
+
+
 class Applied:
     """A plan on a model; `remove` undoes it. `checks_ops=False`: the first step is not compared with the profile.
 
-    `ahead_bytes`: see `Setting`.
+    `ahead_bytes`: see `Setting`. `is_host_bound`: the framework's own checkpoint, which knows no ops and so costs the host less, recomputes blocks that
+    are recomputed whole.
     """
 
     def __init__(
@@ -162,6 +173,7 @@ class Applied:
         *,
         checks_ops: bool = True,
         ahead_bytes: Sequence[int] = (),
+        is_host_bound: bool = False,
     ) -> None:
         self.mismatches = Mismatches(on_mismatch)
         blocks = dict(model.named_modules())
@@ -185,6 +197,7 @@ class Applied:
                 is_announced,
                 checks_ops,
                 [ahead_bytes[index] for index in indices] if ahead_bytes else (),
+                is_host_bound,
             )
             self._wrappers[blocks[path]] = CheckpointWrapper(blocks[path], checkpoint_fn=call)
         self._model = model

@@ -50,6 +50,7 @@ from hyper_parallel.platform.torch.planner.surroundings import (
 
 _logger = get_logger("planner")
 NUM_TIMED = 3
+_NOISE_SHARE = 0.03  # of a step
 Progress = Callable[[str], None]
 
 
@@ -156,22 +157,24 @@ class ProfiledModel:
         ]
         say("measuring recomputation")
         decision = [_run_again(region, swaps_inputs=way is _Way.SWAP_INPUTS) for region in regions]
-        again = self._measured_again(regions, decision)
+        again, again_ms = self._measured_again(regions, decision)
         regions = with_common_times(regions if way is _Way.PLAIN else _without_replay(regions, decision))
         regions, turn_bytes = with_peaks(regions, spans, again, decision)
         turn_ms = times.get(f"after {len(calls) - 1}", 0.0) + times.get("turn", 0.0)
+        # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the noise in them.
+        step_ms = turn_ms + sum(each.before_ms + each.forward_ms + each.backward_ms for each in regions)
         profile = StepProfile(
             regions=tuple(regions),
             base_bytes=base_bytes,
             peak_bytes=0 if spans is None else base_bytes + max(span.peak_bytes for span in spans),
-            # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the noise in them.
-            step_ms=turn_ms + sum(each.before_ms + each.forward_ms + each.backward_ms for each in regions),
+            step_ms=step_ms,
             turn=Turn(turn_ms, turn_bytes),
             link=link,
             facts={
                 **signature.facts(self),
                 "min_swap_bytes": _min_bytes(self.device),
                 "loads_by_region": True,
+                "region_overhead_ms": _overhead_ms(regions, decision, step_ms, again_ms),
                 "shared_input_bytes": _shared_input_bytes(calls),
             },
             is_plain_measured=spans is not None,
@@ -233,13 +236,14 @@ class ProfiledModel:
             self._marked(meter, wrappers)
         return meter.spans()
 
-    def _measured_again(self, regions: list[Any], decision: list[Any]) -> list[Span]:
-        """A step in which every block is run again, by the allocator."""
+    def _measured_again(self, regions: list[Any], decision: list[Any]) -> tuple[list[Span], float]:
+        """A step in which every block is run again, by the allocator; and by the clock, on an accelerator, when regions know their ops."""
         applied = Applied(self.model, regions, decision, "recompute")
         try:
             with preserved(self.model):
                 self.step()
-                return self._measured(applied.wrappers)
+                spans = self._measured(applied.wrappers)
+                return spans, 0.0 if self.device.type == "cpu" else self.step_ms()
         finally:
             applied.remove()
 
@@ -343,6 +347,14 @@ def _region(
         note_bytes=_note_bytes(record, device),
         is_dynamic=noted.is_dynamic,
     )
+
+
+def _overhead_ms(regions: list[Any], decision: list[Any], step_ms: float, again_ms: float) -> float:
+    """What a region costs beside the ops that it runs again, where that is more than noise: an accelerator waits for the host then."""
+    from hyper_parallel.core.planner.choices import recompute_ms
+
+    more_ms = again_ms - step_ms - sum(map(recompute_ms, regions, decision))
+    return more_ms / len(regions) if more_ms > _NOISE_SHARE * step_ms else 0.0
 
 
 def _shared_input_bytes(calls: list[RecordedCall]) -> list[int]:
