@@ -47,7 +47,7 @@ def summary() -> str:
     budgets = ", ".join(row["mode"].rpartition(" ")[2] for row in compiled)
     lines.append(_together(f"`torch.compile`, memory budgets {budgets}", compiled))
     lines.append(_together("the three choices, mixed by hand", ours))
-    wanted = ", ".join(f"{row['budget']:.0f}" for row in _plans())
+    wanted = ", ".join(row["budget"] for row in _plans())
     lines.append(_together(f"found by `plan_memory` for {wanted} %", _plans()))
     return _table(["", "activation peak", "step time"], lines)
 
@@ -78,20 +78,6 @@ def long_sequence() -> str:
 
 def compiled() -> str:
     return _activation_table("activation_h200_compile")
-
-
-def plans() -> str:
-    lines = []
-    for row in _read("planner_h200")["rows"]:
-        if "error" in row:
-            lines.append([f"{row['budget']:.0f} %", "refused: " + row["error"].splitlines()[0], "", "", ""])
-            continue
-        plain = row["plain_peak_gib"]
-        lines.append(
-            [f"{row['budget']:.0f} %", f"{row['predicted_peak_gib'] / plain:.1%}", f"{row['peak_gib'] / plain:.1%}",
-             f"{row['predicted_ratio']:.3f}", f"{row['ratio']:.3f}"]
-        )  # fmt: skip
-    return _table(["budget", "predicted peak", "measured peak", "predicted time", "measured time"], lines)
 
 
 def frontiers() -> str:
@@ -203,7 +189,6 @@ NAMES: dict[str, Callable[[], str]] = {
     "activation": activation,
     "long sequence": long_sequence,
     "compiled": compiled,
-    "plans": plans,
     "frontiers": frontiers,
     "small model": small_model,
     "distributed ops": distributed_ops,
@@ -242,10 +227,11 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 
 def _plans() -> list[dict[str, Any]]:
+    """Of the model of `activation.py`, for percentages."""
     return [
-        {**row, "mode": f"budget {row['budget']:.0f} %", "of_plain": row["peak_gib"] / row["plain_peak_gib"], "to_plain": row["ratio"]}
-        for row in _read("planner_h200")["rows"]
-        if "error" not in row
+        {**row, "mode": f"budget {row['budget']} %", "of_plain": row["peak_gib"] / row["plain_peak_gib"], "to_plain": row["ratio"]}
+        for row in _read("frontier_h200")["rows"]
+        if row["model"] == "llama" and row["kind"] == "plan" and row["budget"] != "min" and "peak_gib" in row
     ]  # fmt: skip
 
 

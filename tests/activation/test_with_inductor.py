@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from pathlib import Path
 
@@ -82,6 +83,45 @@ torch._dynamo.reset()
 result = [text, same(train(wrapper, x), expected)]
 """
 
+PLANNED = """
+import tempfile, torch
+import hyper_parallel as hp
+from torch import nn
+from support.training import same, train
+torch.set_num_threads(1)
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        return x + self.b(torch.relu(self.a(x)))
+def blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Small() for _ in range(4)))
+x = torch.randn(256, 64)
+result = {}
+with tempfile.TemporaryDirectory() as folder, hp.configure_swap(disk_dir=folder, min_bytes=1):
+    in_place, around = blocks(), blocks()
+    for block in in_place:
+        block.compile()
+    for index, block in enumerate(around):
+        around[index] = torch.compile(block)
+    for name, model in (("in place", in_place), ("around", around)):
+        expected = train(model, x)  # compiled before anybody plans
+        plan = hp.plan_memory(model, x, loss_fn=lambda y: y.square().mean(), budget="60%", progress=False)
+        plan.apply(model)
+        found = [train(model, x), train(model, x)]
+        result[name] = {
+            "same": all(same(each, expected) for each in found),
+            "ops": sorted({op.name for region in plan.profile.regions for op in region.ops}),
+            "is kept": plan.measured.peak_bytes <= plan.budget_bytes,
+            "managed": sum(not each.is_plain for each in plan.decision),
+            "counted": plan.stats(model),
+        }
+        plan.remove(model)
+        assert same(train(model, x), expected)
+"""
+
 needs_inductor = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,
     reason="torch.compile needs a C++ compiler on the CPU",
@@ -120,3 +160,18 @@ def test_code_that_was_compiled_before_is_refused_and_right_after_what_the_error
     assert "Compiled code runs in a region" in text
     assert "torch._dynamo.reset()" in text
     assert is_same
+
+
+@needs_inductor
+def test_compiled_blocks_are_planned_as_one_op_each_also_if_they_were_compiled_before(
+    variables: dict[str, str],
+) -> None:
+    pytest.importorskip("scipy")
+    if not hasattr(importlib.import_module("torch._inductor.config"), "wrap_inductor_compiled_regions"):
+        pytest.skip("this PyTorch cannot show compiled code as one op")
+    for name, found in run_fresh(PLANNED, **variables).items():
+        assert found["ops"] == ["inductor_compiled_code"], name
+        assert found["same"], name
+        assert found["is kept"], name
+        assert found["managed"] > 0, name
+        assert not any(found["counted"].values()), found["counted"]

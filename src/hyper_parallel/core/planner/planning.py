@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,17 +94,16 @@ def planned(profile: StepProfile, allowed_bytes: int, profiled: Any, *, names_sm
     """
     try:
         plan = solved(profile, allowed_bytes, margin_bytes=first_margin(profile))
-        needs_no_proof = plan.is_empty and profile.is_plain_measured
-        return plan if profiled is None or needs_no_proof else _proved(plan, profiled)
+        if profiled is None or (plan.is_empty and profile.is_plain_measured):
+            return plan
+        simplest = _recomputed(profile, allowed_bytes, profiled, faster_than_ms=plan.predicted.step_ms)
+        return _proved(plan, profiled) if simplest is None else simplest
     except BudgetError as error:
         if profiled is None:
             raise
-        simplest = _recomputed(profile, allowed_bytes)
+        simplest = _recomputed(profile, allowed_bytes, profiled)
         if simplest is not None:
-            peak_bytes = _measured_peak(simplest, profiled)
-            if peak_bytes is not None and peak_bytes <= allowed_bytes:
-                simplest.measured = Measured(peak_bytes)
-                return simplest
+            return simplest
         if not names_smallest:
             raise
         smallest = _proved_smallest(profile, profiled, error.smallest_bytes)
@@ -117,15 +117,21 @@ def planned(profile: StepProfile, allowed_bytes: int, profiled: Any, *, names_sm
         ) from None
 
 
-def _recomputed(profile: StepProfile, allowed_bytes: int) -> MemoryPlan | None:
-    """The plan that recomputes every block, if that may fit: no rule and no margin shall refuse what needs no more than this."""
+def _recomputed(
+    profile: StepProfile, allowed_bytes: int, profiled: Any, *, faster_than_ms: float = math.inf
+) -> MemoryPlan | None:
+    """The plan that recomputes every block, if it is faster and a real step keeps the budget: no rule and no margin shall refuse what needs no more."""
     decision = tuple(recompute_all(region) for region in profile.regions)
     cost = evaluate(Problem(profile, allowed_bytes, 0, 0), decision)
-    if cost.peak_bytes - allowed_bytes > profile.activation_peak_bytes // 20:
+    if cost.step_ms >= faster_than_ms or cost.peak_bytes - allowed_bytes > profile.activation_peak_bytes // 20:
         return None
-    return MemoryPlan(
-        profile, decision, candidates(profile)[0], allowed_bytes, Predicted(cost.peak_bytes, cost.step_ms)
-    )
+    predicted = Predicted(cost.peak_bytes, cost.step_ms)
+    plan = MemoryPlan(profile, decision, candidates(profile)[0], allowed_bytes, predicted)
+    peak_bytes = _measured_peak(plan, profiled)
+    if peak_bytes is None or peak_bytes > allowed_bytes:
+        return None
+    plan.measured = Measured(peak_bytes)
+    return plan
 
 
 def _proved_smallest(profile: StepProfile, profiled: Any, smallest_bytes: int) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from hyper_parallel.core.planner.choices import Decision, Load, RegionDecision, load
 from hyper_parallel.core.planner.profile import Region, StepProfile
@@ -38,7 +39,8 @@ def polished(
 _Move: TypeAlias = Callable[[list[RegionDecision]], Decision]
 
 
-class _Copy(NamedTuple):
+@dataclass(frozen=True)
+class _Copy:
     """A region does this."""
 
     at: int
@@ -48,7 +50,8 @@ class _Copy(NamedTuple):
         return (*decision[: self.at], self.choice, *decision[self.at + 1 :])
 
 
-class _Exchange(NamedTuple):
+@dataclass(frozen=True)
+class _Exchange:
     """Two regions do what the other one did."""
 
     left: int
@@ -99,11 +102,9 @@ class _Search:
     def _moves(self) -> list[_Move]:
         """Copies, those that save most recomputation first; then exchanges."""
         copies = [_Copy(index, choice) for indices, choices in self._kinds for index in indices for choice in choices]
-        copies.sort(key=lambda copy: self._saved_ms(*copy), reverse=True)
+        copies.sort(key=lambda copy: self._saved_ms(copy.at, copy.choice), reverse=True)
         pairs = [pair for indices, _ in self._kinds for pair in itertools.combinations(indices, 2)]
-        moves: list[_Move] = [*copies]
-        moves += itertools.starmap(_Exchange, pairs)
-        return moves
+        return [*copies, *(_Exchange(*pair) for pair in pairs)]
 
     def _saved_ms(self, index: int, choice: RegionDecision) -> float:
         return self._load(index, self._decision[index]).recompute_ms - self._load(index, choice).recompute_ms
