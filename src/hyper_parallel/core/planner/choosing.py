@@ -79,14 +79,23 @@ def choose(
         found.append(_judged(profile, problem, solution))
         longest_s = max(longest_s, time.monotonic() - begin)
         has_bursts |= _has_bursts(found[-1], solution)
+        is_simple = is_small(profile) or _is_cpu(profile)
+        if is_simple and any(each.swaps for each in solution.decision) and not has_bursts:
+            break
     if _overhead_ms(profile) > 0 and (simple := _simple(profile, budget_bytes, margin_bytes)) is not None:
         found.append(simple)
     if not found:
         raise min(errors, key=lambda error: error.smallest_bytes)
     best = min(found, key=lambda choice: (choice.over_bytes > 0, choice.step_ms, choice.setting.in_flight_bytes))
-    if copies_meet or best.over_bytes or not any(each.swaps for each in best.decision):
+    # To a CPU, whose link are files, the timeline's bursts mean little.
+    is_worth_it = has_bursts and any(each.swaps for each in best.decision) and not _is_cpu(profile)
+    if copies_meet or best.over_bytes or not is_worth_it:
         return best
     return _polished(profile, budget_bytes, margin_bytes, best, [each.decision for each in found], end)
+
+
+def _is_cpu(profile: StepProfile) -> bool:
+    return profile.facts.get("device") == "cpu"
 
 
 def _overhead_ms(profile: StepProfile) -> float:
@@ -265,7 +274,7 @@ def timeline_under(profile: StepProfile, decision: Decision, setting: Setting) -
         decision,
         Limits(setting.window_bytes, setting.prefetch_bytes),
         min_bytes=int(profile.facts.get("min_swap_bytes", 0)),
-        host_lead_ms=0.0 if profile.facts.get("device") == "cpu" else _HOST_LEAD_MS,
+        host_lead_ms=0.0 if _is_cpu(profile) else _HOST_LEAD_MS,
         ahead_bytes=setting.ahead_bytes,
     )
 
