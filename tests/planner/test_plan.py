@@ -22,7 +22,7 @@ from support import planned_models as models  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_disk")
 BUDGETS = 20  # for each of the five models
-MORE_BUDGETS = {"convolution": 50, "mlp": 40}  # so small that there is little to mix; and fast
+MORE_BUDGETS = {"convolution": 100, "mlp": 40}  # so small that there is little to mix; and fast
 
 
 def choices_of(plan: hp.MemoryPlan) -> set[str]:

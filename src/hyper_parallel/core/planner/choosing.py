@@ -21,7 +21,7 @@ from hyper_parallel.core.planner.timeline import Timeline, run_step
 from hyper_parallel.core.swap.engine import Limits
 
 _HOST_LEAD_MS = 50.0  # of an accelerator: the host has launched what the device will do by then
-_POLISH_SHARE = 0.4  # of the time
+_POLISH_SHARE, _POLISH_S = 0.4, 4.0  # of the time, and at most
 _BURST_SHARE = 5e-4  # of a step: what is waited for beyond the rules and may be left so; the solver is no more exact
 _MOST_WINDOWS = 4  # of the largest storage each: more than that in flight was never of use
 
@@ -58,7 +58,8 @@ def choose(
         BudgetError: nothing fits; it names the smallest peak that does.
     """
     end = time.monotonic() + time_limit_s
-    until = end - time_limit_s * _POLISH_SHARE
+    polish_s = min(time_limit_s * _POLISH_SHARE, _POLISH_S)
+    until = end - polish_s
     variants = _variants(profile)
     found: list[Choice] = []
     errors: list[BudgetError] = []
@@ -91,7 +92,8 @@ def choose(
     is_worth_it = has_bursts and any(each.swaps for each in best.decision) and not _is_cpu(profile)
     if copies_meet or best.over_bytes or not is_worth_it:
         return best
-    return _polished(profile, budget_bytes, margin_bytes, best, [each.decision for each in found], end)
+    others = [each.decision for each in found]
+    return _polished(profile, budget_bytes, margin_bytes, best, others, min(time.monotonic() + polish_s, end))
 
 
 def _is_cpu(profile: StepProfile) -> bool:
@@ -186,7 +188,7 @@ def _variants(profile: StepProfile) -> list[_Variant]:
     """The most promising first: for a large problem there may be no time for all."""
     large, *others = candidates(profile)
     whole = [_Variant(setting) for setting in (large, *others)]
-    if is_small(profile) or not others:
+    if is_small(profile) or _is_cpu(profile) or not others:
         return whole
     one = others[0]
     first = [whole[0], _Variant(large, room=0.95), _Variant(large, 0.9, 0.97), _Variant(one, 0.95, 0.95)]
