@@ -18,7 +18,7 @@ MODULES = sorted(
 
 
 @pytest.mark.parametrize("framework", ["torch", "mindspore"])
-def test_examples_run(framework: str) -> None:
+def test_examples_run(framework: str, tmp_path: Path) -> None:
     """Those of one framework in one process: a process works on one. Neutral ones name PyTorch where they name any."""
     pytest.importorskip(framework)
     other = {"torch": "mindspore", "mindspore": "torch"}[framework]
@@ -27,12 +27,14 @@ def test_examples_run(framework: str) -> None:
         name for name in MODULES if (name.startswith(of_this) if framework == "mindspore" else f".{other}." not in name)
     ]
     program = f"""
-import doctest, importlib, io, contextlib
+import doctest, importlib, io, contextlib, os
+modules = [importlib.import_module(name) for name in {names!r}]
+os.chdir({str(tmp_path)!r})  # examples write files
 failed, run = [], 0
-for name in {names!r}:
+for module in modules:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        found = doctest.testmod(importlib.import_module(name))
+        found = doctest.testmod(module)
     run += found.attempted
     if found.failed:
         failed.append(said.getvalue())
