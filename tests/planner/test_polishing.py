@@ -19,7 +19,7 @@ def test_it_goes_on_until_no_copy_and_no_exchange_is_better() -> None:
     saved, again = plain(profile.regions[0]), recompute_all(profile.regions[0])
     best = (again, saved, again, saved, saved, again)
 
-    def judge(decision: Any, loads: list[Load]) -> float:
+    def judge(decision: Any, loads: list[Load], below_ms: float = 0.0) -> float:
         return 10.0 + sum(one != other for one, other in zip(decision, best, strict=True))
 
     start = (saved, again, saved, again, again, saved)
@@ -29,15 +29,15 @@ def test_it_goes_on_until_no_copy_and_no_exchange_is_better() -> None:
 def test_what_the_judge_refuses_is_not_taken() -> None:
     profile = transformer(4, differ=False)
     start = mixed(profile.regions)
-    assert polished(profile, start, 5.0, lambda decision, loads: None, time.monotonic() + 60) == start
-    assert polished(profile, start, 5.0, lambda decision, loads: 5.0, time.monotonic() + 60) == start
+    assert polished(profile, start, 5.0, lambda decision, loads, below_ms: None, time.monotonic() + 60) == start
+    assert polished(profile, start, 5.0, lambda decision, loads, below_ms: 5.0, time.monotonic() + 60) == start
 
 
 def test_it_asks_about_each_decision_once_with_the_loads_of_its_regions() -> None:
     profile = transformer(5, differ=False)
     asked: list[Any] = []
 
-    def judge(decision: Any, loads: list[Load]) -> float:
+    def judge(decision: Any, loads: list[Load], below_ms: float = 0.0) -> float:
         assert [each.is_plain for each in loads] == [each.is_plain for each in decision]
         asked.append(decision)
         return 5.0 - len(asked) * 1e-3
@@ -49,14 +49,14 @@ def test_it_asks_about_each_decision_once_with_the_loads_of_its_regions() -> Non
 def test_when_the_time_is_up_nothing_is_asked() -> None:
     profile = transformer(5, differ=False)
     start = mixed(profile.regions)
-    assert polished(profile, start, 5.0, lambda decision, loads: 1.0, time.monotonic()) == start
+    assert polished(profile, start, 5.0, lambda decision, loads, below_ms: 1.0, time.monotonic()) == start
 
 
 def test_regions_that_differ_keep_what_they_do() -> None:
     profile = transformer(4, differ=True)
     asked: list[Any] = []
 
-    def judge(decision: Any, loads: list[Load]) -> None:
+    def judge(decision: Any, loads: list[Load], below_ms: float = 0.0) -> None:
         asked.append(decision)
 
     polished(profile, mixed(profile.regions), 5.0, judge, time.monotonic() + 60)

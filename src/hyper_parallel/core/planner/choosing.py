@@ -77,7 +77,7 @@ def choose(
             if variant.room == 1.0:  # else it speaks of a budget that nobody gave
                 errors.append(error)
             continue
-        found.append(_judged(profile, problem, solution))
+        found.append(_judged(profile, problem, solution.decision, solution.gap))
         longest_s = max(longest_s, time.monotonic() - begin)
         has_bursts |= _has_bursts(found[-1], solution)
         is_simple = is_small(profile) or _is_cpu(profile)
@@ -136,24 +136,18 @@ def _polished(
     sizes = [size for decision in others for size in _sizes_in(profile, decision)]
     least = Setting(max(sizes), max(sizes))
     problem = problem_of(profile, budget_bytes, least, margin_bytes)
-    best = choice
 
-    def judge(decision: Decision, loads: list[Load]) -> float | None:
-        nonlocal best
+    def judge(decision: Decision, loads: list[Load], below_ms: float) -> float | None:
         managed_ms = problem.region_overhead_ms * sum(not each.is_plain for each in loads)
-        if plain_ms(problem) + managed_ms + sum(each.recompute_ms for each in loads) >= best.step_ms:
+        if plain_ms(problem) + managed_ms + sum(each.recompute_ms for each in loads) >= below_ms:
             return None
         if peak(problem, loads, swaps=True).num_bytes > budget_bytes:
             return None
-        found = _judged_decision(profile, problem, decision, choice.gap)
-        if found.over_bytes:
-            return None
-        if found.step_ms < best.step_ms:
-            best = found
-        return found.step_ms
+        found = _judged(profile, problem, decision, choice.gap)
+        return None if found.over_bytes else found.step_ms
 
-    polished(profile, choice.decision, choice.step_ms, judge, until, others)
-    return best
+    decision = polished(profile, choice.decision, choice.step_ms, judge, until, others)
+    return choice if decision == choice.decision else _judged(profile, problem, decision, choice.gap)
 
 
 def _has_bursts(choice: Choice, solution: Solution) -> bool:
@@ -233,11 +227,7 @@ def _without_large(region: Region, most_bytes: int) -> Region:
     )
 
 
-def _judged(profile: StepProfile, problem: Problem, solution: Solution) -> Choice:
-    return _judged_decision(profile, problem, solution.decision, solution.gap)
-
-
-def _judged_decision(profile: StepProfile, problem: Problem, decision: Decision, gap: float) -> Choice:
+def _judged(profile: StepProfile, problem: Problem, decision: Decision, gap: float) -> Choice:
     setting = Setting(problem.window_bytes, problem.prefetch_bytes)
     swaps = profile.link is not None and any(each.swaps for each in decision)
     if swaps:

@@ -235,15 +235,12 @@ class MemoryPlan:
         """Put this very plan on the model, and nothing around it. `checks_ops=False`: for a batch of another look."""
         part = _part(model, "MemoryPlan.apply")
         self._check_facts(part.model_facts(model))
-        applied = part.Applied(
-            model,
-            self.profile.regions,
-            self.decision,
-            on_mismatch,
-            checks_ops=checks_ops,
-            ahead_bytes=self.setting.ahead_bytes,
-            is_host_bound=bool(self.profile.facts.get("region_overhead_ms")),
-        )
+        ways: dict[str, Any] = {}  # what the profile of this framework speaks of
+        if self.setting.ahead_bytes:
+            ways["ahead_bytes"] = self.setting.ahead_bytes
+        if self.profile.facts.get("region_overhead_ms"):
+            ways["is_host_bound"] = True
+        applied = part.Applied(model, self.profile.regions, self.decision, on_mismatch, checks_ops=checks_ops, **ways)
         try:
             setting = self._configure() if self.has_swaps else None
         except BaseException:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from hyper_parallel.core.planner.choices import Decision, Load, RegionDecision, load
-from hyper_parallel.core.planner.profile import Region, StepProfile
+from hyper_parallel.core.planner.profile import StepProfile, alike
 
-Judge = Callable[[Decision, list[Load]], float | None]  # the time of a step; None: it does not fit, or cannot be better
+# Of a decision, what each of its regions puts on device, link and clock, and the time to beat: the time of a step; None: it does not fit, or is not faster.
+Judge = Callable[[Decision, list[Load], float], float | None]
 
 
 def polished(
@@ -29,7 +30,7 @@ def polished(
     """A decision that takes no longer than the given one, of `step_ms`.
 
     Args:
-        judge: asked with a decision and what each region puts on device, link and clock.
+        judge: see `Judge`.
         until: when to stop, of `time.monotonic`.
         others: whose regions have ideas, too.
     """
@@ -70,7 +71,7 @@ class _Search:
         self._regions = profile.regions
         self._kinds = [
             (indices, dict.fromkeys(decision[index] for decision in known for index in indices))
-            for indices in _kinds(profile.regions)
+            for indices in alike(profile.regions)
         ]
         self._judge = judge
         self._decision = list(known[0])
@@ -93,7 +94,8 @@ class _Search:
             if decision in self._seen:
                 continue
             self._seen.add(decision)
-            step_ms = self._judge(decision, [self._load(index, each) for index, each in enumerate(decision)])
+            loads = [self._load(index, each) for index, each in enumerate(decision)]
+            step_ms = self._judge(decision, loads, self._step_ms)
             if step_ms is not None and step_ms < self._step_ms * (1 - 1e-6):
                 self._decision, self._step_ms = list(decision), step_ms
                 has_improved = True
@@ -114,11 +116,3 @@ class _Search:
         if key not in self._loads:
             self._loads[key] = load(self._regions[index], decision)
         return self._loads[key]
-
-
-def _kinds(regions: tuple[Region, ...]) -> list[list[int]]:
-    """Numbers of regions that are alike: each can do what any other does."""
-    kinds: dict[object, list[int]] = {}
-    for index, region in enumerate(regions):
-        kinds.setdefault(region.shape(), []).append(index)
-    return list(kinds.values())

@@ -6,6 +6,7 @@ Everything here is plain data that goes to JSON and back unchanged (`as_dict`, `
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,6 +126,14 @@ class Region:
         """Equal for regions that differ in their times alone: they share one decision."""
         ops = tuple(dataclasses.replace(op, forward_ms=0.0) for op in self.ops)
         return ops, self.inputs, self.may_be_plain
+
+
+def alike(regions: Sequence[Region]) -> list[list[int]]:
+    """Numbers of regions of one shape, together: each can do what any other of them does."""
+    kinds: dict[object, list[int]] = {}
+    for index, region in enumerate(regions):
+        kinds.setdefault(region.shape(), []).append(index)
+    return list(kinds.values())
 
 
 @dataclass(frozen=True)

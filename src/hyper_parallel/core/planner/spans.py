@@ -7,17 +7,14 @@ import statistics
 from collections.abc import Sequence
 
 from hyper_parallel.core.planner.choices import SWAP, RegionDecision, kept_bytes
-from hyper_parallel.core.planner.profile import Region
+from hyper_parallel.core.planner.profile import Region, alike
 from hyper_parallel.platform.regions.spans import Span
 
 
 def with_common_times(regions: Sequence[Region]) -> list[Region]:
     """Regions of one shape do the same work: what one op takes is the median over all of them."""
-    alike: dict[object, list[int]] = {}
-    for index, region in enumerate(regions):
-        alike.setdefault(region.shape(), []).append(index)
     common = list(regions)
-    for indices in alike.values():
+    for indices in alike(regions):
         columns = zip(*(regions[index].ops for index in indices), strict=True)
         op_ms = [statistics.median(op.forward_ms for op in column) for column in columns]
         for index in indices:

@@ -400,17 +400,14 @@ class SwapEngine:
 
     def _launch_next_loads(self, group: Group) -> None:
         unclaimed = [slot for ref in self._unclaimed if (slot := ref()) is not None and slot.state is SlotState.H2D]
-        if group.ahead_bytes is None:
-            unclaimed_bytes = sum(slot.num_bytes for slot in unclaimed)
-            wished = schedule.loads_to_launch(self._wishes(group), unclaimed_bytes, self.depth_bytes)
-        else:
-            ahead_bytes = sum(slot.num_bytes for slot in unclaimed if slot.group is not group)
-            wishes = self._wishes(group)
-            own = list(itertools.takewhile(lambda each: each[0].group is group, wishes))
-            others = itertools.dropwhile(lambda each: each[0].group is group, self._wishes(group))
-            wished = [wish for wish, _ in own]
-            wished += schedule.loads_to_launch(others, ahead_bytes, group.ahead_bytes)
-        launched = self._launch_loads(wished)
+        launched: list[Slot] = []
+        counted, limit_bytes = unclaimed, self.depth_bytes
+        if group.ahead_bytes is not None:
+            own = itertools.takewhile(lambda each: each[0].group is group, self._wishes(group))
+            launched = self._launch_loads([wish for wish, _ in own])
+            counted, limit_bytes = [slot for slot in unclaimed if slot.group is not group], group.ahead_bytes
+        counted_bytes = sum(slot.num_bytes for slot in counted)
+        launched += self._launch_loads(schedule.loads_to_launch(self._wishes(group), counted_bytes, limit_bytes))
         launched += self._launch_loads(self._fit_below_the_peak(group, [*unclaimed, *launched]))
         self._unclaimed = [weakref.ref(slot) for slot in (*unclaimed, *launched)]
 

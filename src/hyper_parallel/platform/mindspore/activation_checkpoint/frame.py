@@ -6,20 +6,19 @@ How it works and who holds what: README of core/activation_checkpoint; what is d
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from mindspore import Tensor, nn, saved_tensors_hooks
 from mindspore.graph.api import _pynative_executor
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel._base.log import get_logger
-from hyper_parallel.platform.mindspore.activation_checkpoint.cell_paths import CellPaths, paths_here, unwrapped
+from hyper_parallel.platform.mindspore.activation_checkpoint.cell_paths import paths_here, unwrapped
 from hyper_parallel.platform.mindspore.activation_checkpoint.planning import ReplayEntries
 from hyper_parallel.platform.mindspore.activation_checkpoint.precision import Precision, forget_casts
 from hyper_parallel.platform.mindspore.activation_checkpoint.random_ops import SeedState
@@ -43,8 +42,11 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors impor
 from hyper_parallel.platform.mindspore.activation_checkpoint.storages import aliased, storage_bytes, unseen
 from hyper_parallel.platform.mindspore.activation_checkpoint.value_sums import value_sum
 from hyper_parallel.platform.regions.arguments import SavedArguments
+from hyper_parallel.platform.regions.functions import bare, identity, region_name
 from hyper_parallel.platform.regions.host_randomness import HostRandomness
+from hyper_parallel.platform.regions.options import Options
 from hyper_parallel.platform.regions.passes import Pass
+from hyper_parallel.platform.regions.replay_errors import other_ops, other_values
 
 _logger = get_logger("region")
 _NO_PASS = -1  # what MindSpore gives as the number of the backward outside of one
@@ -54,16 +56,6 @@ _NOTHING = contextlib.nullcontext()
 _PLACEHOLDER_READ = "meta"
 # Functions and cells in which something reads what no op needs: nothing is left out there.
 _reads_everything: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-class Options(NamedTuple):
-    """How a region is run; see `checkpoint`."""
-
-    swap_inputs: bool = False
-    preserve_rng_state: bool = True
-    check_outputs: bool = True
-    debug: bool = False
-    early_stop: bool = True
 
 
 class Frame:
@@ -78,13 +70,13 @@ class Frame:
     def __init__(self, function: Callable[..., Any], arguments: SavedArguments, policy: Any, options: Options) -> None:
         cell = _cell_of(function)
         paths = paths_here(cell)
-        self.name = _name_of(function, cell, paths)
+        self.name = region_name(function, cell, paths)
         self._function = function
         self._arguments = arguments
         self._policy = policy
         self._options = options
         self._cell = None if cell is None else weakref.ref(cell)
-        self._identity = _identity(function, cell)
+        self._identity = identity(function, cell)
         # Unlike the name it tells two blocks of one class apart: the engine learns by it what a forward saves last.
         self._key = f"{self.name} {id(self._identity):x}"
         self._swap = RegionSwap(self._key)
@@ -420,29 +412,13 @@ class Frame:
         if missing is None:
             return
         first = replay.first_missing or (record.ops[missing] if missing >= 0 else "what the function saves first")
-        listing = " `debug=True` lists the ops."
-        if self._options.debug:
-            lines = [f"  {'found  ' if replay.has_met(op) else 'missing'} {op}" for op in record.ops]
-            listing = "\n".join(["", "Ops of the forward, and whether recomputation ran them:", *lines])
-        raise StateError(
-            "Recomputation did not do what forward did.",
-            expected=str(first),
-            got="the end of the function" if replay.first_unknown is None else f"{replay.first_unknown} instead",
-            where=self.name,
-            do="Let the function take the same way each time, or let the policy save what decides about it." + listing,
-        )
+        raise other_ops(replay, first, record.ops, self.name, lists_ops=self._options.debug)
 
     def _check_values(self, record: Record, replay: Replay) -> None:
         for value in sorted((value for value in self._value_sums if value in replay.found), key=_op_of):
             if value_sum(replay.found[value]) != self._value_sums[value]:
                 index = _op_of(value)
-                raise StateError(
-                    "Recomputation gave other values than forward.",
-                    expected="the same bits",
-                    got="others",
-                    where=str(record.ops[index]) if index >= 0 else self.name,
-                    do="Let the policy save this op, or the op before it that does not give the same result twice.",
-                )
+                raise other_values(str(record.ops[index]) if index >= 0 else self.name)
 
 
 class _Packer:
@@ -526,28 +502,7 @@ def _living(refs: list[Any]) -> list[Any]:
     return [each for ref in refs if (each := ref()) is not None]
 
 
-def _bare(function: Any) -> Any:
-    """What a functools.partial calls; every other function itself."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
 def _cell_of(function: Any) -> nn.Cell | None:
-    function = _bare(function)
+    function = bare(function)
     owner = function if isinstance(function, nn.Cell) else getattr(function, "__self__", None)
     return unwrapped(owner) if isinstance(owner, nn.Cell) else None
-
-
-def _identity(function: Any, cell: nn.Cell | None) -> Any:
-    """What is the same in all calls of a function: closures are new each time."""
-    if cell is not None:
-        return cell
-    function = _bare(function)
-    return getattr(getattr(function, "__func__", function), "__code__", type(function))
-
-
-def _name_of(function: Any, cell: nn.Cell | None, paths: CellPaths | None) -> str:
-    if cell is not None:
-        return ("" if paths is None else paths.name(cell)) or type(cell).__name__
-    return getattr(function, "__qualname__", None) or type(function).__name__

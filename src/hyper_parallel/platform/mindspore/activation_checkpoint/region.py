@@ -8,10 +8,10 @@ from typing import Any
 from mindspore import Tensor, nn
 from mindspore.graph.api import _pynative_executor
 
-from hyper_parallel.platform.mindspore.activation_checkpoint.frame import Frame, Options
+from hyper_parallel.platform.mindspore.activation_checkpoint.frame import Frame
 from hyper_parallel.platform.mindspore.activation_checkpoint.replays import is_replaying
 from hyper_parallel.platform.regions.arguments import SavedArguments, kinds_of
-from hyper_parallel.platform.regions.options import check_call
+from hyper_parallel.platform.regions.options import Options, check_call
 
 _KINDS = kinds_of(Tensor, nn.Cell)
 

@@ -108,8 +108,6 @@ class Applied:
         on_mismatch: str,
         *,
         checks_ops: bool = True,
-        ahead_bytes: Sequence[int] = (),  # of no use here: see `loads_by_region` in the facts of a profile
-        is_host_bound: bool = False,  # nor this: no profile says so
     ) -> None:
         self.mismatches = Mismatches(on_mismatch)
         cells = dict(model.cells_and_names())

@@ -47,14 +47,15 @@ def prepare_for_compiled_code(*, before_it_is_compiled: bool = False) -> None:
 
 def compile_visibly(model: nn.Module) -> None:
     """Before a model is looked at: what was compiled of it while nobody prepared for it is compiled once more when it runs next."""
-    if _is_done.get() or not any(_is_compiled(module) for module in model.modules()):
+    if _is_done.get() or not any(is_compiled(module) for module in model.modules()):
         return
     prepare_for_compiled_code()
     torch._dynamo.reset()
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` made it, or was told to compile it in place."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def cuda_graph_now() -> Any:

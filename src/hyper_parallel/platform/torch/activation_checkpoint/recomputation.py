@@ -17,6 +17,7 @@ from hyper_parallel._base.errors import StateError
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform.regions.options import Options
 from hyper_parallel.platform.regions.passes import Pass
+from hyper_parallel.platform.regions.replay_errors import other_ops, other_values
 from hyper_parallel.platform.torch.activation_checkpoint.checksums import find_difference, storage_checksum
 from hyper_parallel.platform.torch.activation_checkpoint.inputs import Inputs
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules
@@ -235,17 +236,7 @@ class Recomputation:
         if self._second_call.surroundings.transform is not None:
             raise self._transformed()
         first = replay.first_missing or record.ops[missing]
-        listing = " `debug=True` lists the ops."
-        if self._options.debug:
-            lines = [f"  {'found  ' if replay.has_met(op) else 'missing'} {op}" for op in record.ops]
-            listing = "\n".join(["", "Ops of the forward, and whether recomputation ran them:", *lines])
-        raise StateError(
-            "Recomputation did not do what forward did.",
-            expected=str(first),
-            got="the end of the function" if replay.first_unknown is None else f"{replay.first_unknown} instead",
-            where=self._function.name,
-            do="Let the function take the same way each time, or let the policy save what decides about it." + listing,
-        )
+        raise other_ops(replay, first, record.ops, self._function.name, lists_ops=self._options.debug)
 
     def _transformed(self) -> StateError:
         return StateError(
@@ -261,13 +252,7 @@ class Recomputation:
         found = [storage_checksum(replay.found[value], value.num_bytes) for value in values]
         index = find_difference([self._checksums[value] for value in values], found)
         if index is not None:
-            raise StateError(
-                "Recomputation gave other values than forward.",
-                expected="the same bits",
-                got="others",
-                where=self.where(record, values[index]),
-                do="Let the policy save this op, or the op before it that does not give the same result twice.",
-            )
+            raise other_values(self.where(record, values[index]))
 
 
 @functools.cache

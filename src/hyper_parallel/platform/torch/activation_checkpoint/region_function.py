@@ -6,13 +6,14 @@ that nothing happens beside them (rules 8 and 9 in the README of core/activation
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from hyper_parallel.platform.regions.functions import bare, identity, region_name
+from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is_compiled
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import ModulePaths, modules_in, paths_here
 from hyper_parallel.platform.torch.activation_checkpoint.recording import Record
 from hyper_parallel.platform.torch.activation_checkpoint.values import KnownOp, known_ops
@@ -58,8 +59,8 @@ class RegionFunction:
         self.call = call
         self.module = module
         self._paths = paths_here(module)
-        self.name = _name_of(call, module, self._paths)
-        self._identity = _identity(call, module)
+        self.name = region_name(call, module, self._paths)
+        self._identity = identity(call, module)
         self.key = f"{self.name} {id(self._identity):x}"
         self._policy = policy
         self._answers = getattr(policy, "answers", None)
@@ -110,34 +111,10 @@ class RegionFunction:
 
     def is_compiled(self) -> bool:
         """Whether code in it was made by `torch.compile`, whatever the backend."""
-        return self.module is not None and any(
-            type(each).__name__ == "OptimizedModule" or getattr(each, "_compiled_call_impl", None) is not None
-            for each in modules_in(self.module)
-        )
-
-
-def _bare(function: Any) -> Any:
-    """What a functools.partial calls; every other function itself."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
+        return self.module is not None and any(is_compiled(each) for each in modules_in(self.module))
 
 
 def _module_of(function: Any) -> nn.Module | None:
-    function = _bare(function)
+    function = bare(function)
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
-
-
-def _identity(function: Any, module: nn.Module | None) -> Any:
-    """What is the same in the next step: the module, or the code of a function that may be made anew each time."""
-    if module is not None:
-        return module
-    function = _bare(function)
-    return getattr(getattr(function, "__func__", function), "__code__", type(function))
-
-
-def _name_of(function: Any, module: nn.Module | None, paths: ModulePaths | None) -> str:
-    if module is not None:
-        return ("" if paths is None else paths.name(module)) or type(module).__name__
-    return getattr(function, "__qualname__", None) or type(function).__name__
