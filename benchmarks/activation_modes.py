@@ -151,9 +151,9 @@ OURS: dict[str, Mode] = {
     "mix for 42 %": Mix(
         p.choose(p.swap(GATE | Q | AFTER_ATTENTION), p.save(UP | V | K | p.attention)),
         other=p.choose(p.swap(GATE | Q | AFTER_ATTENTION), p.save(UP | V | K | p.attention | GATED)),
-        every=4,
+        every=3,
         of=5,
-        window="1360MiB",  # what a block swaps comes in bursts; the room of what is swapped pays for it
+        window="1GiB",  # what a block swaps comes in bursts; when the highest point comes, all of it has left
     ),
     "mix for 16 %": Mix(p.choose(p.swap(GATE | p.attention | ROTATED), p.save(V))),
     "mix for 11 %": Mix(

@@ -196,6 +196,18 @@ def test_p4_the_window_counts_in_forward_and_in_the_turn() -> None:
     assert (found.moment, found.in_flight_bytes) == ("turn", 200_000)
 
 
+def test_p4_a_turn_that_is_clear_has_no_window_and_comes_after_all_offloads() -> None:
+    block = region(op(40), forward_ms=10.0, backward_ms=1.0)
+    last = region(op(1), forward_ms=5.0, backward_ms=1.0)
+    given = problem(block, last, turn=Turn(3.0, 100), window=1000, prefetch=0, link=Link(1.0, 1.0))
+    clear = dataclasses.replace(given, turn_is_clear=True)
+    decision = (managed("w"), plain(last))
+    assert [evaluate(each, decision).forward_end_ms for each in (given, clear)] == [(10.0, 15.0), (10.0, 40.0)]
+    assert [evaluate(each, decision).backward_start_ms[0] for each in (given, clear)] == [80.0, 83.0]
+    assert [each.in_flight_bytes("turn") for each in (given, clear)] == [1000, 0]
+    assert clear.in_flight_bytes("forward") == 1000, "until the last region's forward is over it counts"
+
+
 def test_what_the_budget_leaves_for_copies_makes_the_peak_the_budget() -> None:
     for seed in range(200):
         given = random_problem(seed)
@@ -358,7 +370,8 @@ def literal_times(given: Problem, chosen: list[Load]) -> tuple[float, list[float
         offloaded = max(offloaded, start) + swap[k] / out
         end = start + each.forward_ms
         if any(swap[: k + 1]):
-            end = max(end, offloaded - given.window_bytes / out)
+            is_over = given.turn_is_clear and k == num - 1
+            end = max(end, offloaded - (0 if is_over else given.window_bytes) / out)
         offload_ends.append(offloaded)
     over = loaded = end + given.profile.turn.ms
     starts = [0.0] * num

@@ -73,6 +73,7 @@ def _random_problem(rng: random.Random) -> Problem:
         prefetch_bytes=rng.choice((0, 2, 5, 12)),
         region_overhead_ms=rng.choice((0.0, 0.5, 4.0)),
         margin_bytes=rng.choice((0, 0, 7)),
+        turn_is_clear=rng.random() < 0.5,
     )
     everything = sum(each.residual_bytes + max(each.forward_peak_bytes, each.backward_peak_bytes) for each in regions)
     return dataclasses.replace(found, budget_bytes=profile.base_bytes + int(everything * rng.uniform(0.3, 0.8)))

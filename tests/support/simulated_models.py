@@ -338,9 +338,7 @@ class RegionCall:
         self.index = index
         self.is_managed = not decision.is_plain
         self.group: Any = None
-        self.tells: bool | None = (
-            None  # whether saved residuals tell the engine of backward's arrival; None: not decided
-        )
+        self.tells: bool | None = None  # whether the engine hears of residuals that are not swapped; None: not decided
         self.arguments: dict[int, SimulatedBuffer] = {}
         self.scope: dict[tuple[int, int], SimulatedBuffer] = {}  # the variables of the function
         self.kept: dict[tuple[int, int], SimulatedBuffer | Handle] = {}  # by the policy, in the record
@@ -414,13 +412,21 @@ class RegionCall:
             self.pending[key] = buffer
         if key in self.kept and value.is_residual:
             self.swap_out(key)
-            if self.tells is None and value.num_bytes:
-                self.tells = self.engine.has_groups()
-                if self.tells:
-                    self.open_group()
+        if value.is_residual and value.num_bytes:
+            self.tell(value.num_bytes, is_swapped=isinstance(self.kept.get(key), Handle))
+        if key in self.kept and value.is_residual:
             kept = self.kept[key]
             handle = Handle(kept.slot, self.group) if isinstance(kept, Handle) else None
             self.graph[key] = Residual(None if handle else buffer, handle)
+
+    def tell(self, num_bytes: int, *, is_swapped: bool) -> None:
+        """The engine hears of residuals that are not swapped, if it has heard of any group before."""
+        if self.tells is None:
+            self.tells = self.engine.has_groups()
+            if self.tells:
+                self.open_group()
+        if self.tells and not is_swapped:
+            self.engine.keep(self.group, num_bytes)
 
     def swap_out(self, key: tuple[int, int]) -> None:
         buffer = self.kept[key]
@@ -459,6 +465,8 @@ class RegionCall:
             handles += [kept if isinstance(kept, Handle) else None for _, kept in sorted(self.kept.items())]
             self.engine.expect(self.group, [handle.slot for handle in handles if handle is not None])
         self.pending.clear()
+        if self.tells:
+            self.engine.end_forward(self.group)
 
     def need(self, index: int) -> None:
         """Somebody reads the results of an op in the second run."""
@@ -538,6 +546,8 @@ class RegionCall:
         missing = {key for key, residual in self.graph.items() if residual.is_missing}
         first = max(asked_at[key] for key in missing)
         if any(asked_at[key] >= first for key, residual in self.graph.items() if residual.is_saved and key[0] >= 0):
+            self.arrive()
+        if self.group is not None and not self.group.slots:
             self.arrive()
         self.arguments = {number: self.unpacked(number) for number in sorted(self.takes_inputs)}
         for index, op in enumerate(self.region.ops):

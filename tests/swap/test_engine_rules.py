@@ -519,6 +519,39 @@ def test_a_group_that_swapped_nothing_begins_backward_and_the_loads_of_those_bef
     setup.close()
 
 
+def test_what_the_last_group_holds_takes_the_place_of_sources_and_none_is_left_when_its_forward_ends() -> None:
+    setup = Setup(IDLE)  # no copy runs before somebody waits for it
+    seen = []
+    for _ in range(3):
+        handles = setup.forward(3, num_saved=1)
+        last = setup.engine.new_group("saves itself")
+        in_flight = [setup.engine.in_flight_bytes]
+        for num_bytes in (965, 10, 10, 1):
+            setup.engine.keep(last, num_bytes)
+            in_flight.append(setup.engine.in_flight_bytes)
+        setup.engine.end_forward(last)
+        seen.append([*in_flight, setup.engine.in_flight_bytes])
+        setup.engine.arrive(last)
+        setup.backward(handles)
+    assert seen[0] == [30] * 6, "which group is the last is learned from the first step"
+    assert seen[1] == seen[2] == [30, 30, 20, 10, 10, 0], "never more than the window of 1,000 bytes together"
+    setup.close()
+
+
+def test_a_group_that_is_not_the_last_or_swaps_itself_makes_nobody_leave() -> None:
+    setup = Setup(IDLE)
+    for _ in range(2):
+        handles = []
+        for layer in range(3):
+            group = setup.engine.new_group("one block, called again and again")
+            handles.append(setup.save(group, 10, f"{layer}"))
+            setup.engine.keep(group, 10_000)
+            setup.engine.end_forward(group)
+        assert all(handle.slot.source is not None for handle in handles)
+        setup.backward(handles)
+    setup.close()
+
+
 def test_what_the_next_group_needs_comes_early_where_it_fits_below_the_peak_of_this_one() -> None:
     setup = Setup(PROMPT, prefetch=8)  # a depth of one byte: one load at a time
     setup.device.counts_bytes = True

@@ -60,6 +60,14 @@ def plain(region: Region) -> RegionDecision:
     return RegionDecision(True, (None,) * len(region.ops), (None,) * len(region.inputs))
 
 
+def save_all(region: Region) -> RegionDecision:
+    """As a plain region, but run as one: what backward needs is saved. Where that is not a choice, plain."""
+    if any(op.is_needed and SAVE not in allowed(op) for op in region.ops):
+        return plain(region)
+    ops = tuple(SAVE if op.is_needed else None for op in region.ops)
+    return RegionDecision(False, ops, tuple(SAVE if each.value.is_residual else None for each in region.inputs))
+
+
 def recompute_all(region: Region) -> RegionDecision:
     """What `checkpoint` does without a policy: keeps the inputs, runs again all that backward needs and can run again."""
     ops: list[str | None] = [None] * len(region.ops)

@@ -10,7 +10,7 @@ import dataclasses
 import time
 from typing import NamedTuple
 
-from hyper_parallel.core.planner.choices import SWAP, Decision, Load, load, plain, recompute_all
+from hyper_parallel.core.planner.choices import SWAP, Decision, Load, load, plain, recompute_all, save_all
 from hyper_parallel.core.planner.polishing import polished
 from hyper_parallel.core.planner.problem import Problem, evaluate, peak, room_for_copies
 from hyper_parallel.core.planner.profile import Input, Op, Region, StepProfile
@@ -210,7 +210,13 @@ def problem_of(
         region_overhead_ms=_overhead_ms(profile),
         margin_bytes=margin_bytes,
         copies_meet=copies_meet,
+        turn_is_clear=_tells_engine(profile) and not any(each.may_swap for each in profile.regions[-1:]),
     )
+
+
+def _tells_engine(profile: StepProfile) -> bool:
+    """Whether the engine hears of the last region, too, which swaps nothing."""
+    return bool(profile.facts.get("turn_is_clear"))
 
 
 def _without_large(region: Region, most_bytes: int) -> Region:
@@ -261,6 +267,8 @@ def _sizes_in(profile: StepProfile, decision: Decision) -> list[int]:
 
 def timeline_under(profile: StepProfile, decision: Decision, setting: Setting) -> Timeline:
     """The step that a choice is judged by, moment by moment."""
+    if _tells_engine(profile) and decision[-1].is_plain and any(each.swaps for each in decision):
+        decision = (*decision[:-1], save_all(profile.regions[-1]))  # as it is run then: the engine hears of it
     return run_step(
         profile,
         decision,

@@ -64,7 +64,9 @@ class Holding:
         self.saved_residual_bytes = [0] * self.num_ops  # of what is kept: residuals, by the op that made them
         self.swapped: list[Swapped] = []
         self.opens_group: set[int] = set()  # the moments at which something is to be swapped, be it too small or not
-        self.first_kept: int | None = None  # the op that made the first residual that is saved or swapped
+        # Of residuals that an op made and that are not swapped: the engine hears of them.
+        self.told_bytes = [0] * self.num_ops
+        self.first_residual: int | None = None  # the op that made the first one
         self.arrives_at: set[int] = set()  # the ops whose backward asks for a saved residual that an op made
         self._is_plain = decision.is_plain
         self._min_bytes = max(min_bytes, 1)
@@ -102,6 +104,10 @@ class Holding:
 
     def _hold_made(self, value: Value, op: int, choice: str | None, asked_at: int) -> None:
         local = until = self.handed_on if value.freed_after is None else value.freed_after
+        if value.is_residual and value.num_bytes and not self._is_plain:
+            self.first_residual = op if self.first_residual is None else self.first_residual
+            if choice != SWAP or value.num_bytes < self._min_bytes:
+                self.told_bytes[op] += value.num_bytes
         if self._is_plain:
             until = self.kept if value.is_residual else local
         elif choice not in (SAVE, SWAP):
@@ -110,8 +116,6 @@ class Holding:
             until = max(local, self.end)  # rule 15: only then it is known that nothing needs it
         elif value.num_bytes:
             leaves = op if value.is_residual else self.end
-            if value.is_residual and self.first_kept is None:
-                self.first_kept = op
             if choice == SWAP:
                 self.opens_group.add(leaves)
             if choice == SWAP and value.num_bytes >= self._min_bytes:

@@ -31,6 +31,7 @@ class Problem:
         region_overhead_ms: what a region that is not plain costs beside the ops it runs again
         margin_bytes: added to every peak
         copies_meet: whether offloads may still be under way in backward; see P4
+        turn_is_clear: whether the last region's forward ends with all offloads, so that none is under way in the turn; see P4
     """
 
     profile: StepProfile
@@ -40,6 +41,7 @@ class Problem:
     region_overhead_ms: float = 0.0
     margin_bytes: int = 0
     copies_meet: bool = False
+    turn_is_clear: bool = False
 
     def __post_init__(self) -> None:
         for name in ("window_bytes", "prefetch_bytes", "region_overhead_ms", "margin_bytes"):
@@ -54,11 +56,21 @@ class Problem:
     def can_swap(self) -> bool:
         return self.profile.link is not None
 
-    def in_flight_bytes(self, moment: Moment) -> int:
+    def in_flight_bytes(self, moment: Moment, region: int | None = None) -> int:
         """P4, where anything is swapped."""
-        if moment != "backward":
-            return self.window_bytes
-        return self.prefetch_bytes + (self.window_bytes if self.copies_meet else 0)
+        if moment == "backward":
+            return self.prefetch_bytes + (self.window_bytes if self.copies_meet else 0)
+        if moment == "turn" and self.turn_is_clear:
+            return 0
+        return max(self.window_bytes - self.displaced_bytes(region), 0)
+
+    def displaced_bytes(self, region: int | None) -> int:
+        """How much of the window the forward of a region takes over for its own residuals: all but the one that is being made, in the last."""
+        regions = self.profile.regions
+        if not self.turn_is_clear or region is None or region != len(regions) - 1:
+            return 0
+        sizes = [value.num_bytes for op in regions[region].ops for value in op.makes if value.is_residual]
+        return sum(sizes) - max(sizes, default=0)
 
 
 @dataclass(frozen=True)
@@ -159,7 +171,7 @@ def peak(problem: Problem, loads: Sequence[Load], *, swaps: bool | None = None) 
 
     def add(moment: Moment, index: int | None, *parts: int) -> None:
         outside, kept, own, extra = parts
-        in_flight = problem.in_flight_bytes(moment) if swaps else 0
+        in_flight = problem.in_flight_bytes(moment, index) if swaps else 0
         moments.append((sum(parts) + in_flight, moment, index, (outside, kept, own, extra, in_flight)))
 
     kept = 0
@@ -177,23 +189,29 @@ def room_for_copies(problem: Problem, loads: Sequence[Load]) -> list[int]:
     free = problem.budget_bytes - problem.margin_bytes - problem.profile.base_bytes
     forward, backward = [], []
     kept = 0
-    for region, each in zip(problem.profile.regions, loads, strict=True):
+    for index, (region, each) in enumerate(zip(problem.profile.regions, loads, strict=True)):
         alive = region.outside_bytes + kept + each.extra_bytes
-        forward.append(free - alive - region.forward_peak_bytes)
+        room = free - alive - region.forward_peak_bytes
+        forward.append(room + problem.displaced_bytes(index) if room > 0 else room)
         backward.append(free - alive - region.backward_peak_bytes)
         kept += each.kept_bytes
-    return [min(*forward, free - kept - problem.profile.turn.peak_bytes), *backward]
+    room_in_turn = free - kept - problem.profile.turn.peak_bytes
+    if room_in_turn < 0 or not problem.turn_is_clear:
+        forward.append(room_in_turn)
+    return [min(forward), *backward]
 
 
 def _forward(problem: Problem, loads: Sequence[Load]) -> tuple[list[float], list[float], list[float]]:
     """T1. The window never holds up a region while nothing is swapped: its offloads are over when it starts."""
     out = problem.link.out_bytes_per_ms
+    num = len(loads)
     starts, ends, offloads = [], [], []
     end = offload_end = 0.0
-    for region, each in zip(problem.profile.regions, loads, strict=True):
+    for index, (region, each) in enumerate(zip(problem.profile.regions, loads, strict=True)):
         start = end + region.before_ms
         offload_end = max(offload_end, start) + each.swapped_bytes / out
-        end = max(start + region.forward_ms, offload_end - problem.window_bytes / out)
+        window_bytes = 0 if problem.turn_is_clear and index == num - 1 else problem.window_bytes
+        end = max(start + region.forward_ms, offload_end - window_bytes / out)
         starts.append(start)
         ends.append(end)
         offloads.append(offload_end)

@@ -122,6 +122,10 @@ class Region:
         inputs = sum(each.value.num_bytes for each in self.inputs if each.value.is_residual)
         return inputs + sum(op.residual_bytes for op in self.ops)
 
+    @property
+    def may_swap(self) -> bool:
+        return any("swap" in op.choices for op in self.ops) or any(each.may_swap for each in self.inputs)
+
     def shape(self) -> tuple[Any, ...]:
         """Equal for regions that differ in their times alone: they share one decision."""
         ops = tuple(dataclasses.replace(op, forward_ms=0.0) for op in self.ops)

@@ -32,17 +32,21 @@ class Case:
         largest = max((region.residual_bytes for region in self.regions), default=0)
         return max(1.0, largest / 4096)
 
-    def in_flight_bytes(self, moment: Moment) -> int:
-        return self.problem.in_flight_bytes(moment) if self.swaps else 0
+    def in_flight_bytes(self, moment: Moment, region: int | None = None) -> int:
+        return self.problem.in_flight_bytes(moment, region) if self.swaps else 0
 
     def rooms(self, budget_bytes: int) -> list[int]:
         """What regions before k may keep, with what k itself has extra; at the end: what all may keep."""
         profile = self.problem.profile
         room = budget_bytes - profile.base_bytes - self.problem.margin_bytes
-        forward, backward = self.in_flight_bytes("forward"), self.in_flight_bytes("backward")
+        backward = self.in_flight_bytes("backward")
         own = [
-            region.outside_bytes + max(region.forward_peak_bytes + forward, region.backward_peak_bytes + backward)
-            for region in self.regions
+            region.outside_bytes
+            + max(
+                region.forward_peak_bytes + self.in_flight_bytes("forward", index),
+                region.backward_peak_bytes + backward,
+            )
+            for index, region in enumerate(self.regions)
         ]
         return [*(room - each for each in own), room - profile.turn.peak_bytes - self.in_flight_bytes("turn")]
 
@@ -111,7 +115,8 @@ def _add_times(model: Model, case: Case, swapped: list[int], recompute: list[int
             span_ms = region.before_ms + region.forward_ms
             model.row([(offload[index], 1.0), (offload[index - 1], -1.0), copy], -span_ms)
             model.row([(forward[index], 1.0), *before], 0.0)
-        model.row([(forward[index], 1.0), (offload[index], -1.0)], -window_ms)
+        is_over = problem.turn_is_clear and index == num - 1
+        model.row([(forward[index], 1.0), (offload[index], -1.0)], 0.0 if is_over else -window_ms)
     backward = [model.variable() for _ in regions]
     loaded = [model.variable(-INFINITY) for _ in regions]  # from when its backward would start
     for index in reversed(range(num)):
@@ -125,7 +130,8 @@ def _add_times(model: Model, case: Case, swapped: list[int], recompute: list[int
             model.row([(loaded[index], 1.0), (backward[index + 1], -1.0), copy], -span_ms - prefetch_ms)
             model.row([(backward[index], 1.0), (backward[index + 1], -1.0), (recompute[index + 1], -1.0)], 0.0)
         model.row([(backward[index], 1.0), (loaded[index], -1.0)], 0.0)
-    _add_returns(model, case, swapped, forward, offload, loaded)
+    if not problem.turn_is_clear:
+        _add_returns(model, case, swapped, forward, offload, loaded)
     return forward, backward
 
 

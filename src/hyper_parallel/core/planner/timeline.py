@@ -162,7 +162,7 @@ class _Call:
         self._memory = device.memory
         self._engine = engine
         self._group: Group | None = None
-        self._tells_arrival = False
+        self._tells = False  # the engine of what is not swapped
         # By the number of a swapped value: what somebody beside the engine holds of it, and who will ask for it.
         self._buffers: dict[int, VirtualBuffer] = {}
         self._slots: dict[int, Slot] = {}
@@ -195,6 +195,8 @@ class _Call:
         self._let_go(holding.end)
         kept_bytes = holding.freed_bytes[holding.kept]
         self._memory.rename((Use.WORKING, self._index), (Use.SAVED, self._index), kept_bytes)
+        if self._tells and self._group is not None:
+            self._engine.end_forward(self._group)
 
     def hand_on(self) -> None:
         """The next region begins, or the turn."""
@@ -207,11 +209,11 @@ class _Call:
     def _keep(self, moment: int) -> None:
         """Give to the engine what is swapped now."""
         holding = self._holding
-        is_first_kept = moment == holding.first_kept
-        if moment in holding.opens_group or (is_first_kept and self._engine.has_groups()):
+        is_first = moment == holding.first_residual
+        if moment in holding.opens_group or (is_first and self._engine.has_groups()):
             self._open_group()
-        if is_first_kept:
-            self._tells_arrival = self._group is not None
+        if is_first:
+            self._tells = self._group is not None
         for value in holding.saved_after[moment]:
             group, buffer = self._open_group(), self._buffers[value.number]
             slot = self._engine.save(buffer, value.num_bytes, group, holding.path, _never_changed)
@@ -220,6 +222,8 @@ class _Call:
                 self._replay_handles[value.number] = Handle(slot, group)
             if value.taken_until is None or value.asked_at is not None:
                 self._handles[value.number] = Handle(slot, group)
+        if self._tells and self._group is not None and moment < holding.num_ops and holding.told_bytes[moment]:
+            self._engine.keep(self._group, holding.told_bytes[moment])
 
     def _open_group(self) -> Group:
         if self._group is None:
@@ -243,6 +247,8 @@ class _Call:
         if holding.wanted:
             self._memory.place = Place("replay", self._index)
             if max(holding.arrives_at, default=-1) >= holding.replays_at:
+                self._arrive()
+            if not holding.swapped:
                 self._arrive()
             self._replay()
         self._memory.place = Place("backward", self._index)
@@ -295,7 +301,7 @@ class _Call:
             del self._buffers[value.number]
 
     def _arrive(self) -> None:
-        if self._tells_arrival and self._group is not None:
+        if self._tells and self._group is not None:
             self._engine.arrive(self._group)
 
     def _ask(self, values: Iterable[Swapped], handles: dict[int, Handle]) -> None:

@@ -53,6 +53,7 @@ class SwapEngine:
         _loading: buffers of loads that nobody has waited for (O7)
         _unclaimed: slots that were prefetched and not asked for yet, weakly
         _tail: keys of what forwards of these labels saved at their very end
+        _last: labels and numbers of the groups in which backward began the last time, and which had swapped nothing
         _lost: memory that a copy may still touch and whose end nothing tells; see `_settle`
         _depth_bytes, _room_bytes: how much of the limits of prefetch and of the window turned out to be of use; see `_learn`
         _peak_bytes: most memory of the device in use when somebody asked, since the last backward began
@@ -73,6 +74,7 @@ class SwapEngine:
         self._thread = threading.local()
         self._tail: set[tuple[str, int, int]] = set()
         self._kept_tail: list[weakref.ref[Slot]] = []
+        self._last: set[tuple[str, int]] = set()
         self._depth_bytes = 0
         self._room_bytes = 0
         self._offloads, self._loads = LinkUse(), LinkUse()
@@ -111,6 +113,26 @@ class SwapEngine:
         """
         with self._lock:
             group.expect(slots)
+
+    def keep(self, group: Group, num_bytes: int) -> None:
+        """The forward of a group holds so much more itself, for its backward. In the last group that takes the place of sources in the window.
+
+        What the last group holds, and what comes after it (a head, a loss), is often the highest point of a step, and sources of earlier groups would be
+        there for nothing. They have had time to leave: as a rule nobody waits. Which group is the last is known from the step before.
+        Where it swaps itself, nothing is done: its own sources would be there anyway.
+        """
+        group.kept_bytes += num_bytes
+        if self._is_last(group):
+            self._let_leave(group, max(self.room_bytes - group.kept_bytes, 0))
+
+    def end_forward(self, group: Group) -> None:
+        """The forward of a group is over: if it is the last one, and has swapped nothing, all sources leave; see `keep`."""
+        if self._is_last(group):
+            self._let_leave(group)
+
+    def _is_last(self, group: Group) -> bool:
+        with self._lock:
+            return not group.slots and (group.label, group.number) in self._last
 
     def save(
         self, source: Buffer, num_bytes: int, group: Group, label: object, read_version: Callable[[], int]
@@ -169,8 +191,8 @@ class SwapEngine:
                     return
             self._wait_for_offload(oldest)
 
-    def _let_leave(self, group: Group) -> None:
-        """Forward is over: let compute wait for what groups before the newest have offloaded, and drop it.
+    def _let_leave(self, group: Group, at_most_bytes: int = 0) -> None:
+        """Let compute wait for what groups before the newest have offloaded, until at most so much is left, and drop it.
 
         They have had the forward of a group to leave, so as a rule nobody waits. But the host runs ahead of the device and sees their
         copies still under way; without this the sources would stay through the allocations of the first group's backward, the highest
@@ -180,7 +202,9 @@ class SwapEngine:
             with self._lock:
                 oldest = self._window.oldest()
                 slot = None if oldest is None else oldest.slot
-                if oldest is None or slot is None or slot.group is group or slot.group.chain is not group.chain:
+                if oldest is None or self._window.held_bytes <= at_most_bytes:
+                    return
+                if slot is None or slot.group is group or slot.group.chain is not group.chain:
                     return
             self._wait_for_offload(oldest)
 
@@ -382,7 +406,10 @@ class SwapEngine:
         saved = ([(g.key(s), s.num_bytes) for s in g.in_order()] for g in forward)
         labels = {g.label for g in forward}
         self._tail = {key for key in self._tail if key[0] not in labels}
-        if group.slots:  # else its backward asks for nothing, and is time to bring back what comes next
+        self._last = {key for key in self._last if key[0] not in labels}
+        if not group.slots:  # its backward asks for nothing, and is time to bring back what comes next
+            self._last.add((group.label, group.number))
+        else:
             self._tail |= schedule.tail(saved, self._tail_room_bytes(), self.limits.window_bytes // 8)
         return True
 

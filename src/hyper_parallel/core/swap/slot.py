@@ -116,11 +116,14 @@ class Group:
     def __init__(self, label: str, chain: list[weakref.ref[Group]], ahead_bytes: int | None = None) -> None:
         self.label = label
         self.chain = chain  # the groups of this thread's forward in order, itself among them, weakly
+        before: Group | None = next((group for ref in reversed(chain) if (group := ref()) is not None), None)
+        self.number: int = 0 if before is None or before.has_ended else before.number + 1  # in its forward
         self.ahead_bytes = ahead_bytes  # what may be loaded for others while backward is here; None: nobody has said
         self.slots: list[weakref.ref[Slot]] = []  # in the order of saving
         self.stack: list[weakref.ref[Slot]] = []  # as backward is expected to ask for them, the first on top
         self.cursor = -1  # prefetch goes on here in the stack: those above were loaded or asked for in this pass
-        self.has_ended = False  # backward has reached it, or the forward it belongs to
+        self.kept_bytes = 0  # what its call holds itself, beside what it swaps
+        self.has_ended: bool = False  # backward has reached it, or the forward it belongs to
         self.is_last = False  # of its forward: backward began here
         self.peak_bytes = 0  # most memory of the device in use when backward was here and asked
         self.levels: list[int] | None = None  # memory in use at each question of backward; see `SwapEngine._levels`

@@ -28,7 +28,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.recording import (
     aliased,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.region_function import RegionFunction
-from hyper_parallel.platform.torch.activation_checkpoint.region_swap import RegionSwap, Swapped
+from hyper_parallel.platform.torch.activation_checkpoint.region_swap import Arrival, RegionSwap, Swapped
 from hyper_parallel.platform.torch.activation_checkpoint.residuals import FromInput, FromKept, Recomputed
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Kept, TensorSwap, changed_in_place
 from hyper_parallel.platform.torch.activation_checkpoint.second_call import SecondCall
@@ -103,13 +103,22 @@ class Frame:
             record.runs_everything = True  # filled by a kernel that no mode sees
         if value.kept is not None:
             self._swap_out(record, value)
-            return FromKept(value.kept, tensor, record.ops[value.op].place(), self._swap.arrival(value.device))
+            arrival = self._told(value)
+            return FromKept(value.kept, tensor, record.ops[value.op].place(), arrival)
+        self._told(value)
         recomputed = Recomputed(self, value, tensor)
         num_writes = recomputed.version - value.made_version
         if num_writes > value.num_writes:
             value.num_writes = num_writes
         self._recomputed.append(weakref.ref(recomputed))
         return recomputed
+
+    def _told(self, value: Value) -> Arrival | None:
+        """Tell the engine of a residual that stays here, if the forward swaps anything."""
+        arrival = self._swap.arrival(value.device)
+        if arrival is not None and type(value.kept) is not Swapped:
+            arrival.hold(value)
+        return arrival
 
     def _swap_out(self, record: Record, value: Value) -> None:
         """Something needs a value that a policy wants swapped: let it leave now."""
@@ -142,6 +151,7 @@ class Frame:
             self._function.note_ops(record)
         else:
             self._record = None
+        self._swap.end_forward()
 
     def _to_recompute(self, record: Record) -> list[Recomputed]:
         """The living residuals that no policy has kept after all."""
@@ -211,6 +221,7 @@ class Frame:
             if value not in current.found:
                 if current.has_given(value):
                     current.keep_all()
+                self._swap.note_replay()
                 with shown(f"recompute {self.name}"):
                     self._recomputation.run(self._recorded(), _living(self._recomputed), current)
             tensor = current.take(value)

@@ -11,6 +11,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.local_parts import loca
 from hyper_parallel.platform.torch.activation_checkpoint.recording import Saved
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import living_slot, note_slot
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
+from hyper_parallel.platform.torch.activation_checkpoint.values import Value
 
 
 class Swapped:
@@ -38,19 +39,36 @@ class Swapped:
 
 
 class Arrival:
-    """Tells the engine that backward has got to a region, where what it asks for first was saved and not swapped.
+    """Tells the engine of a region that swaps nothing, or not what backward asks for first: how much it holds, and that backward has got to it.
 
-    Without it the regions before would be heard of only when backward has reached them, which is too late to load for them.
+    Without the one, memory in flight would be there beside all that the last region holds. Without the other, the regions before would be heard of
+    only when backward has reached them, which is too late to load for them.
     """
 
-    __slots__ = ("_engine", "_group")
+    __slots__ = ("_counted", "_engine", "_group")
 
     def __init__(self, engine: Any, group: Any) -> None:
         self._engine = engine
         self._group = group
+        self._counted: set[Any] = set()
+
+    def hold(self, value: Value) -> None:
+        """Of the region's forward: a value stays until backward, or until the forward is over."""
+        if value not in self._counted:
+            self._counted.add(value)
+            self._engine.keep(self._group, value.num_bytes)
 
     def note(self) -> None:
         self._engine.arrive(self._group)
+
+    def note_replay(self) -> None:
+        """The region runs again. If it swapped anything, what is asked for then tells it."""
+        if not self._group.slots:
+            self._engine.arrive(self._group)
+
+    def end_forward(self) -> None:
+        self._counted.clear()
+        self._engine.end_forward(self._group)
 
 
 class RegionSwap:
@@ -82,7 +100,7 @@ class RegionSwap:
         return self._places[device]
 
     def arrival(self, device: torch.device) -> Arrival | None:
-        """What a residual that was saved tells the engine; None while this forward has swapped nothing on its device."""
+        """What tells the engine of a residual that is not swapped; None while this forward has swapped nothing on its device."""
         if device not in self._arrivals:
             found = swap_engines.engine_in_use(device)
             place = None if found is None or not found.has_groups() else self.place(device)
@@ -94,6 +112,18 @@ class RegionSwap:
         for place in self._places.values():
             if place is not None:
                 place[0].expect(place[1], slots)
+
+    def end_forward(self) -> None:
+        """The region's forward is over."""
+        for arrival in self._arrivals.values():
+            if arrival is not None:
+                arrival.end_forward()
+
+    def note_replay(self) -> None:
+        """Backward has got to the region, which runs again."""
+        for arrival in self._arrivals.values():
+            if arrival is not None:
+                arrival.note_replay()
 
     def _open(self, device: torch.device) -> Any:
         found = swap_engines.engine_of(device)

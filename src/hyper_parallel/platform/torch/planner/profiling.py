@@ -174,6 +174,7 @@ class ProfiledModel:
                 **signature.facts(self),
                 "min_swap_bytes": _min_bytes(self.device),
                 "loads_by_region": True,
+                "turn_is_clear": True,
                 "region_overhead_ms": _overhead_ms(regions, decision, step_ms, again_ms),
                 "shared_input_bytes": _shared_input_bytes(calls),
             },

@@ -1,0 +1,90 @@
+"""What the last region of a forward does to copies under way: its own residuals take their place, and none is left in the loss."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hyper_parallel import policies as p
+from hyper_parallel.core.swap.engine import SwapEngine
+from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper
+from support.swapping import Swapping
+
+WIDTH = 16
+SWAP = p.swap(p.matmuls)
+
+
+def always(answer: bool) -> Any:
+    return lambda ctx, op, *args, **kwargs: answer
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+    )
+
+
+class Seen:
+    """How far the window has to shrink, by the group that asks for it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.by_step: list[list[tuple[str, int]]] = []
+        is_forward = [False]
+        plain = SwapEngine._let_leave
+
+        def noted(engine: SwapEngine, group: Any, at_most_bytes: int = 0) -> None:
+            plain(engine, group, at_most_bytes)
+            if is_forward[0]:
+                assert engine._window.held_bytes <= at_most_bytes
+                self.by_step[-1].append((group.label, at_most_bytes))
+
+        patch.setattr(SwapEngine, "_let_leave", noted)
+        self._is_forward = is_forward
+
+    def step(self, blocks: nn.Module, x: torch.Tensor) -> None:
+        self.by_step.append([])
+        self._is_forward[0] = True
+        loss = blocks(x).square().sum()
+        self._is_forward[0] = False
+        loss.backward()
+
+
+@pytest.mark.parametrize("last", [always(True), always(False), p.save(p.matmuls)], ids=["saves", "recomputes", "both"])
+def test_from_the_second_step_on_the_window_is_empty_when_the_last_region_ends(
+    swapping: Swapping, monkeypatch: pytest.MonkeyPatch, last: Any
+) -> None:
+    blocks = model().to(swapping.kind)
+    plain = copy.deepcopy(blocks)
+    for number in range(4):
+        blocks[number] = checkpoint_wrapper(blocks[number], policy_fn=last if number == 3 else SWAP)
+    seen = Seen(monkeypatch)
+    for seed in range(3):
+        seen.step(blocks, swapping.randn(8, WIDTH, seed=seed))
+        plain(swapping.randn(8, WIDTH, seed=seed)).square().sum().backward()
+    assert swapping.offloaded_bytes > 0
+    for mine, theirs in zip(blocks.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    assert seen.by_step[0] == [], "which region is the last is not known yet"
+    assert seen.by_step[1] == seen.by_step[2]
+    labels, left = zip(*seen.by_step[1], strict=True)
+    assert len(set(labels)) == 1
+    assert sorted(left, reverse=True) == list(left)
+    assert len(left) > 1, "it shrinks with what the region holds, and is empty at the end"
+    assert left[-1] == 0
+
+
+def test_a_last_region_that_swaps_leaves_the_window_alone(swapping: Swapping, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = model().to(swapping.kind)
+    for number in range(4):
+        blocks[number] = checkpoint_wrapper(blocks[number], policy_fn=SWAP)
+    seen = Seen(monkeypatch)
+    with swapping.configured(window_bytes="1KiB"):  # no room for a tail
+        for _ in range(3):
+            seen.step(blocks, swapping.randn(8, WIDTH))
+    assert swapping.offloaded_bytes > 0
+    assert seen.by_step == [[], [], []]
