@@ -167,10 +167,10 @@ def ours(options: argparse.Namespace) -> dict[str, Mode]:
     return {**OURS, **(OURS_LONG if options.shape.length >= LONG else {})}
 
 
-def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+def run_all(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[None]:
+    """Fills `rows`, and gives way after each."""
     model, x = make(options.shape, options.device, options.dtype)
     meter = Meter(options.device)
-    rows: list[dict[str, Any]] = []
     plain_ms: list[float] = []  # between modes
 
     def add(name: str, kind: str, context: Any) -> None:
@@ -196,20 +196,26 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         print(line(rows[-1], rows), flush=True)
 
     print("\n".join(header()), flush=True)
-    add("plain", "plain", contextlib.nullcontext)
+    for name, kind, context in ways(options, model):
+        add(name, kind, context)
+        yield
+
+
+def ways(options: argparse.Namespace, model: Llama) -> Iterator[tuple[str, str, Any]]:
+    """Name, kind and context of what is measured, in order."""
+    yield "plain", "plain", contextlib.nullcontext
     for name, mode in ours(options).items():
-        add(name, "ours", functools.partial(applied, model, mode))
+        yield name, "ours", functools.partial(applied, model, mode)
         if name == "recompute, inputs swapped":  # which is compared with it, so right beside it
-            add(FULL, "peer", functools.partial(applied, model, PEERS[FULL]))
+            yield FULL, "peer", functools.partial(applied, model, PEERS[FULL])
     for name, mode in PEERS.items():
         if name != FULL:
-            add(name, "peer", functools.partial(applied, model, mode))
-    add("plain again", "plain", contextlib.nullcontext)
+            yield name, "peer", functools.partial(applied, model, mode)
+    yield "plain again", "plain", contextlib.nullcontext
     if options.compile:
-        add("torch.compile, no budget", "peer", functools.partial(compiled, model, 1.0))
+        yield "torch.compile, no budget", "peer", functools.partial(compiled, model, 1.0)
         for budget in COMPILE_BUDGETS:
-            add(f"torch.compile, budget {budget}", "peer", functools.partial(compiled, model, budget))
-    return rows
+            yield f"torch.compile, budget {budget}", "peer", functools.partial(compiled, model, budget)
 
 
 def add_bounds(rows: list[dict[str, Any]], link: tuple[float, float] | None) -> None:
@@ -335,6 +341,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def write(options: argparse.Namespace, rows: list[dict[str, Any]], link: tuple[float, float] | None) -> None:
+    if not options.out:
+        return
+    result = {
+        "date": datetime.date.today().isoformat(), "commit": options.commit or commit(),
+        "digest": digest() if Path(hp.__file__).resolve().is_relative_to(ROOT) else None, "watched": list(WATCHED),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
+        "torch": torch.__version__, "python": platform.python_version(), "hyper_parallel": hp.__version__,
+        "setting": options.shape._asdict(), "rows": rows,
+        "link_gb_s": link,
+    }  # fmt: skip
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(markdown(result))
+
+
 def main() -> int:
     options = parse()
     with contextlib.ExitStack() as stack:
@@ -346,23 +367,15 @@ def main() -> int:
             stack.enter_context(hp.configure_swap(window_bytes=options.window, prefetch_bytes=options.prefetch))
         if options.check:
             return 0 if all(same for _, same in check_gradients(options)) else 1
-        rows = run_all(options)
+        rows: list[dict[str, Any]] = []
         link = link_gb_per_s() if options.device == "cuda" else None
-        add_bounds(rows, link)
+        for _ in run_all(options, rows):  # what is cut short leaves what it has
+            add_bounds(rows, link)
+            write(options, rows, link)
         if not options.no_check:
             add_gradients(rows, options)
             print("\n".join([*header(), *(line(row, rows) for row in rows)]), flush=True)
-        result = {
-            "date": datetime.date.today().isoformat(), "commit": options.commit or commit(),
-            "digest": digest() if Path(hp.__file__).resolve().is_relative_to(ROOT) else None, "watched": list(WATCHED),
-            "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
-            "torch": torch.__version__, "python": platform.python_version(), "hyper_parallel": hp.__version__,
-            "setting": options.shape._asdict(), "rows": rows,
-            "link_gb_s": link,
-        }  # fmt: skip
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(markdown(result))
+        write(options, rows, link)
     return 0
 
 

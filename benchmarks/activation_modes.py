@@ -155,13 +155,14 @@ OURS: dict[str, Mode] = {
         of=5,
         window="1GiB",  # what a block swaps comes in bursts; when the highest point comes, all of it has left
     ),
-    "mix for 16 %": Mix(p.choose(p.swap(GATE | p.attention | ROTATED), p.save(V))),
+    "mix for 16 %": Mix(p.choose(p.swap(GATE | p.attention | ROTATED), p.save(V)), window="1GiB"),
     "mix for 11 %": Mix(
         p.swap(p.attention | V | ROTATED | AFTER_ATTENTION),
         swap_inputs=True,
         other=p.swap(p.attention | V | ROTATED | GATE),
         every=2,
         of=3,
+        window="896MiB",
     ),
     "everything swapped": each(hp.swap_wrapper),
 }
@@ -170,7 +171,7 @@ OURS_LONG: dict[str, Mode] = {
     "mix for 30 %": Mix(
         p.choose(p.swap(p.attention | V | ROTATED | AFTER_ATTENTION | GATE), p.save(UP)),
         other=p.swap(p.attention | V | ROTATED | AFTER_ATTENTION | GATE),
-        every=2,
+        every=4,
         of=7,
         window="1536MiB",  # one storage has 0.9 GiB: a window of less lets it pass alone, and all else waits
     ),

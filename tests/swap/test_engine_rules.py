@@ -615,6 +615,23 @@ def test_a_group_that_knows_its_own_need_loads_all_of_it_and_for_others_what_it_
     setup.close()
 
 
+def test_a_group_that_knows_its_own_need_asks_for_memory_in_use_only_where_something_could_be_loaded() -> None:
+    setup = Setup(PROMPT, window=10, prefetch=8)
+    asked: list[int] = []
+    setup.device.bytes_in_use = lambda: asked.append(0) or 0  # type: ignore[method-assign, func-returns-value]
+    handles = []
+    for layer in range(3):
+        group = setup.engine.new_group(f"layer {layer}", 20)
+        handles += [setup.save(group, 10, f"{layer}.{index}") for index in range(2)]
+    setup.join()
+    counts = []
+    while handles:
+        setup.use(handles.pop())
+        counts.append(len(asked))
+    assert counts == [0] * 6, "the next group is there already, and the one before it is too far"
+    setup.close()
+
+
 def test_what_a_group_asks_for_one_by_one_comes_early_below_the_peak_of_this_group_alone() -> None:
     setup = Setup(PROMPT, prefetch=8)
     setup.device.counts_bytes = True

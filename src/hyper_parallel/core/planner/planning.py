@@ -24,6 +24,7 @@ from hyper_parallel.core.swap.sizes import format_size, parse_size
 _logger = get_logger("planner")
 _KIB = 1024
 _MAX_TRIES = 5  # of solving again with what was measured
+_TOO_SLOW = 1.04  # real steps to predicted ones: more than what clocks and temperature do
 
 
 def plan_memory(
@@ -97,7 +98,7 @@ def planned(profile: StepProfile, allowed_bytes: int, profiled: Any, *, names_sm
         if profiled is None or (plan.is_empty and profile.is_plain_measured):
             return plan
         simplest = _recomputed(profile, allowed_bytes, profiled, faster_than_ms=plan.predicted.step_ms)
-        return _proved(plan, profiled) if simplest is None else simplest
+        return _fastest(_proved(plan, profiled), profiled) if simplest is None else simplest
     except BudgetError as error:
         if profiled is None:
             raise
@@ -127,11 +128,34 @@ def _recomputed(
         return None
     predicted = Predicted(cost.peak_bytes, cost.step_ms)
     plan = MemoryPlan(profile, decision, candidates(profile)[0], allowed_bytes, predicted)
-    peak_bytes = _measured_peak(plan, profiled)
-    if peak_bytes is None or peak_bytes > allowed_bytes:
-        return None
-    plan.measured = Measured(peak_bytes)
-    return plan
+    plan.measured = _measured(plan, profiled)
+    return None if plan.measured is None or plan.measured.peak_bytes > allowed_bytes else plan
+
+
+def _fastest(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
+    """The plan, or a faster one, if real steps take longer than predicted.
+
+    What they take beyond is put down to the regions: an accelerator that waits for the host does so in them. Solved again with that, the plan has fewer of
+    them. Real steps have the last word.
+    """
+    managed = [each for each in plan.decision if not each.is_plain]
+    taken_ms = None if plan.measured is None else plan.measured.step_ms
+    if taken_ms is None or not managed or taken_ms <= plan.predicted.step_ms * _TOO_SLOW:
+        return plan
+    facts = dict(plan.profile.facts)
+    more_ms = (taken_ms - plan.predicted.step_ms) / len(managed)
+    facts["region_overhead_ms"] = float(facts.get("region_overhead_ms", 0.0)) + more_ms
+    profile = dataclasses.replace(plan.profile, facts=facts)
+    _logger.info("steps take %.0f ms, predicted were %.0f; planning again", taken_ms, plan.predicted.step_ms)
+    try:
+        other = solved(profile, plan.budget_bytes, margin_bytes=first_margin(profile))
+        if other.predicted.step_ms >= taken_ms:
+            return plan
+        other = _proved(other, profiled)
+    except BudgetError:
+        return plan
+    is_faster = other.measured is not None and (other.measured.step_ms or math.inf) < taken_ms
+    return other if is_faster else plan
 
 
 def _proved_smallest(profile: StepProfile, profiled: Any, smallest_bytes: int) -> int:
@@ -190,7 +214,7 @@ def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Calla
     plan.check(model, batch)
     with profiled.preserved():
         proved = _proved(plan, profiled)
-        if proved.measured is not None:
+        if proved.measured is not None and proved.measured.step_ms is None:
             proved.attach(model, "error")
             try:
                 proved.measured = Measured(proved.measured.peak_bytes, profiled.step_ms())
@@ -205,9 +229,10 @@ def _proved(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
     careful: list[dict[str, bool]] = [{"copies_meet": True}, {"swaps": False}]  # what is left to try
     ways: dict[str, bool] = {}
     for tried in range(_MAX_TRIES):
-        peak_bytes = _measured_peak(plan, profiled)
+        measured = _measured(plan, profiled)
+        peak_bytes = None if measured is None else measured.peak_bytes
         if peak_bytes is not None and peak_bytes <= plan.budget_bytes:
-            plan.measured = Measured(peak_bytes)
+            plan.measured = measured
             return plan
         # What was not foreseen is added to the margin, and a little more: it will not be quite the same next time. Where memory ran out
         # nobody knows how much that was.
@@ -237,14 +262,19 @@ def _proved(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
     )
 
 
-def _measured_peak(plan: MemoryPlan, profiled: Any) -> int | None:
-    """None: memory ran out."""
+def _measured(plan: MemoryPlan, profiled: Any) -> Measured | None:
+    """Real steps under a plan, with their time where an accelerator takes it; None: memory ran out."""
     plan.apply(profiled.model)
     try:
         if profiled.peaks_within(1) is None:  # the first step teaches the engine what is asked for first
             return None
         peak_bytes: int | None = profiled.peaks_within(2)
-        return None if peak_bytes is None else peak_bytes + plan.profile.base_bytes
+        if peak_bytes is None:
+            return None
+        is_timed = (
+            plan.profile.facts.get("device") != "cpu" and peak_bytes + plan.profile.base_bytes <= plan.budget_bytes
+        )
+        return Measured(peak_bytes + plan.profile.base_bytes, profiled.step_ms() if is_timed else None)
     finally:
         plan.remove(profiled.model)
 

@@ -459,6 +459,10 @@ class SwapEngine:
 
         `ahead`: what is loaded already and not asked for.
         """
+        near = group.with_next()
+        wishes = list(itertools.takewhile(lambda each: each[0].group in near, self._wishes(group)))
+        if group.ahead_bytes is not None and not wishes:
+            return []  # who knows the group's need does not need its level either: to ask for it costs the host time
         used_bytes = self.device.bytes_in_use()
         if used_bytes is None:
             return []
@@ -467,8 +471,6 @@ class SwapEngine:
         own_bytes = used_bytes - sum(slot.num_bytes for slot in ahead if slot.group is not group)
         rise = self._rise_from_here(group, own_bytes) if group.ahead_bytes is None else None
         low, high = group.peak_bytes, max(group.peak_bytes, 0 if rise is None else self._peak_bytes - rise)
-        near = group.with_next()
-        wishes = itertools.takewhile(lambda each: each[0].group in near, self._wishes(group))
         return schedule.loads_that_fit(
             ((wish, num_bytes, high if wish.slot.is_expected else low) for wish, num_bytes in wishes), used_bytes
         )

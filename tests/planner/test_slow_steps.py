@@ -1,0 +1,107 @@
+"""Real steps that take longer than predicted: what is planned then, and which plan is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from hyper_parallel.core.planner import planning
+from hyper_parallel.core.planner.choices import recompute_all
+from hyper_parallel.core.planner.plan import Measured, MemoryPlan
+from hyper_parallel.core.planner.profile import StepProfile
+from support.planner_cases import transformer
+
+
+class Steps:
+    """Stands for real steps: every region that is neither plain nor recomputed whole takes `more_ms` of the host."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, more_ms: float, simple_more_ms: float = 0.0) -> None:
+        self.more_ms, self.simple_more_ms = more_ms, simple_more_ms
+        self.measured: list[MemoryPlan] = []
+        patch.setattr(planning, "_measured", self)
+
+    def __call__(self, plan: MemoryPlan, profiled: object) -> Measured:
+        self.measured.append(plan)
+        overhead_ms = float(plan.profile.facts.get("region_overhead_ms", 0.0))
+        simple = [each.is_plain or each == whole(plan, index) for index, each in enumerate(plan.decision)]
+        predicted_ms = plan.predicted.step_ms - (0 if all(simple) else overhead_ms * sum(not s for s in simple))
+        more_ms = self.simple_more_ms if all(simple) else sum(self.more_ms for each in simple if not each)
+        return Measured(plan.predicted.peak_bytes, predicted_ms + more_ms)
+
+
+def whole(plan: MemoryPlan, index: int) -> object:
+    return recompute_all(plan.profile.regions[index])
+
+
+def planned(profile: StepProfile) -> MemoryPlan:
+    budget = profile.base_bytes + int(0.5 * profile.activation_peak_bytes)
+    return planning.planned(profile, budget, object())
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved = planning.solved
+    monkeypatch.setattr(planning, "solved", lambda *args, **ways: solved(*args, **ways, time_limit_s=3.0))
+
+
+@pytest.fixture(scope="module")
+def profile() -> StepProfile:
+    found = transformer(3, differ=False)
+    return dataclasses.replace(found, facts={**found.facts, "device": "cuda"})
+
+
+def test_steps_as_fast_as_predicted_are_left_alone(profile: StepProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, more_ms=0.0)
+    plan = planned(profile)
+    assert steps.measured == [plan]
+    assert plan.measured is not None
+    assert plan.measured.step_ms == pytest.approx(plan.predicted.step_ms)
+
+
+def test_where_regions_cost_the_host_too_much_blocks_are_left_alone_or_recomputed_whole(
+    profile: StepProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, more_ms=profile.step_ms)
+    plan = planned(profile)
+    first, second = steps.measured
+    assert plan is second
+    assert not any(each.is_plain or each == whole(first, i) for i, each in enumerate(first.decision[:-1]))
+    assert all(each.is_plain or each == whole(plan, i) for i, each in enumerate(plan.decision))
+    assert plan.profile.facts["region_overhead_ms"] == pytest.approx(profile.step_ms, rel=0.2)
+    assert plan.measured is not None
+    assert plan.measured.peak_bytes <= plan.budget_bytes
+
+
+def test_real_steps_have_the_last_word(profile: StepProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, more_ms=profile.step_ms, simple_more_ms=100 * profile.step_ms)
+    plan = planned(profile)
+    assert len(steps.measured) == 2
+    assert plan is steps.measured[0]
+
+
+def test_steps_of_a_cpu_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[Callable[[], float]] = []
+
+    class Profiled:
+        model = None
+
+        def peaks_within(self, num_steps: int) -> int:
+            return 1
+
+        def step_ms(self) -> float:
+            times.append(self.step_ms)
+            return 1.0
+
+    monkeypatch.setattr(MemoryPlan, "apply", lambda self, model: None)
+    monkeypatch.setattr(MemoryPlan, "remove", lambda self, model: None)
+    for device, is_timed in (("cpu", False), ("cuda", True)):
+        found = transformer(3, differ=False)
+        found = dataclasses.replace(found, facts={**found.facts, "device": device})
+        budget = found.base_bytes + found.activation_peak_bytes // 2
+        plan = planning.solved(found, budget, margin_bytes=0)
+        measured = planning._measured(plan, Profiled())
+        assert measured is not None
+        assert (measured.step_ms == 1.0) is is_timed
+    assert len(times) == 1
