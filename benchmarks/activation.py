@@ -5,8 +5,7 @@
     python benchmarks/activation.py --only plain,swap    some of the modes
     python benchmarks/activation.py --check              only compare gradients of our modes with plain ones, bit for bit
 
-Plain steps are measured before and after every mode, and its time is compared with the mean of these two: clocks of a GPU drift with its
-temperature. The median of the steps counts. Peak: allocated bytes above what is there when a step begins, with
+Steps of a mode and plain ones take turns, and the medians of the two are compared: clocks of a GPU drift with its temperature, and follow what it draws. Peak: allocated bytes above what is there when a step begins, with
 gradients allocated. "To bound": against max(forward compute, bytes out / link) + max(backward compute, bytes in / link), what a perfect
 overlap would take. "Pinned later": pinned host memory that was allocated after the second step of the mode. "Gradients": compared in a process of its own, with deterministic algorithms. `--out` writes JSON, and a Markdown table
 beside it.
@@ -27,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +46,21 @@ LONG = 16384  # from this length on, modes for long sequences are measured, too
 def applied(model: Llama, mode: Mode | None) -> Iterator[None]:
     """The model with its blocks wrapped, until the end of the `with` block."""
     plain = list(model.blocks)
-    window = getattr(mode, "window", None)
+    window = getattr(mode, "window", None) if torch.cuda.is_available() else None  # it is of the size that a GPU runs
     setting = contextlib.nullcontext() if window is None else hp.configure_swap(window_bytes=window)
     if mode is not None:
-        for index, block in enumerate(mode(plain)):
-            model.blocks[index] = block
+        put(model, mode(plain))
     try:
         with setting:
             yield
     finally:
-        for index, block in enumerate(plain):
-            model.blocks[index] = block
+        put(model, plain)
+
+
+def put(model: Llama, blocks: Sequence[torch.nn.Module]) -> None:
+    """Other blocks in place of the model's."""
+    for index, block in enumerate(blocks):
+        model.blocks[index] = block
 
 
 @contextlib.contextmanager
@@ -117,7 +120,10 @@ class Meter:
         return peak
 
 
-def measure(meter: Meter, model: Llama, x: torch.Tensor, steps: int, warm: int) -> dict[str, Any]:
+def measure(
+    meter: Meter, model: Llama, x: torch.Tensor, steps: int, warm: int, plain_step: Callable[[], float] | None = None
+) -> dict[str, Any]:
+    """The model as it is now; with `plain_step`, which takes turns with it, also `plain_ms`."""
     pinned_bytes = 0
     for number in range(warm):
         meter.step(model, x)
@@ -126,8 +132,13 @@ def measure(meter: Meter, model: Llama, x: torch.Tensor, steps: int, warm: int) 
     if meter.is_cuda:
         torch.cuda.empty_cache()
         meter.step(model, x)
+    reserved_bytes = torch.cuda.memory_reserved() if meter.is_cuda else 0
     before = hp.SwapManager().stats()
-    rows = [meter.step(model, x) for _ in range(steps)]
+    rows, plain_ms = [], []
+    for _ in range(steps):
+        if plain_step is not None:
+            plain_ms.append(plain_step())
+        rows.append(meter.step(model, x))
     after = hp.SwapManager().stats()
     each = {name: (after[name] - before[name]) / steps for name in after if isinstance(after[name], (int, float))}
     peak = max(row["peak_bytes"] for row in rows) if meter.is_cuda else meter.peak_on_cpu(model, x)
@@ -135,7 +146,7 @@ def measure(meter: Meter, model: Llama, x: torch.Tensor, steps: int, warm: int) 
         "step_ms": statistics.median(row["step_ms"] for row in rows),
         "forward_ms": statistics.median(row["forward_ms"] for row in rows),
         "peak_gib": peak / GIB,
-        "reserved_gib": torch.cuda.memory_reserved() / GIB if meter.is_cuda else 0.0,
+        "reserved_gib": reserved_bytes / GIB,
         "out_gb": each["offloaded_bytes"] / 1e9,
         "in_gb": each["loaded_bytes"] / 1e9,
         "late_loads": each["num_late_loads"],
@@ -143,6 +154,7 @@ def measure(meter: Meter, model: Llama, x: torch.Tensor, steps: int, warm: int) 
         "offload_stall_ms": each["offload_stall_ms"],
         "pinned_gib": after["pool_reserved_bytes"]["host"] / GIB,
         "pinned_later_gib": (after["pool_reserved_bytes"]["host"] - pinned_bytes) / GIB,
+        **({"plain_ms": statistics.median(plain_ms)} if plain_ms else {}),
     }
 
 
@@ -171,7 +183,15 @@ def run_all(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator
     """Fills `rows`, and gives way after each."""
     model, x = make(options.shape, options.device, options.dtype)
     meter = Meter(options.device)
-    plain_ms: list[float] = []  # between modes
+    originals = list(model.blocks)
+
+    def plain_step() -> float:
+        wrapped = list(model.blocks)
+        put(model, originals)
+        try:
+            return meter.step(model, x)["step_ms"]
+        finally:
+            put(model, wrapped)
 
     def add(name: str, kind: str, context: Any) -> None:
         if options.only and not any(text in name for text in options.only):
@@ -181,17 +201,12 @@ def run_all(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator
             return
         try:
             with context():
-                row = measure(meter, model, x, options.steps, options.warm)
+                row = measure(meter, model, x, options.steps, options.warm, None if kind == "plain" else plain_step)
         except ImportError as error:
             row = {"skipped": f"{error.name} is not installed"}
         except torch.OutOfMemoryError:
             row = {"skipped": "out of memory"}
         gc.collect()
-        if "step_ms" in row and kind == "plain":
-            plain_ms.append(row["step_ms"])
-        elif "step_ms" in row and plain_ms:
-            plain_ms.append(measure(meter, model, x, max(options.steps // 2, 1), 1)["step_ms"])
-            row["plain_ms"] = sum(plain_ms[-2:]) / 2
         rows.append({"mode": name, "kind": kind, **row})
         print(line(rows[-1], rows), flush=True)
 
@@ -323,7 +338,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="measure torch.compile's memory budgets, too")
     parser.add_argument("--check", action="store_true", help="compare gradients instead of measuring")
     parser.add_argument("--no-check", action="store_true", help="leave the comparison of gradients out")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=9, help="modes that would begin later are left out")
     parser.add_argument("--commit", help="what is measured, where there is no git")

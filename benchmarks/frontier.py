@@ -11,7 +11,7 @@ A percentage is of the plain activation peak; `min` is the peak of PyTorch's ful
 A model is profiled once, and all of its plans are made from that profile. Every way is measured between two plain runs, and its time is the ratio to
 their mean; the peak is the highest of all steps, the time their median. What is promised is checked at the end.
 
-`--out` is written anew after each row; `--add` keeps the rows that an earlier file has of other models. `--minutes`: what would begin later is
+`--out` is written anew after each row; `--add` keeps the rows that an earlier file has of other models, each with its own commit. `--minutes`: what would begin later is
 left out.
 """
 

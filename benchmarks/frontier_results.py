@@ -39,16 +39,20 @@ class Results:
         self.rows: list[Row] = []
         self.settings: dict[str, Any] = {}
         self.largest: list[Row] = []
+        self.measured = {name: self._when() for name in measured_now}  # by model: when, and with which sources
         self.num_failures = 0
 
     def keep(self, path: Path) -> None:
-        """Rows of an earlier file, but for the models that are measured now."""
+        """Rows of an earlier file, but for the models that are measured now; `measured` says which sources they are of."""
         data = json.loads(path.read_text())
         for name, value in self._head().items():
-            if name in ("digest", "device", "torch") and data[name] != value:
+            if name in ("device", "torch") and data[name] != value:
                 raise SystemExit(
                     f"{path} is of something else: its {name} is {data[name]!r}, not {value!r}. Measure it again."
                 )
+        own = {name: data[name] for name in ("date", "commit", "digest")}
+        for model in {row["model"] for row in (*data["rows"], *data["largest"])} - self._measured_now:
+            self.measured[model] = data.get("measured", {}).get(model, own)
         self.rows += [row for row in data["rows"] if row["model"] not in self._measured_now]
         self.largest += [row for row in data["largest"] if row["model"] not in self._measured_now]
         self.settings |= {name: each for name, each in data["setting"].items() if name not in self._measured_now}
@@ -66,14 +70,19 @@ class Results:
     def as_dict(self) -> dict[str, Any]:
         models = dict.fromkeys(row["model"] for row in self.rows)
         return {
-            **self._head(), "setting": self.settings, "rows": self.rows, "largest": self.largest,
+            **self._head(), "measured": self.measured, "setting": self.settings, "rows": self.rows, "largest": self.largest,
             "checks": {model: checks([row for row in self.rows if row["model"] == model]) for model in models},
         }  # fmt: skip
 
     def _head(self) -> dict[str, Any]:
         return {
-            "date": datetime.date.today().isoformat(), "commit": self._commit or commit(), "digest": self._digest, "watched": list(SOURCES),
+            **self._when(), "watched": list(SOURCES),
             "device": torch.cuda.get_device_name() if self._device == "cuda" else platform.machine(), "torch": torch.__version__,
+        }  # fmt: skip
+
+    def _when(self) -> dict[str, Any]:
+        return {
+            "date": datetime.date.today().isoformat(), "commit": self._commit or commit(), "digest": self._digest,
         }  # fmt: skip
 
     def _write(self) -> None:

@@ -88,11 +88,14 @@ def _claim_of_json(text: str) -> Claim:
         data = None
     if not isinstance(data, dict):
         return Claim((), (), WATCHED)
-    commit, known_digest = data.get("commit"), data.get("digest")
+    measured = data.get("measured")  # parts of it that are of other commits
+    parts = [data, *(measured.values() if isinstance(measured, dict) else ())]
+    commits = dict.fromkeys(str(part.get("commit")) for part in parts)
+    digests = dict.fromkeys(part.get("digest") for part in parts)
     watched = data.get("watched")
     return Claim(
-        (commit,) if isinstance(commit, str) and re.fullmatch(_COMMIT, commit) else (),
-        (known_digest,) if isinstance(known_digest, str) else (),
+        tuple(commit for commit in commits if re.fullmatch(_COMMIT, commit)),
+        tuple(each for each in digests if isinstance(each, str)),
         tuple(map(str, watched)) if isinstance(watched, list) and watched else WATCHED,
     )
 

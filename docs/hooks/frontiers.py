@@ -34,7 +34,13 @@ def section(result: dict[str, Any], table: Callable[[list[str], list[list[str]]]
         drawn = pictures.frontiers({title: _points(rows)})
         lines = [_line(row) for row in rows]
         head = ["way", "predicted peak", "peak", "predicted time", "time", "swapped GB"]
-        parts += [f"### {_TITLES.get(model, model)}", drawn, table(head, lines)]
+        when = result.get("measured", {}).get(model, result)
+        parts += [
+            f"### {_TITLES.get(model, model)}",
+            f"{when['date']}, commit {when['commit']}.",
+            drawn,
+            table(head, lines),
+        ]
     names = list(dict.fromkeys(name for each in result["checks"].values() for name in each))
     lines = [
         [name, *(_WORDS[each.get(name)] for each in result["checks"].values())]

@@ -171,6 +171,30 @@ def test_frontier_py_says_no_where_a_plan_is_slower_or_larger(monkeypatch: pytes
     ]
 
 
+def test_frontier_py_keeps_rows_of_other_models_with_their_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from frontier_results import Results
+
+    def row(model: str) -> dict[str, Any]:
+        return {"model": model, "way": "plain", "kind": "plain", "skipped": "in this test"}
+
+    old = Results("cpu", commit="0123abc", out=tmp_path / "old.json", measured_now=["llama", "moe"])
+    old.add(row("llama"))
+    old.add(row("moe"))
+    new = Results("cpu", commit="4567def", out=tmp_path / "new.json", measured_now=["moe"])
+    new.keep(tmp_path / "old.json")
+    new.add(row("moe"))
+    last = Results("cpu", commit="89abcde", out=tmp_path / "last.json", measured_now=["gpt2"])
+    last.keep(tmp_path / "new.json")
+    last.add(row("gpt2"))
+    result = json.loads((tmp_path / "last.json").read_text())
+    assert [each["model"] for each in result["rows"]] == ["llama", "moe", "gpt2"]
+    commits = {model: each["commit"] for model, each in result["measured"].items()}
+    assert commits == {"llama": "0123abc", "moe": "4567def", "gpt2": "89abcde"}
+
+
 def test_communication_py_measures_both_ways_of_every_call(tmp_path: Path) -> None:
     done = run(
         "communication.py", "--framework", "torch", "--ranks", "2", "--rounds=2", "--commit=0123abc", f"--out={tmp_path / 'c.json'}"

@@ -123,6 +123,16 @@ def test_a_renamed_file_makes_results_stale_and_a_note_beside_the_sources_does_n
     assert checkout.states() == {"a.json": "stale"}
 
 
+def test_a_part_of_another_commit_makes_results_stale_and_is_named(checkout: Checkout) -> None:
+    now = {"commit": "0123abc", "digest": results_state.digest(checkout.root)}
+    then = {"commit": "4567def", "digest": "0" * 64}
+    checkout.write("a.json", {**now, "measured": {"new": now}})
+    checkout.write("b.json", {**now, "measured": {"new": now, "old": then}})
+    fresh, stale = results_state.states(checkout.root)
+    assert (fresh.state, fresh.commits) == ("fresh", ("0123abc",))
+    assert (stale.state, stale.commits) == ("stale", ("0123abc", "4567def"))
+
+
 def test_results_may_watch_less(checkout: Checkout) -> None:
     watched = ["src/hyper_parallel/core/swap/pool.py", "src/hyper_parallel/core/activation_checkpoint"]
     digest = results_state.digest(checkout.root, watched)
