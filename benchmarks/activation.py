@@ -3,6 +3,7 @@
     python benchmarks/activation.py                      on a GPU: 16 Llama-3-8B blocks, sequence 8192, batch 2, bfloat16
     python benchmarks/activation.py --device cpu         a small model, swapped to files
     python benchmarks/activation.py --only plain,swap    some of the modes
+    python benchmarks/activation.py --only mix --add x.json    the others as they are in an earlier file, if the sources are the same
     python benchmarks/activation.py --check              only compare gradients of our modes with plain ones, bit for bit
 
 Steps of a mode and plain ones take turns, and the medians of the two are compared: clocks of a GPU drift with its temperature, and follow what it draws. Peak: allocated bytes above what is there when a step begins, with
@@ -343,6 +344,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9, help="modes that would begin later are left out")
     parser.add_argument("--commit", help="what is measured, where there is no git")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--add", type=Path, help="a file with rows of other modes to keep")
     parser.add_argument("--window", help="window_bytes of configure_swap")
     parser.add_argument("--prefetch", help="prefetch_bytes of configure_swap")
     for name in ("blocks", "length", "batch"):
@@ -356,6 +358,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def with_earlier(options: argparse.Namespace, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows, and those of an earlier file for modes that have none; in the order of that file.
+
+    Gradients that were equal there are so here: the sources are the same.
+    """
+    earlier = json.loads(options.add.read_text())
+    for name in ("digest", "device", "torch", "setting"):
+        if earlier[name] != result[name]:
+            raise SystemExit(
+                f"{options.add} is of something else: its {name} is {earlier[name]!r}, not {result[name]!r}."
+            )
+    now = {row["mode"]: row for row in result["rows"]}
+    kept = []
+    for row in earlier["rows"]:
+        mine = now.pop(row["mode"], None)
+        about = {name: row[name] for name in ("gradients",) if name in row}
+        kept.append(row if mine is None else {**about, **mine})
+    return [*kept, *now.values()]
+
+
 def write(options: argparse.Namespace, rows: list[dict[str, Any]], link: tuple[float, float] | None) -> None:
     if not options.out:
         return
@@ -367,6 +389,8 @@ def write(options: argparse.Namespace, rows: list[dict[str, Any]], link: tuple[f
         "setting": options.shape._asdict(), "rows": rows,
         "link_gb_s": link,
     }  # fmt: skip
+    if options.add:
+        result["rows"] = with_earlier(options, result)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     options.out.with_suffix(".md").write_text(markdown(result))
 

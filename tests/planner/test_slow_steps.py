@@ -10,6 +10,7 @@ import pytest
 from hyper_parallel.core.planner import planning
 from hyper_parallel.core.planner.choices import recompute_all
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan
+from hyper_parallel.core.planner.problem import Problem, evaluate
 from hyper_parallel.core.planner.profile import StepProfile
 from support.planner_cases import transformer
 
@@ -66,7 +67,7 @@ def test_where_regions_cost_the_host_too_much_blocks_are_left_alone_or_recompute
     steps = Steps(monkeypatch, more_ms=profile.step_ms)
     plan = planned(profile)
     first, second = steps.measured
-    assert plan is second
+    assert plan is second, "and recomputing every block is predicted to be slower"
     assert not any(each.is_plain or each == whole(first, i) for i, each in enumerate(first.decision[:-1]))
     assert all(each.is_plain or each == whole(plan, i) for i, each in enumerate(plan.decision))
     assert plan.profile.facts["region_overhead_ms"] == pytest.approx(profile.step_ms, rel=0.2)
@@ -74,11 +75,24 @@ def test_where_regions_cost_the_host_too_much_blocks_are_left_alone_or_recompute
     assert plan.measured.peak_bytes <= plan.budget_bytes
 
 
+def test_recomputing_every_block_is_tried_where_a_margin_leaves_nothing_else(
+    profile: StepProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, more_ms=profile.step_ms)
+    decision = tuple(map(recompute_all, profile.regions))
+    budget = evaluate(Problem(profile, 0, 0, 0), decision).peak_bytes  # so that a plan with a margin needs copies, too
+    plan = planning.planned(profile, budget, object())
+    assert plan is steps.measured[-1]
+    assert plan.decision == decision
+
+
 def test_real_steps_have_the_last_word(profile: StepProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, more_ms=profile.step_ms, simple_more_ms=100 * profile.step_ms)
     plan = planned(profile)
-    assert len(steps.measured) == 2
-    assert plan is steps.measured[0]
+    first, second, last = steps.measured
+    assert plan is first
+    assert all(each.is_plain or each == whole(second, i) for i, each in enumerate(second.decision))
+    assert all(each == whole(last, i) for i, each in enumerate(last.decision))
 
 
 def test_steps_of_a_cpu_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

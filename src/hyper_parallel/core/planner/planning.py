@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -136,7 +137,7 @@ def _fastest(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
     """The plan, or a faster one, if real steps take longer than predicted.
 
     What they take beyond is put down to the regions: an accelerator that waits for the host does so in them. Solved again with that, the plan has fewer of
-    them. Real steps have the last word.
+    them; and recomputing every block may be the fastest after all. Real steps have the last word.
     """
     managed = [each for each in plan.decision if not each.is_plain]
     taken_ms = None if plan.measured is None else plan.measured.step_ms
@@ -147,15 +148,18 @@ def _fastest(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
     facts["region_overhead_ms"] = float(facts.get("region_overhead_ms", 0.0)) + more_ms
     profile = dataclasses.replace(plan.profile, facts=facts)
     _logger.info("steps take %.0f ms, predicted were %.0f; planning again", taken_ms, plan.predicted.step_ms)
-    try:
+    others = [plan]
+    with contextlib.suppress(BudgetError):
         other = solved(profile, plan.budget_bytes, margin_bytes=first_margin(profile))
-        if other.predicted.step_ms >= taken_ms:
-            return plan
-        other = _proved(other, profiled)
-    except BudgetError:
-        return plan
-    is_faster = other.measured is not None and (other.measured.step_ms or math.inf) < taken_ms
-    return other if is_faster else plan
+        if other.predicted.step_ms < taken_ms:
+            others.append(_proved(other, profiled))
+    fastest = min(others, key=_taken_ms)
+    simplest = _recomputed(profile, plan.budget_bytes, profiled, faster_than_ms=_taken_ms(fastest))
+    return fastest if simplest is None else min(fastest, simplest, key=_taken_ms)
+
+
+def _taken_ms(plan: MemoryPlan) -> float:
+    return math.inf if plan.measured is None or plan.measured.step_ms is None else plan.measured.step_ms
 
 
 def _proved_smallest(profile: StepProfile, profiled: Any, smallest_bytes: int) -> int:
