@@ -308,8 +308,9 @@ def line(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     if "skipped" in row:
         return f"| {row['mode']} | {row['skipped']} |" + " |" * 10
     plain = next((each for each in rows if each["mode"] == "plain"), row)
+    name = f"{row['mode']} ({row['commit']})" if "commit" in row else row["mode"]
     return (
-        f"| {row['mode']} | {row['step_ms']:.0f} | {row['step_ms'] / row.get('plain_ms', plain['step_ms']):.3f} | {row['peak_gib']:.2f} "
+        f"| {name} | {row['step_ms']:.0f} | {row['step_ms'] / row.get('plain_ms', plain['step_ms']):.3f} | {row['peak_gib']:.2f} "
         f"| {row['peak_gib'] / plain['peak_gib']:.1%} | {row['reserved_gib']:.1f} | {row['pinned_gib']:.1f} | {row.get('pinned_later_gib', 0):.1f} "
         f"| {row['out_gb']:.2f} / {row['in_gb']:.2f} | {row['load_stall_ms']:.1f} / {row['offload_stall_ms']:.1f} "
         f"| {'' if row.get('to_bound') is None else format(row['to_bound'], '.3f')} | {row.get('gradients', '')} |"
@@ -374,7 +375,7 @@ def with_earlier(options: argparse.Namespace, result: dict[str, Any]) -> list[di
     for row in earlier["rows"]:
         mine = now.pop(row["mode"], None)
         about = {name: row[name] for name in ("gradients",) if name in row}
-        kept.append(row if mine is None else {**about, **mine})
+        kept.append({"commit": earlier["commit"], **row} if mine is None else {**about, **mine})
     return [*kept, *now.values()]
 
 

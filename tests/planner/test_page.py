@@ -79,9 +79,9 @@ class Document(HTMLParser):
 
 
 def planned(part: float = 0.2, name: str = "Llama", num_blocks: int = 12) -> MemoryPlan:
-    profile = cases.transformer(num_blocks, differ=False)
+    profile = cases.as_measured(cases.transformer(num_blocks, differ=False))
     profile = dataclasses.replace(
-        profile, facts={"model": name, "device": "cuda: a device", "framework": "torch", "version": "2.13"}
+        profile, facts={**profile.facts, "model": name, "framework": "torch", "version": "2.13"}
     )
     budget = profile.base_bytes + int(part * profile.activation_peak_bytes)
     plan = solved(profile, budget, margin_bytes=first_margin(profile), time_limit_s=20)

@@ -303,3 +303,17 @@ def transformer(num_blocks: int, *, differ: bool, seed: int = 0, gigabytes_per_s
         turn,
         Link(speed, speed),
     )
+
+
+def as_measured(profile: StepProfile) -> StepProfile:
+    """With what a profile of a device has: forward peaks that hold all that ops make, a last region that is not swapped, regions of which the engine hears."""
+    regions = []
+    for each in profile.regions:
+        made_bytes = sum(one.num_bytes for one in each.ops) + sum(one.value.num_bytes for one in each.inputs)
+        regions.append(dataclasses.replace(each, forward_peak_bytes=max(each.forward_peak_bytes, made_bytes)))
+    last = regions[-1]
+    ops = tuple(dataclasses.replace(one, choices=tuple(c for c in one.choices if c != "swap")) for one in last.ops)
+    inputs = tuple(dataclasses.replace(one, may_swap=False) for one in last.inputs)
+    regions[-1] = dataclasses.replace(last, ops=ops, inputs=inputs)
+    facts = {**profile.facts, "device": "cuda: a device", "turn_is_clear": True, "loads_by_region": True}
+    return dataclasses.replace(profile, regions=tuple(regions), facts=facts)
