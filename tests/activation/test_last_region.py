@@ -78,6 +78,36 @@ def test_from_the_second_step_on_the_window_is_empty_when_the_last_region_ends(
     assert left[-1] == 0
 
 
+def test_when_a_region_has_run_again_the_engine_hears_of_that_high_point(
+    swapping: Swapping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    arrive = SwapEngine.arrive
+
+    def noted(engine: SwapEngine, group: Any) -> None:
+        happened.append("told")
+        arrive(engine, group)
+
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        happened.append("ran")
+        return nn.functional.silu(x)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return silu(self.linear(x)) * x
+
+    monkeypatch.setattr(SwapEngine, "arrive", noted)
+    blocks = nn.Sequential(*(checkpoint_wrapper(Block(), policy_fn=SWAP) for _ in range(2))).to(swapping.kind)
+    loss = blocks(swapping.randn(8, WIDTH, requires_grad=True)).sum()
+    happened.clear()
+    loss.backward()
+    assert happened == ["ran", "told", "ran", "told"]
+
+
 def test_a_last_region_that_swaps_leaves_the_window_alone(swapping: Swapping, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = model().to(swapping.kind)
     for number in range(4):

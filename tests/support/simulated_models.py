@@ -76,6 +76,7 @@ class TimedDevice(SimulatedDevice):
         self.link = link
         self.host_lead_ms = host_lead_ms
         self.synced_ms = 0.0
+        self.hidden_bytes = 0  # of what is allocated, what kernels need only while they run
         self.copies: list[tuple[str, float, float, int]] = []  # direction, start, end, bytes
         self.stalls: list[tuple[str, float, float]] = []  # direction, start, how long
         self._copy_ms = 0.0
@@ -118,7 +119,7 @@ class TimedDevice(SimulatedDevice):
         return TimedStream(self._load_lane, self)
 
     def bytes_in_use(self) -> int:
-        return self.allocated_bytes
+        return self.allocated_bytes - self.hidden_bytes
 
     def launch_offload(self, block: Any, source: Any, stream: Any) -> None:
         self._time_copy("offload", source.num_bytes, stream.lane, self._load_lane)
@@ -500,6 +501,7 @@ class RegionCall:
         waiting = {n for n, each in enumerate(region.inputs) if each.value.is_residual and self.is_managed}
         waiting -= set(self.arguments)
         working = trainer.allocate(max(region.backward_peak_bytes - region.residual_bytes, 0))
+        trainer.device.hidden_bytes += working.num_bytes
         self.ask_inputs(number for number in waiting if self.asked_at((-1, number)) is None)
         for index in reversed(range(len(region.ops))):
             asked = [key for key in sorted(self.graph, reverse=True) if key[0] >= 0 and asked_at[key] == index]
@@ -513,6 +515,7 @@ class RegionCall:
                 del self.graph[key]
         if not region.ops:
             trainer.run("backward", region.backward_ms, list(self.arguments.values()), [working])
+        trainer.device.hidden_bytes -= working.num_bytes
         for held in (self.graph, self.kept, self.inputs, self.arguments):
             held.clear()
         self.group = None
@@ -567,6 +570,8 @@ class RegionCall:
         for number, each in enumerate(self.region.inputs):
             if not each.value.is_residual:
                 self.arguments.pop(number, None)
+        if self.group is not None:
+            self.engine.arrive(self.group)
 
     def take(self, index: int) -> None:
         for number in range(len(self.region.ops[index].makes)):

@@ -251,8 +251,10 @@ class _Call:
             if not holding.swapped:
                 self._arrive()
             self._replay()
+            if self._group is not None:
+                self._engine.arrive(self._group)
         self._memory.place = Place("backward", self._index)
-        self._change(Use.WORKING, holding.backward_bytes)
+        self._work(holding.backward_bytes)
         self._ask(reversed(holding.asked_at[holding.end]), self._handles)
         for op in reversed(range(holding.num_ops)):
             self._memory.place = Place("backward", self._index, op)
@@ -260,7 +262,7 @@ class _Call:
         self._memory.place = Place("backward", self._index)
         if not holding.num_ops:
             self._device.compute.run(ms)
-        self._change(Use.WORKING, -holding.backward_bytes)
+        self._work(-holding.backward_bytes)
         self._change(Use.SAVED, sum(holding.saved_residual_bytes) - holding.freed_bytes[holding.kept])
         for mine in (self._handles, self._replay_handles, self._buffers):
             mine.clear()
@@ -311,6 +313,11 @@ class _Call:
                 buffer.rename(Use.WORKING, self._index)
             self._buffers[value.number] = buffer
             del buffer
+
+    def _work(self, num_bytes: int) -> None:
+        """What kernels of a backward need while they run: the engine, which is asked between them, does not see it."""
+        self._change(Use.WORKING, num_bytes)
+        self._device.hidden_bytes += num_bytes
 
     def _change(self, use: Use, num_bytes: int) -> None:
         self._memory.change(use, self._index, num_bytes)

@@ -245,11 +245,13 @@ class VirtualDevice:
         compute: the one compute stream; whoever runs a program on the device gives it its work
         memory: all device memory
         copies, stalls: what happened since `begin`
+        hidden_bytes: of the memory in use, what kernels need only while they run
     """
 
     def __init__(self, link: Link | None, host_lead_ms: float = 0.0) -> None:
         self.compute = VirtualStream(self, None)
         self.memory = VirtualMemory(self.compute)
+        self.hidden_bytes = 0
         self.copies: list[Copy] = []
         self.stalls: list[Stall] = []
         self._offload = VirtualStream(self, "offload")
@@ -279,7 +281,8 @@ class VirtualDevice:
         return None
 
     def bytes_in_use(self) -> int:
-        return self.memory.num_bytes
+        """As the engine sees it, between two kernels."""
+        return self.memory.num_bytes - self.hidden_bytes
 
     def allocate(self, num_bytes: int, stream: Any) -> VirtualBuffer:
         return VirtualBuffer(self.memory, num_bytes, Use.PREFETCHED, NO_REGION)

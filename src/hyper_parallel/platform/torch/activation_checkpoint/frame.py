@@ -224,6 +224,7 @@ class Frame:
                 self._swap.note_replay()
                 with shown(f"recompute {self.name}"):
                     self._recomputation.run(self._recorded(), _living(self._recomputed), current)
+                self._swap.note_replayed()
             tensor = current.take(value)
             if number == _NO_PASS:
                 self.end_pass(number)

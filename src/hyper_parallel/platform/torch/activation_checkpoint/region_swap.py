@@ -125,6 +125,12 @@ class RegionSwap:
             if arrival is not None:
                 arrival.note_replay()
 
+    def note_replayed(self) -> None:
+        """The region has run again, and all that its backward needs is there: a high point that the engine would not see otherwise."""
+        for place in self._places.values():
+            if place is not None:
+                place[0].arrive(place[1])
+
     def _open(self, device: torch.device) -> Any:
         found = swap_engines.engine_of(device)
         if found is None:
