@@ -278,7 +278,7 @@ def test_a_tensor_dropped_in_any_state_leaves_nothing(swapping: Swapping, num_mo
         check_nothing_left()
     finally:
         gc.enable()
-    assert all(len(managed.engine._unclaimed) < 3 for managed in engines.all_engines().values())
+    assert all(len(managed.engine._prefetch._unclaimed) < 3 for managed in engines.all_engines().values())
 
 
 # -- changes in place ----------------------------------------------------------------------------------------------------

@@ -61,9 +61,9 @@ BUGS = [
         "        stack = [slot for ref in self.slots if (slot := ref()) is not None]\n"),
     Bug("an order that was told is taken from its end", "slot.py", "[*rest, *reversed(listed)]", "[*rest, *listed]"),
     Bug("what the order does not list comes first", "slot.py", "[*rest, *reversed(listed)]", "[*reversed(listed), *rest]"),
-    Bug("prefetch goes on where the slot was saved, not where it is expected", "engine.py",
-        "            group.cursor = position - 1\n", "            group.cursor = slot.index - 1\n"),
-    Bug("what was asked for already is loaded again after a change of order", "engine.py",
+    Bug("prefetch goes on where the slot was saved, not where it is expected", "prefetch.py",
+        "        group.cursor = position - 1\n", "        group.cursor = slot.index - 1\n"),
+    Bug("what was asked for already is loaded again after a change of order", "prefetch.py",
         "if slot is not None and slot.waiting and slot.state in", "if slot is not None and slot.state in"),
     Bug("a block is lost when the launch raises", "engine.py",
         "        except BaseException:\n            tier.give(block)\n            raise\n", "        except BaseException:\n            raise\n",
@@ -99,7 +99,7 @@ def unchanged(campaign: str) -> Bug:
 def changed_engine(bug: Bug) -> types.ModuleType:
     """The engine's modules with the bug in one of them, beside the real ones."""
     loaded: dict[str, types.ModuleType] = {}
-    for file in ("slot.py", "window.py", "engine.py"):
+    for file in ("slot.py", "window.py", "turn.py", "prefetch.py", "engine.py"):
         source = (FOLDER / file).read_text()
         if file == bug.file:
             if source.count(bug.line) != 1:

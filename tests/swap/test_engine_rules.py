@@ -514,7 +514,7 @@ def test_a_group_that_swapped_nothing_begins_backward_and_the_loads_of_those_bef
     assert states(handles) == [SlotState.HOST, SlotState.HOST]
     setup.engine.arrive(last)
     assert states(handles) == [SlotState.H2D, SlotState.H2D]
-    assert setup.engine._tail == set(), "there is time to bring them back"
+    assert setup.engine._turn._tail == set(), "there is time to bring them back"
     setup.backward(handles)
     setup.close()
 

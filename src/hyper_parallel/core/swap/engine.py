@@ -6,20 +6,22 @@ enqueueing, never while the host waits.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from hyper_parallel._base import trace
 from hyper_parallel._base.errors import StateError
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.swap import schedule
 from hyper_parallel.core.swap.device import Buffer, Event, Stream, SwapDevice, Tier
+from hyper_parallel.core.swap.prefetch import Prefetch
 from hyper_parallel.core.swap.slot import Group, Handle, Slot
+from hyper_parallel.core.swap.slot_errors import changed_in_place, not_loaded
 from hyper_parallel.core.swap.states import Change, SlotState
 from hyper_parallel.core.swap.stats import LinkUse, StallTimes, SwapStats
+from hyper_parallel.core.swap.turn import Turn
 from hyper_parallel.core.swap.window import InFlight, Window
 
 _logger = get_logger("swap")
@@ -37,27 +39,16 @@ class Limits:
         self.on_full = on_full
 
 
-class Wish(NamedTuple):
-    """A slot that will be asked for: by this group, in whose stack it is there. It may be the slot of another one."""
-
-    slot: Slot
-    group: Group
-    position: int
-
-
 class SwapEngine:
     """Swaps storages of one device.
 
     Fields, all guarded by `_lock`:
         _window: sources of offloads under way (O2)
         _loading: buffers of loads that nobody has waited for (O7)
-        _unclaimed: slots that were prefetched and not asked for yet, weakly
-        _tail: keys of what forwards of these labels saved at their very end
-        _last: labels and numbers of the groups in which backward began the last time, and which had swapped nothing
+        _prefetch: what is loaded ahead
+        _turn: how forwards ended so far
         _lost: memory that a copy may still touch and whose end nothing tells; see `_settle`
         _depth_bytes, _room_bytes: how much of the limits of prefetch and of the window turned out to be of use; see `_learn`
-        _peak_bytes: most memory of the device in use when somebody asked, since the last backward began
-        _levels: by a group's label, the memory in use at each question of its last backward, less what was loaded for others
     """
 
     def __init__(self, device: SwapDevice, tiers: list[Tier], limits: Limits) -> None:
@@ -69,17 +60,13 @@ class SwapEngine:
         self._lock = threading.Lock()
         self._window = Window()
         self._loading = Window()
-        self._unclaimed: list[weakref.ref[Slot]] = []
+        self._prefetch = Prefetch()
+        self._turn = Turn()
         self._lost: list[Any] = []
         self._thread = threading.local()
-        self._tail: set[tuple[str, int, int]] = set()
-        self._kept_tail: list[weakref.ref[Slot]] = []
-        self._last: set[tuple[str, int]] = set()
         self._depth_bytes = 0
         self._room_bytes = 0
         self._offloads, self._loads = LinkUse(), LinkUse()
-        self._peak_bytes = 0
-        self._levels: dict[str, list[int]] = {}
         self._said: set[str] = set()
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -132,7 +119,7 @@ class SwapEngine:
 
     def _is_last(self, group: Group) -> bool:
         with self._lock:
-            return not group.slots and (group.label, group.number) in self._last
+            return self._turn.is_last(group)
 
     def save(
         self, source: Buffer, num_bytes: int, group: Group, label: object, read_version: Callable[[], int]
@@ -157,11 +144,8 @@ class SwapEngine:
         return slot
 
     def _reason_to_keep(self, slot: Slot) -> str | None:
-        if slot.group.key(slot) in self._tail:
-            alive = [kept for ref in self._kept_tail if (kept := ref()) is not None]
-            if sum(kept.num_bytes for kept in alive) + slot.num_bytes <= self._tail_room_bytes():
-                self._kept_tail = [weakref.ref(kept) for kept in alive] + [weakref.ref(slot)]
-                return "needed first in backward"
+        if self._turn.keeps(slot, self._tail_room_bytes()):
+            return "needed first in backward"
         if self.limits.on_full == "keep" and not self._fits(slot):
             return "the link is behind"
         return None
@@ -340,13 +324,13 @@ class SwapEngine:
         with self._lock:
             slot.look_for_change()
             if slot.changed is not None:
-                raise _changed_in_place(slot)
+                raise changed_in_place(slot)
             if handle.number not in slot.waiting:
                 for group in handle.group.earlier():
                     group.begin_pass()
             if slot.source is not None:
                 slot.waiting.pop(handle.number, None)
-                self._prefetch(slot, handle.group)
+                self._launch_next(slot, handle.group)
                 return slot.source
             if slot.buffer is not None and slot.stream != stream:
                 self._drop_buffer(slot)  # O8; a load under way holds the memory until it is done (O7)
@@ -364,7 +348,7 @@ class SwapEngine:
                 with self._lock:
                     if slot.loaded is loaded:
                         self._drop_buffer(slot)  # so that asking again tries again
-                raise _not_loaded(slot, error) from error
+                raise not_loaded(slot, error) from error
         with self._lock:
             if slot.state is SlotState.H2D and slot.loaded is loaded:
                 slot.move(Change.FINISH_LOAD)
@@ -373,45 +357,25 @@ class SwapEngine:
             slot.waiting.pop(handle.number, None)
             if not slot.waiting and slot.buffer is buffer:
                 self._drop_buffer(slot)
-            self._prefetch(slot, handle.group)
+            self._launch_next(slot, handle.group)
         return buffer
 
     def arrive(self, group: Group) -> None:
         """Backward is in a group, and asks for nothing that it swapped: what it will ask for next can be loaded."""
         self._arrive(group)
         with self._lock:
-            self._launch_next_loads(group)
+            self._load_ahead(group)
 
     def _arrive(self, group: Group) -> None:
         with self._lock:
             self._drop_finished()
-            is_turn = self._begin_backward(group)
+            is_turn = self._turn.begins_in(group, self._tail_room_bytes(), self.limits.window_bytes // 8)
+            if is_turn:
+                self._prefetch.begin_backward()
         if is_turn:
             self._let_leave(group)
             with self._lock:
                 self._learn_window()
-
-    def _begin_backward(self, group: Group) -> bool:
-        """The first question of the newest group means that a forward is over (True): what it saved last is its tail."""
-        if group.has_ended:
-            return False
-        group.has_ended = True
-        if not group.is_newest():
-            return False
-        group.is_last = True
-        self._peak_bytes = 0
-        forward = [g for g in group.earlier() if g is group or not g.has_ended]
-        for earlier in forward:
-            earlier.has_ended = True  # when its turn comes it is the newest that is left, but no forward ends there
-        saved = ([(g.key(s), s.num_bytes) for s in g.in_order()] for g in forward)
-        labels = {g.label for g in forward}
-        self._tail = {key for key in self._tail if key[0] not in labels}
-        self._last = {key for key in self._last if key[0] not in labels}
-        if not group.slots:  # its backward asks for nothing, and is time to bring back what comes next
-            self._last.add((group.label, group.number))
-        else:
-            self._tail |= schedule.tail(saved, self._tail_room_bytes(), self.limits.window_bytes // 8)
-        return True
 
     def _learn_window(self) -> None:
         """A forward is over: if compute waited for room in the window, and the link had pauses, a larger one is of use."""
@@ -419,83 +383,14 @@ class SwapEngine:
         if schedule.is_window_too_small(self._stalls.take_offload_ms(), pause_ms):
             self._room_bytes = schedule.deepened(self.room_bytes, self.limits.window_bytes)
 
-    def _prefetch(self, asked: Slot, group: Group) -> None:
-        """Launch loads of what backward will ask for next, now that it has got to `group`, as long as they fit."""
+    def _launch_next(self, asked: Slot, group: Group) -> None:
+        """Load ahead, now that backward has got to `group` and asked for this slot."""
         if asked.group is group:
             group.cursor = min(group.cursor, asked.position - 1)
-        self._launch_next_loads(group)
+        self._load_ahead(group)
 
-    def _launch_next_loads(self, group: Group) -> None:
-        unclaimed = [slot for ref in self._unclaimed if (slot := ref()) is not None and slot.state is SlotState.H2D]
-        launched: list[Slot] = []
-        counted, limit_bytes = unclaimed, self.depth_bytes
-        if group.ahead_bytes is not None:
-            own = itertools.takewhile(lambda each: each[0].group is group, self._wishes(group))
-            launched = self._launch_loads([wish for wish, _ in own])
-            counted, limit_bytes = [slot for slot in unclaimed if slot.group is not group], group.ahead_bytes
-        counted_bytes = sum(slot.num_bytes for slot in counted)
-        launched += self._launch_loads(schedule.loads_to_launch(self._wishes(group), counted_bytes, limit_bytes))
-        launched += self._launch_loads(self._fit_below_the_peak(group, [*unclaimed, *launched]))
-        self._unclaimed = [weakref.ref(slot) for slot in (*unclaimed, *launched)]
-
-    def _launch_loads(self, wished: list[Wish]) -> list[Slot]:
-        launched = []
-        for slot, group, position in wished:
-            try:
-                self._launch_load(slot)
-            except MemoryError:
-                break  # a prefetch is a wish: without memory it comes when it is asked for, and raises there if it must
-            group.cursor = position - 1
-            launched.append(slot)
-        return launched
-
-    def _fit_below_the_peak(self, group: Group, ahead: Iterable[Slot]) -> list[Wish]:
-        """What the next group needs and what fits below a point that is passed, whose memory was needed anyway.
-
-        What it asks for one by one never is there all at once: it may come when the group that backward is in has passed a highest point of its
-        own, and fill that up. What the next group begins its backward with (a region runs again) is there at its own highest point in
-        any case: it may come where it fits below the highest point of this whole backward, less what the group that backward is in will still
-        need itself, going by its last backward. What lies further ahead may not come.
-
-        `ahead`: what is loaded already and not asked for.
-        """
-        near = group.with_next()
-        wishes = list(itertools.takewhile(lambda each: each[0].group in near, self._wishes(group)))
-        if group.ahead_bytes is not None and not wishes:
-            return []  # who knows the group's need does not need its level either: to ask for it costs the host time
-        used_bytes = self.device.bytes_in_use()
-        if used_bytes is None:
-            return []
-        self._peak_bytes = max(self._peak_bytes, used_bytes)
-        group.peak_bytes = max(group.peak_bytes, used_bytes)
-        own_bytes = used_bytes - sum(slot.num_bytes for slot in ahead if slot.group is not group)
-        rise = self._rise_from_here(group, own_bytes) if group.ahead_bytes is None else None
-        low, high = group.peak_bytes, max(group.peak_bytes, 0 if rise is None else self._peak_bytes - rise)
-        return schedule.loads_that_fit(
-            ((wish, num_bytes, high if wish.slot.is_expected else low) for wish, num_bytes in wishes), used_bytes
-        )
-
-    def _rise_from_here(self, group: Group, own_bytes: int) -> int | None:
-        """How much more memory than now the group's backward came to use after this question the last time; None: nobody knows."""
-        if group.levels is None:
-            group.rises = schedule.rises(self._levels.get(group.label, ()))
-            group.levels = self._levels[group.label] = []
-        number = len(group.levels)
-        group.levels.append(own_bytes)
-        return group.rises[number] if number < len(group.rises) else None
-
-    def _wishes(self, group: Group) -> Iterator[tuple[Wish, int]]:
-        """What backward will ask for, with its size, in the order in which it is expected to."""
-        seen: set[Slot] = set()
-        for earlier in group.earlier():
-            for position in range(earlier.cursor, -1, -1):
-                slot = earlier.stack[position]()
-                if slot in seen:
-                    continue
-                # One that nobody waits for was asked for before the order changed: loaded again it would be held for nobody.
-                if slot is not None and slot.waiting and slot.state in (SlotState.HOST, SlotState.DISK):
-                    seen.add(slot)
-                    yield Wish(slot, earlier, position), slot.num_bytes
+    def _load_ahead(self, group: Group) -> None:
+        self._prefetch.launch(group, self.depth_bytes, self._launch_load, self.device.bytes_in_use)
 
     def _launch_load(self, slot: Slot, copy_stream: Stream | None = None) -> None:
         block, stream = slot.block, slot.stream
@@ -541,13 +436,13 @@ class SwapEngine:
 
     def _give_up_prefetched(self) -> bool:
         """Drop buffers that nobody has asked for yet: they can come again. True if there was one."""
-        prefetched = [slot for ref in self._unclaimed if (slot := ref()) is not None and slot.state is SlotState.H2D]
+        prefetched = self._prefetch.unclaimed()
         for slot in prefetched:
             if slot.loaded is not None:
                 slot.loaded.join()  # rare and desperate: the memory must be free when the next allocation looks
                 self._loading.remove(slot.loaded)
             self._drop_buffer(slot)
-        self._unclaimed = []
+        self._prefetch.forget()
         return bool(prefetched)
 
     def _drop_buffer(self, slot: Slot) -> None:
@@ -635,7 +530,7 @@ class SwapEngine:
                     try:
                         self._load_early(slot, copy_stream)
                     except MemoryError:
-                        return  # as in `_prefetch`: it comes when it is asked for
+                        return  # as in `Prefetch`: it comes when it is asked for
 
     def wait_group_load(self, group: Group) -> None:
         """Make the current stream wait for the loads of a group that are under way."""
@@ -651,9 +546,7 @@ class SwapEngine:
     def _load_early(self, slot: Slot, copy_stream: Stream | None) -> None:
         if slot.state in (SlotState.HOST, SlotState.DISK):
             self._launch_load(slot, copy_stream)
-            while self._unclaimed and self._unclaimed[0]() is None:
-                self._unclaimed.pop(0)  # or a program that never waits for what it loads would pile them up
-            self._unclaimed.append(weakref.ref(slot))
+            self._prefetch.add(slot)
 
     # -- housekeeping -------------------------------------------------------------------------------------------------
 
@@ -706,22 +599,3 @@ def _join(event: Event) -> None:
     except Exception:
         if event.error is None:
             raise
-
-
-def _changed_in_place(slot: Slot) -> StateError:
-    return StateError(
-        "A tensor saved for backward was changed in place before it was copied.",
-        expected=f"version {slot.saved_version}",
-        got=f"version {slot.changed}",
-        where=str(slot.label),
-        do="Replace the in-place call after it by one that makes a new tensor, or let the policy keep this tensor.",
-    )
-
-
-def _not_loaded(slot: Slot, error: BaseException) -> StateError:
-    return StateError(
-        "A tensor saved for backward could not be brought back.",
-        got=str(error).splitlines()[0] if str(error) else type(error).__name__,
-        where=str(slot.label),
-        do="Run the step again; look at the disk if it happens twice.",
-    )

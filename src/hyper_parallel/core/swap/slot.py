@@ -126,7 +126,7 @@ class Group:
         self.has_ended: bool = False  # backward has reached it, or the forward it belongs to
         self.is_last = False  # of its forward: backward began here
         self.peak_bytes = 0  # most memory of the device in use when backward was here and asked
-        self.levels: list[int] | None = None  # memory in use at each question of backward; see `SwapEngine._levels`
+        self.levels: list[int] | None = None  # memory in use at each question of backward; see `Prefetch._levels`
         self.rises: list[int] = []  # from each question on, as it was in the last backward
 
     def add(self, slot: Slot) -> None:

@@ -1,0 +1,58 @@
+"""Where forwards end and backward begins: what is learned there for the next step. Whoever calls holds the engine's lock."""
+
+from __future__ import annotations
+
+import weakref
+
+from hyper_parallel.core.swap import schedule
+from hyper_parallel.core.swap.slot import Group, Slot
+
+
+class Turn:
+    """How forwards ended so far.
+
+    Fields:
+        _tail: keys of what forwards of these labels saved at their very end
+        _kept_tail: slots that were kept for that reason, weakly
+        _last: labels and numbers of the groups in which backward began the last time, and which had swapped nothing
+    """
+
+    def __init__(self) -> None:
+        self._tail: set[tuple[str, int, int]] = set()
+        self._kept_tail: list[weakref.ref[Slot]] = []
+        self._last: set[tuple[str, int]] = set()
+
+    def begins_in(self, group: Group, tail_room_bytes: int, enough_bytes: int) -> bool:
+        """The first question of the newest group means that a forward is over (True): what it saved last is its tail."""
+        if group.has_ended:
+            return False
+        group.has_ended = True
+        if not group.is_newest():
+            return False
+        group.is_last = True
+        forward = [g for g in group.earlier() if g is group or not g.has_ended]
+        for earlier in forward:
+            earlier.has_ended = True  # when its turn comes it is the newest that is left, but no forward ends there
+        saved = ([(g.key(s), s.num_bytes) for s in g.in_order()] for g in forward)
+        labels = {g.label for g in forward}
+        self._tail = {key for key in self._tail if key[0] not in labels}
+        self._last = {key for key in self._last if key[0] not in labels}
+        if not group.slots:  # its backward asks for nothing, and is time to bring back what comes next
+            self._last.add((group.label, group.number))
+        else:
+            self._tail |= schedule.tail(saved, tail_room_bytes, enough_bytes)
+        return True
+
+    def is_last(self, group: Group) -> bool:
+        """Whether a forward ends with this group, going by the step before, and it has swapped nothing."""
+        return not group.slots and (group.label, group.number) in self._last
+
+    def keeps(self, slot: Slot, room_bytes: int) -> bool:
+        """Whether a slot is needed first in backward, and there is room to keep it on the device."""
+        if slot.group.key(slot) not in self._tail:
+            return False
+        alive = [kept for ref in self._kept_tail if (kept := ref()) is not None]
+        if sum(kept.num_bytes for kept in alive) + slot.num_bytes > room_bytes:
+            return False
+        self._kept_tail = [weakref.ref(kept) for kept in (*alive, slot)]
+        return True
