@@ -202,7 +202,9 @@ def run_all(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator
             return
         try:
             with context():
-                row = measure(meter, model, x, options.steps, options.warm, None if kind == "plain" else plain_step)
+                fits = any(each["mode"] == "plain" and "step_ms" in each for each in rows)
+                beside = plain_step if fits and kind != "plain" else None
+                row = measure(meter, model, x, options.steps, options.warm, beside)
         except ImportError as error:
             row = {"skipped": f"{error.name} is not installed"}
         except torch.OutOfMemoryError:

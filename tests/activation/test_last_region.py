@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from hyper_parallel import policies as p
 from hyper_parallel.core.swap.engine import SwapEngine
 from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper
+from hyper_parallel.platform.torch.activation_checkpoint.recording import Saved
 from support.swapping import Swapping
 
 WIDTH = 16
@@ -106,6 +108,66 @@ def test_when_a_region_has_run_again_the_engine_hears_of_that_high_point(
     happened.clear()
     loss.backward()
     assert happened == ["ran", "told", "ran", "told"]
+
+
+class Told:
+    """A policy that says that its region is the last one of a forward that swaps."""
+
+    ends_forward = True
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+
+def test_a_region_that_says_that_it_is_the_last_empties_the_window_in_the_first_step(
+    swapping: Swapping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = model().to(swapping.kind)
+    for number in range(4):
+        blocks[number] = checkpoint_wrapper(blocks[number], policy_fn=Told() if number == 3 else SWAP)
+    seen = Seen(monkeypatch)
+    seen.step(blocks, swapping.randn(8, WIDTH))
+    assert seen.by_step[0][-1][1] == 0
+
+
+def test_every_residual_that_stays_is_told_once_and_none_that_is_swapped(
+    swapping: Swapping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(SwapEngine, "keep", lambda engine, group, num_bytes: kept.append(num_bytes))
+    linear = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y = linear(x).sin()[:, :WIDTH].tanh()  # what the linear gives is needed, and swapped: 3 times the size
+        return y * y.exp() + y.sin() * y.cos()
+
+    linear.to(swapping.kind)
+    region = checkpoint_wrapper(block, policy_fn=p.choose(p.swap(p.matmuls), p.save(p.ops("aten.tanh"))))
+    region(swapping.randn(8, WIDTH, requires_grad=True)).sum().backward()
+    assert swapping.offloaded_bytes == 8 * 3 * WIDTH * 4
+    assert kept
+    assert set(kept) == {8 * WIDTH * 4}, "never the swapped one"
+    assert len(kept) == 4, "tanh, and three that are recomputed, each once; tanh is saved by four ops"
+
+
+def test_a_forward_that_raises_leaves_no_saved_value_behind(swapping: Swapping) -> None:
+    survivors: list[torch.Tensor] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y = x.tanh()
+        survivors.append(y)
+        y.exp().sin().cos()
+        raise ValueError("in the middle of a block")
+
+    first = checkpoint_wrapper(nn.Linear(WIDTH, WIDTH).to(swapping.kind), policy_fn=SWAP)
+    second = checkpoint_wrapper(block, policy_fn=always(True))
+    gc.collect()
+    before = sum(type(each) is Saved for each in gc.get_objects())
+    with pytest.raises(ValueError, match="in the middle"):
+        second(first(swapping.randn(8, WIDTH, requires_grad=True)))
+    gc.collect()
+    assert sum(type(each) is Saved for each in gc.get_objects()) == before
+    assert survivors
 
 
 def test_a_last_region_that_swaps_leaves_the_window_alone(swapping: Swapping, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from hyper_parallel.core.planner.choices import (
     recompute_ms,
     swapped_bytes,
 )
-from hyper_parallel.core.planner.problem import Peak, Problem, cost, evaluate, peak, room_for_copies
-from hyper_parallel.core.planner.profile import Input, Link, Turn, Value
+from hyper_parallel.core.planner.problem import Peak, Problem, cost, displaced_bytes, evaluate, peak, room_for_copies
+from hyper_parallel.core.planner.profile import Input, Link, Region, Turn, Value
 from support.campaign import share
 from support.planner_cases import all_costs, candidates, is_carried_out, loads, op, problem, random_problem, region
 
@@ -206,6 +206,32 @@ def test_p4_a_turn_that_is_clear_has_no_window_and_comes_after_all_offloads() ->
     assert [evaluate(each, decision).backward_start_ms[0] for each in (given, clear)] == [80.0, 83.0]
     assert [each.in_flight_bytes("turn") for each in (given, clear)] == [1000, 0]
     assert clear.in_flight_bytes("forward") == 1000, "until the last region's forward is over it counts"
+
+
+def early_and_late(*, temporary: int, forward_peak: int, before: int = 0) -> Region:
+    """Four residuals of 100 bytes; what the first op needs while it runs; the results are read by the next op."""
+    ops = [op(100, 1.0, (index - 1,) if index else ()) for index in range(4)]
+    ops[0] = dataclasses.replace(ops[0], temporary_bytes=temporary)
+    return region(*ops, forward_peak_bytes=forward_peak, before_peak_bytes=before)
+
+
+def test_p4_the_last_region_takes_over_of_the_window_what_it_has_told_wherever_its_highest_point_is() -> None:
+    assert displaced_bytes(early_and_late(temporary=0, forward_peak=400)) == 200, "the last two are still to be told"
+    assert displaced_bytes(early_and_late(temporary=300, forward_peak=400)) == 0, (
+        "the first op is as high, and nothing is told"
+    )
+    assert displaced_bytes(early_and_late(temporary=150, forward_peak=400)) == 150
+    assert displaced_bytes(early_and_late(temporary=0, forward_peak=401)) == 0, "nobody knows where that is"
+    assert displaced_bytes(early_and_late(temporary=0, forward_peak=400, before=300)) == 100
+    assert displaced_bytes(region()) == 0
+
+
+def test_p4_only_the_last_region_takes_over_and_only_where_the_turn_is_clear() -> None:
+    block = early_and_late(temporary=0, forward_peak=400)
+    given = problem(block, block, window=1000)
+    clear = dataclasses.replace(given, turn_is_clear=True)
+    assert [each.in_flight_bytes("forward", 1) for each in (given, clear)] == [1000, 800]
+    assert [each.in_flight_bytes("forward", 0) for each in (given, clear)] == [1000, 1000]
 
 
 def test_what_the_budget_leaves_for_copies_makes_the_peak_the_budget() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 
@@ -23,7 +22,7 @@ class Steps:
         self.measured: list[MemoryPlan] = []
         patch.setattr(planning, "_measured", self)
 
-    def __call__(self, plan: MemoryPlan, profiled: object) -> Measured:
+    def __call__(self, plan: MemoryPlan, profiled: object, *, times: bool) -> Measured:
         self.measured.append(plan)
         simple = [each.is_plain or each == whole(plan, index) for index, each in enumerate(plan.decision)]
         predicted_ms = evaluate(Problem(plan.profile, 0, 0, 0), plan.decision).step_ms
@@ -49,7 +48,7 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def profile() -> StepProfile:
     found = transformer(3, differ=False)
-    return dataclasses.replace(found, facts={**found.facts, "device": "cuda"})
+    return dataclasses.replace(found, facts={**found.facts, "device": "cuda", "region_overhead_ms": 0.0})
 
 
 def test_steps_as_fast_as_predicted_are_left_alone(profile: StepProfile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,27 +109,52 @@ def test_real_steps_have_the_last_word(profile: StepProfile, monkeypatch: pytest
     assert all(each == whole(last, i) for i, each in enumerate(last.decision))
 
 
-def test_steps_of_a_cpu_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    times: list[Callable[[], float]] = []
+def test_a_little_slower_is_left_alone_and_so_is_a_framework_whose_profile_does_not_ask(
+    profile: StepProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, more_ms=0.01 * profile.step_ms)
+    assert planned(profile) is steps.measured[-1]
+    assert len(steps.measured) == 1
+    del profile.facts["region_overhead_ms"]
+    try:
+        steps = Steps(monkeypatch, more_ms=profile.step_ms)
+        assert planned(profile) is steps.measured[-1]
+        assert len(steps.measured) == 1
+    finally:
+        profile.facts["region_overhead_ms"] = 0.0
 
-    class Profiled:
-        model = None
 
-        def peaks_within(self, num_steps: int) -> int:
-            return 1
+class Profiled:
+    """Stands for a real model: its steps take `above_bytes`, and a millisecond, or run out of memory."""
 
-        def step_ms(self) -> float:
-            times.append(self.step_ms)
-            return 1.0
+    model = None
 
+    def __init__(self, above_bytes: int = 1, *, tells_time: bool = True, runs_out: bool = False) -> None:
+        self._above_bytes, self.tells_time, self._runs_out = above_bytes, tells_time, runs_out
+        self.num_timed = 0
+
+    def peaks_within(self, num_steps: int) -> int:
+        return self._above_bytes
+
+    def step_ms_within(self) -> float | None:
+        self.num_timed += 1
+        return None if self._runs_out else 1.0
+
+
+def test_steps_are_timed_where_that_tells_anything_and_the_budget_is_kept(
+    profile: StepProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(MemoryPlan, "apply", lambda self, model: None)
     monkeypatch.setattr(MemoryPlan, "remove", lambda self, model: None)
-    for device, is_timed in (("cpu", False), ("cuda", True)):
-        found = transformer(3, differ=False)
-        found = dataclasses.replace(found, facts={**found.facts, "device": device})
-        budget = found.base_bytes + found.activation_peak_bytes // 2
-        plan = planning.solved(found, budget, margin_bytes=0)
-        measured = planning._measured(plan, Profiled())
-        assert measured is not None
-        assert (measured.step_ms == 1.0) is is_timed
-    assert len(times) == 1
+    plan = planning.solved(profile, profile.base_bytes + profile.activation_peak_bytes // 2, margin_bytes=0)
+    room = plan.budget_bytes - profile.base_bytes
+
+    def measured(profiled: Profiled, **ways: bool) -> tuple[Measured | None, int]:
+        return planning._measured(plan, profiled, **ways), profiled.num_timed
+
+    kept = Measured(plan.budget_bytes, 1.0)
+    assert measured(Profiled(room)) == (kept, 1)
+    assert measured(Profiled(room), times=False) == (dataclasses.replace(kept, step_ms=None), 0)
+    assert measured(Profiled(room, tells_time=False)) == (dataclasses.replace(kept, step_ms=None), 0)
+    assert measured(Profiled(room + 1)) == (Measured(plan.budget_bytes + 1), 0)
+    assert measured(Profiled(room, runs_out=True)) == (None, 1), "planned again, as where a peak ran out"

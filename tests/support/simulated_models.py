@@ -339,7 +339,7 @@ class RegionCall:
         self.index = index
         self.is_managed = not decision.is_plain
         self.group: Any = None
-        self.tells: bool | None = None  # whether the engine hears of residuals that are not swapped; None: not decided
+        self.tells = False  # the engine of residuals that are not swapped
         self.arguments: dict[int, SimulatedBuffer] = {}
         self.scope: dict[tuple[int, int], SimulatedBuffer] = {}  # the variables of the function
         self.kept: dict[tuple[int, int], SimulatedBuffer | Handle] = {}  # by the policy, in the record
@@ -422,7 +422,7 @@ class RegionCall:
 
     def tell(self, num_bytes: int, *, is_swapped: bool) -> None:
         """The engine hears of residuals that are not swapped, if it has heard of any group before."""
-        if self.tells is None:
+        if not self.tells:
             self.tells = self.engine.has_groups()
             if self.tells:
                 self.open_group()

@@ -552,6 +552,42 @@ def test_a_group_that_is_not_the_last_or_swaps_itself_makes_nobody_leave() -> No
     setup.close()
 
 
+def test_of_calls_of_one_block_only_the_last_makes_sources_leave() -> None:
+    setup = Setup(IDLE)
+    seen = []
+    for _ in range(3):
+        handles = setup.forward(2, num_saved=1)
+        groups = []
+        for _ in range(3):
+            groups.append(setup.engine.new_group("one block, called again and again"))
+            setup.engine.keep(groups[-1], 10_000)
+            setup.engine.end_forward(groups[-1])
+            seen.append(setup.engine.in_flight_bytes)
+        setup.engine.arrive(groups[-1])
+        setup.backward(handles)
+    assert seen == [20, 20, 20, 20, 20, 0, 20, 20, 0]
+    setup.close()
+
+
+def test_a_group_that_says_that_it_is_the_last_is_believed_in_the_first_step() -> None:
+    setup = Setup(IDLE)
+    handles = setup.forward(2, num_saved=1)
+    last = setup.engine.new_group("saves itself", ends_forward=True)
+    setup.engine.keep(last, 10_000)
+    assert setup.engine.in_flight_bytes == 0
+    setup.engine.arrive(last)
+    setup.backward(handles)
+    setup.close()
+
+
+def test_groups_in_which_backward_began_are_forgotten_when_they_are_many() -> None:
+    setup = Setup(IDLE)
+    for number in range(200):
+        setup.engine.arrive(setup.engine.new_group(f"model {number}"))
+    assert len(setup.engine._turn._last) == 64
+    setup.close()
+
+
 def test_what_the_next_group_needs_comes_early_where_it_fits_below_the_peak_of_this_one() -> None:
     setup = Setup(PROMPT, prefetch=8)  # a depth of one byte: one load at a time
     setup.device.counts_bytes = True

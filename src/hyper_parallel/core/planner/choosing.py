@@ -210,13 +210,16 @@ def problem_of(
         region_overhead_ms=_overhead_ms(profile),
         margin_bytes=margin_bytes,
         copies_meet=copies_meet,
-        turn_is_clear=_tells_engine(profile) and not any(each.may_swap for each in profile.regions[-1:]),
+        turn_is_clear=_tells_engine(profile),
     )
 
 
 def _tells_engine(profile: StepProfile) -> bool:
-    """Whether the engine hears of the last region, too, which swaps nothing."""
-    return bool(profile.facts.get("turn_is_clear"))
+    """Whether the engine hears of the last region, which swaps nothing: by residuals of its ops."""
+    if not profile.facts.get("turn_is_clear"):
+        return False
+    last = profile.regions[-1]
+    return not last.may_swap and any(op.residual_bytes for op in last.ops)
 
 
 def _without_large(region: Region, most_bytes: int) -> Region:

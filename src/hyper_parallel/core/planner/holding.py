@@ -66,7 +66,7 @@ class Holding:
         self.opens_group: set[int] = set()  # the moments at which something is to be swapped, be it too small or not
         # Of residuals that an op made and that are not swapped: the engine hears of them.
         self.told_bytes = [0] * self.num_ops
-        self.first_residual: int | None = None  # the op that made the first one
+        self.makes_residual = [False] * self.num_ops
         self.arrives_at: set[int] = set()  # the ops whose backward asks for a saved residual that an op made
         self._is_plain = decision.is_plain
         self._min_bytes = max(min_bytes, 1)
@@ -105,7 +105,7 @@ class Holding:
     def _hold_made(self, value: Value, op: int, choice: str | None, asked_at: int) -> None:
         local = until = self.handed_on if value.freed_after is None else value.freed_after
         if value.is_residual and value.num_bytes and not self._is_plain:
-            self.first_residual = op if self.first_residual is None else self.first_residual
+            self.makes_residual[op] = True
             if choice != SWAP or value.num_bytes < self._min_bytes:
                 self.told_bytes[op] += value.num_bytes
         if self._is_plain:

@@ -92,18 +92,20 @@ def planned(profile: StepProfile, allowed_bytes: int, profiled: Any, *, names_sm
     """The plan for a budget, proved on a real model if there is one.
 
     Raises:
-        BudgetError: nothing fits; the smallest peak it names was proved as well, unless `names_smallest` says that nobody wants to know.
+        BudgetError: nothing fits; the smallest peak it names was proved as well, unless `names_smallest` says that nobody wants to know. Then
+            nobody wants to know how fast the plan is either.
     """
+    times = names_smallest
     try:
         plan = solved(profile, allowed_bytes, margin_bytes=first_margin(profile))
         if profiled is None or (plan.is_empty and profile.is_plain_measured):
             return plan
-        simplest = _recomputed(profile, allowed_bytes, profiled, faster_than_ms=plan.predicted.step_ms)
-        return _fastest(_proved(plan, profiled), profiled) if simplest is None else simplest
+        simplest = _recomputed(profile, allowed_bytes, profiled, faster_than_ms=plan.predicted.step_ms, times=times)
+        return _fastest(_proved(plan, profiled, times=times), profiled) if simplest is None else simplest
     except BudgetError as error:
         if profiled is None:
             raise
-        simplest = _recomputed(profile, allowed_bytes, profiled)
+        simplest = _recomputed(profile, allowed_bytes, profiled, times=times)
         if simplest is not None:
             return simplest
         if not names_smallest:
@@ -120,7 +122,7 @@ def planned(profile: StepProfile, allowed_bytes: int, profiled: Any, *, names_sm
 
 
 def _recomputed(
-    profile: StepProfile, allowed_bytes: int, profiled: Any, *, faster_than_ms: float = math.inf
+    profile: StepProfile, allowed_bytes: int, profiled: Any, *, faster_than_ms: float = math.inf, times: bool = True
 ) -> MemoryPlan | None:
     """The plan that recomputes every block, if it is faster and a real step keeps the budget: no rule and no margin shall refuse what needs no more."""
     decision = tuple(recompute_all(region) for region in profile.regions)
@@ -129,14 +131,18 @@ def _recomputed(
         return None
     predicted = Predicted(cost.peak_bytes, cost.step_ms)
     plan = MemoryPlan(profile, decision, candidates(profile)[0], allowed_bytes, predicted)
-    plan.measured = _measured(plan, profiled)
+    plan.measured = _measured(plan, profiled, times=times)
     return None if plan.measured is None or plan.measured.peak_bytes > allowed_bytes else plan
 
 
 def _fastest(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
-    """The plan, or a faster one: where the host is the slower one, rules do not tell, and real steps have the last word."""
+    """The plan, or a faster one: where the host is the slower one, rules do not tell, and real steps have the last word.
+
+    Only where the profile asks how much that is: `region_overhead_ms`, be it 0.
+    """
     rivals = [plan]
-    if _taken_ms(plan) == math.inf or all(each.is_plain for each in plan.decision):
+    is_known = "region_overhead_ms" in plan.profile.facts
+    if not is_known or _taken_ms(plan) == math.inf or all(each.is_plain for each in plan.decision):
         return plan
     if _taken_ms(plan) > plan.predicted.step_ms * _TOO_SLOW:
         rivals += _with_costlier_regions(plan, profiled)
@@ -193,7 +199,7 @@ def _proved_smallest(profile: StepProfile, profiled: Any, smallest_bytes: int) -
     """The smallest budget for which a plan was seen to keep it."""
     for _ in range(_MAX_TRIES):
         try:
-            _proved(solved(profile, smallest_bytes, margin_bytes=first_margin(profile)), profiled)
+            _proved(solved(profile, smallest_bytes, margin_bytes=first_margin(profile)), profiled, times=False)
         except BudgetError as error:
             if error.smallest_bytes == 0:  # the device has not even that
                 break
@@ -254,13 +260,13 @@ def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Calla
     return proved
 
 
-def _proved(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
+def _proved(plan: MemoryPlan, profiled: Any, *, times: bool = True) -> MemoryPlan:
     """The plan, or a more careful one, whose real peak is within the budget."""
     margin, peak_bytes = first_margin(plan.profile), None
     careful: list[dict[str, bool]] = [{"copies_meet": True}, {"swaps": False}]  # what is left to try
     ways: dict[str, bool] = {}
     for tried in range(_MAX_TRIES):
-        measured = _measured(plan, profiled)
+        measured = _measured(plan, profiled, times=times)
         peak_bytes = None if measured is None else measured.peak_bytes
         if peak_bytes is not None and peak_bytes <= plan.budget_bytes:
             plan.measured = measured
@@ -293,19 +299,20 @@ def _proved(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
     )
 
 
-def _measured(plan: MemoryPlan, profiled: Any) -> Measured | None:
-    """Real steps under a plan, with their time where an accelerator takes it; None: memory ran out."""
+def _measured(plan: MemoryPlan, profiled: Any, *, times: bool = True) -> Measured | None:
+    """Real steps under a plan; if they keep the budget, some more for their time, where it tells anything. None: memory ran out."""
     plan.apply(profiled.model)
     try:
         if profiled.peaks_within(1) is None:  # the first step teaches the engine what is asked for first
             return None
-        peak_bytes: int | None = profiled.peaks_within(2)
-        if peak_bytes is None:
+        above_bytes = profiled.peaks_within(2)
+        if above_bytes is None:
             return None
-        is_timed = (
-            plan.profile.facts.get("device") != "cpu" and peak_bytes + plan.profile.base_bytes <= plan.budget_bytes
-        )
-        return Measured(peak_bytes + plan.profile.base_bytes, profiled.step_ms() if is_timed else None)
+        peak_bytes = above_bytes + plan.profile.base_bytes
+        if not times or not profiled.tells_time or peak_bytes > plan.budget_bytes:
+            return Measured(peak_bytes)
+        step_ms = profiled.step_ms_within()
+        return None if step_ms is None else Measured(peak_bytes, step_ms)
     finally:
         plan.remove(profiled.model)
 

@@ -6,13 +6,14 @@ evaluating whatever it finds, and by a comparison with brute force in the tests.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.planner.choices import Decision, Load, check, load
-from hyper_parallel.core.planner.profile import Link, StepProfile
+from hyper_parallel.core.planner.profile import Link, Region, StepProfile
 
 Moment: TypeAlias = Literal["forward", "backward", "turn"]
 
@@ -65,12 +66,42 @@ class Problem:
         return max(self.window_bytes - self.displaced_bytes(region), 0)
 
     def displaced_bytes(self, region: int | None) -> int:
-        """How much of the window the forward of a region takes over for its own residuals: all but the one that is being made, in the last."""
-        regions = self.profile.regions
-        if not self.turn_is_clear or region is None or region != len(regions) - 1:
+        """How much less of the window is in flight at the highest point of a region's forward: in the last one its residuals take it over."""
+        if not self.turn_is_clear or region is None or region != len(self.profile.regions) - 1:
             return 0
-        sizes = [value.num_bytes for op in regions[region].ops for value in op.makes if value.is_residual]
-        return sum(sizes) - max(sizes, default=0)
+        return displaced_bytes(self.profile.regions[region])
+
+
+@functools.lru_cache(maxsize=8)
+def displaced_bytes(region: Region) -> int:
+    """By how much the forward of a region, the last, has made others leave at every moment, above what is missing there to its highest point.
+
+    A residual is told to the engine when an op saves it, at the latest by the last op that reads it. Nothing is said of a highest point
+    that the ops do not explain: it may be where nothing was told yet.
+    """
+    sizes = [op.num_bytes for op in region.ops]
+    freed, told = [0] * len(sizes), [0] * len(sizes)
+    last_read = list(range(len(sizes)))
+    for index, op in enumerate(region.ops):
+        for read in op.reads:
+            last_read[read] = index
+    for index, op in enumerate(region.ops):
+        for value in op.makes:
+            if value.is_residual:
+                told[last_read[index]] += value.num_bytes
+            elif value.freed_after is not None:
+                freed[value.freed_after] += value.num_bytes
+    alive_bytes, told_bytes = sum(each.value.num_bytes for each in region.inputs), 0
+    moments = []  # what is alive while an op runs, and what was told before it
+    for index, op in enumerate(region.ops):
+        moments.append((alive_bytes + sizes[index] + op.temporary_bytes, told_bytes))
+        alive_bytes += sizes[index] - freed[index]
+        told_bytes += told[index]
+    highest = max((alive for alive, _ in moments), default=0)
+    if region.forward_peak_bytes > highest:
+        return 0
+    missing = [highest - alive + told for alive, told in moments]
+    return max(min([*missing, region.forward_peak_bytes - region.before_peak_bytes], default=0), 0)
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ class Region:
         backward_peak_bytes: highest point of its backward (run again or not) above what is alive when it begins, not counting
             its own residuals in that; so these are in it
         before_ms: what runs in forward between the region before and this one
+        before_peak_bytes: highest point of that, counted as `forward_peak_bytes`, in which it is
         after_ms: what runs in backward between this one and the region before
         outside_bytes: kept for backward by what runs outside of all regions until this one begins
         may_be_plain: a region that must be managed whatever it costs has False
@@ -112,6 +113,7 @@ class Region:
     before_ms: float = 0.0
     after_ms: float = 0.0
     outside_bytes: int = 0
+    before_peak_bytes: int = 0
     may_be_plain: bool = True
     note_bytes: int = 0
     is_dynamic: bool = False

@@ -53,7 +53,10 @@ def with_peaks(
         residual = region.residual_bytes
         found.append(
             dataclasses.replace(
-                region, forward_peak_bytes=max(forward, residual), backward_peak_bytes=max(backward, residual)
+                region,
+                forward_peak_bytes=max(forward, residual),
+                backward_peak_bytes=max(backward, residual),
+                before_peak_bytes=max(highest((between,), kept, kept_again), 0),
             )
         )
         kept += residual

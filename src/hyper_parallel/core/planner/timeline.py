@@ -209,11 +209,11 @@ class _Call:
     def _keep(self, moment: int) -> None:
         """Give to the engine what is swapped now."""
         holding = self._holding
-        is_first = moment == holding.first_residual
-        if moment in holding.opens_group or (is_first and self._engine.has_groups()):
+        if moment in holding.opens_group:
             self._open_group()
-        if is_first:
-            self._tells = self._group is not None
+        if moment < holding.num_ops and holding.makes_residual[moment] and self._engine.has_groups():
+            self._open_group()
+            self._tells = True
         for value in holding.saved_after[moment]:
             group, buffer = self._open_group(), self._buffers[value.number]
             slot = self._engine.save(buffer, value.num_bytes, group, holding.path, _never_changed)

@@ -71,8 +71,10 @@ class SwapEngine:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def new_group(self, label: str, ahead_bytes: int | None = None) -> Group:
+    def new_group(self, label: str, ahead_bytes: int | None = None, *, ends_forward: bool = False) -> Group:
         """A group that comes after every group this thread made before.
+
+        `ends_forward`: for who knows that it is the last of its forward; else that is learned from the step before.
 
         `ahead_bytes`: for who knows how high memory rises in the backward of this group, with all that it swapped brought back: so much more may
         be loaded meanwhile for the groups whose backward comes after, in place of `prefetch_bytes`.
@@ -83,7 +85,7 @@ class SwapEngine:
                 chain.pop()
             if len(chain) > 64 and sum(ref() is None for ref in chain) > len(chain) // 2:
                 chain[:] = [ref for ref in chain if ref() is not None]
-            group = Group(label, chain, ahead_bytes)
+            group = Group(label, chain, ahead_bytes, ends_forward=ends_forward)
             chain.append(weakref.ref(group))
         return group
 

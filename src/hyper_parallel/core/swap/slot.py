@@ -113,8 +113,16 @@ class Group:
     Invariant: stack[slot.position]() is slot, for every living slot of `slots`. The stack may have slots of other groups, too.
     """
 
-    def __init__(self, label: str, chain: list[weakref.ref[Group]], ahead_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        label: str,
+        chain: list[weakref.ref[Group]],
+        ahead_bytes: int | None = None,
+        *,
+        ends_forward: bool = False,
+    ) -> None:
         self.label = label
+        self.ends_forward = ends_forward  # somebody has said that it is the last of its forward
         self.chain = chain  # the groups of this thread's forward in order, itself among them, weakly
         before: Group | None = next((group for ref in reversed(chain) if (group := ref()) is not None), None)
         self.number: int = 0 if before is None or before.has_ended else before.number + 1  # in its forward

@@ -7,6 +7,8 @@ import weakref
 from hyper_parallel.core.swap import schedule
 from hyper_parallel.core.swap.slot import Group, Slot
 
+_MOST_LAST = 64  # models that train in turns, by far; labels of models that are gone would pile up
+
 
 class Turn:
     """How forwards ended so far.
@@ -14,13 +16,13 @@ class Turn:
     Fields:
         _tail: keys of what forwards of these labels saved at their very end
         _kept_tail: slots that were kept for that reason, weakly
-        _last: labels and numbers of the groups in which backward began the last time, and which had swapped nothing
+        _last: labels and numbers of the groups in which backward began the last time, and which had swapped nothing; the newest few
     """
 
     def __init__(self) -> None:
         self._tail: set[tuple[str, int, int]] = set()
         self._kept_tail: list[weakref.ref[Slot]] = []
-        self._last: set[tuple[str, int]] = set()
+        self._last: dict[tuple[str, int], None] = {}
 
     def begins_in(self, group: Group, tail_room_bytes: int, enough_bytes: int) -> bool:
         """The first question of the newest group means that a forward is over (True): what it saved last is its tail."""
@@ -36,16 +38,18 @@ class Turn:
         saved = ([(g.key(s), s.num_bytes) for s in g.in_order()] for g in forward)
         labels = {g.label for g in forward}
         self._tail = {key for key in self._tail if key[0] not in labels}
-        self._last = {key for key in self._last if key[0] not in labels}
+        self._last = {key: None for key in self._last if key[0] not in labels}
         if not group.slots:  # its backward asks for nothing, and is time to bring back what comes next
-            self._last.add((group.label, group.number))
+            self._last[group.label, group.number] = None
+            if len(self._last) > _MOST_LAST:
+                del self._last[next(iter(self._last))]
         else:
             self._tail |= schedule.tail(saved, tail_room_bytes, enough_bytes)
         return True
 
     def is_last(self, group: Group) -> bool:
-        """Whether a forward ends with this group, going by the step before, and it has swapped nothing."""
-        return not group.slots and (group.label, group.number) in self._last
+        """Whether a forward ends with this group, as it says or going by the step before, and it has swapped nothing."""
+        return not group.slots and (group.ends_forward or (group.label, group.number) in self._last)
 
     def keeps(self, slot: Slot, room_bytes: int) -> bool:
         """Whether a slot is needed first in backward, and there is room to keep it on the device."""

@@ -116,6 +116,8 @@ class ProfiledModel:
                 self.step()
             return max(span.peak_bytes for span in meter.spans())
 
+    tells_time = False  # on a CPU the time of a few steps is noise, and nothing was tried on others
+
     def step_ms(self, num_steps: int = NUM_TIMED) -> float:
         """The median time of a step, as the model is now."""
         with preserved(self.model):

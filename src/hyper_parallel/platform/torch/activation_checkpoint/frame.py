@@ -53,7 +53,11 @@ class Frame:
         self._function = RegionFunction(function, policy)
         self.name = self._function.name
         self._options = options
-        self._swap = RegionSwap(self._function.key, getattr(policy, "ahead_bytes", None))
+        self._swap = RegionSwap(
+            self._function.key,
+            getattr(policy, "ahead_bytes", None),
+            ends_forward=getattr(policy, "ends_forward", False),
+        )
         self._record: Record | None = self._function.new_record(options.preserve_rng_state)
         self._inputs = Inputs(arguments, self.name)
         self._second_call = SecondCall(self._function, self._inputs)

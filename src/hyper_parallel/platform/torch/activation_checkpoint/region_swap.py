@@ -50,12 +50,12 @@ class Arrival:
     def __init__(self, engine: Any, group: Any) -> None:
         self._engine = engine
         self._group = group
-        self._counted: set[Any] = set()
+        self._counted: set[int] = set()  # numbers of values: the record has them as long as the forward runs
 
     def hold(self, value: Value) -> None:
         """Of the region's forward: a value stays until backward, or until the forward is over."""
-        if value not in self._counted:
-            self._counted.add(value)
+        if id(value) not in self._counted:
+            self._counted.add(id(value))
             self._engine.keep(self._group, value.num_bytes)
 
     def note(self) -> None:
@@ -72,13 +72,14 @@ class Arrival:
 
 
 class RegionSwap:
-    """The engines and groups of one region call, one per device. `ahead_bytes`: of the groups."""
+    """The engines and groups of one region call, one per device. `ahead_bytes`, `ends_forward`: of the groups."""
 
-    def __init__(self, key: str, ahead_bytes: int | None = None) -> None:
+    def __init__(self, key: str, ahead_bytes: int | None = None, *, ends_forward: bool = False) -> None:
         self._key = key
+        self._ends_forward = ends_forward
         self._ahead_bytes = ahead_bytes
         self._places: dict[torch.device, Any] = {}
-        self._arrivals: dict[torch.device, Arrival | None] = {}
+        self._arrivals: dict[torch.device, Arrival] = {}
 
     def swap(self, saved: Saved, num_bytes: int, what: object) -> Swapped | None:
         """Hand a value to the engine of its device; None if it is too small, or nothing there can be swapped."""
@@ -101,11 +102,13 @@ class RegionSwap:
 
     def arrival(self, device: torch.device) -> Arrival | None:
         """What tells the engine of a residual that is not swapped; None while this forward has swapped nothing on its device."""
-        if device not in self._arrivals:
+        arrival = self._arrivals.get(device)
+        if arrival is None:
             found = swap_engines.engine_in_use(device)
             place = None if found is None or not found.has_groups() else self.place(device)
-            self._arrivals[device] = None if place is None else Arrival(place[0], place[1])
-        return self._arrivals[device]
+            if place is not None:
+                arrival = self._arrivals[device] = Arrival(place[0], place[1])
+        return arrival
 
     def expect(self, slots: list[Any]) -> None:
         """Backward will ask for these first, in this order: replay needs them."""
@@ -116,14 +119,12 @@ class RegionSwap:
     def end_forward(self) -> None:
         """The region's forward is over."""
         for arrival in self._arrivals.values():
-            if arrival is not None:
-                arrival.end_forward()
+            arrival.end_forward()
 
     def note_replay(self) -> None:
         """Backward has got to the region, which runs again."""
         for arrival in self._arrivals.values():
-            if arrival is not None:
-                arrival.note_replay()
+            arrival.note_replay()
 
     def note_replayed(self) -> None:
         """The region has run again, and all that its backward needs is there: a high point that the engine would not see otherwise."""
@@ -136,7 +137,8 @@ class RegionSwap:
         if found is None:
             return None
         engine, min_bytes = found
-        return engine, engine.new_group(self._key, self._ahead_bytes), min_bytes
+        group = engine.new_group(self._key, self._ahead_bytes, ends_forward=self._ends_forward)
+        return engine, group, min_bytes
 
 
 class _Version:

@@ -42,6 +42,7 @@ class PlannedPolicy:
         }
         self._default = CheckpointPolicy.PREFER_RECOMPUTE
         self.ahead_bytes = ahead_bytes
+        self.ends_forward = False  # of a forward that swaps: nothing more of it comes after this region
         self._path = region.path
         self._is_dynamic = region.is_dynamic
         self._mismatches = mismatches
@@ -126,10 +127,11 @@ class PlannedCall:
         for region, decision, ahead in zip(regions, decisions, ahead_bytes, strict=True):
             if decision.is_plain and not is_announced:
                 self._calls.append(None)
-            elif is_host_bound and not decision.is_plain and _recomputes_whole(decision):
+            elif is_host_bound and not is_announced and not decision.is_plain and _recomputes_whole(decision):
                 self._calls.append((None, False))
             else:
                 policy = PlannedPolicy(region, decision, mismatches, ahead)
+                policy.ends_forward = is_announced and region is regions[-1]
                 if not checks_ops:
                     policy.met = None
                 self._calls.append((policy, "swap" in decision.inputs))

@@ -43,6 +43,7 @@ from hyper_parallel.platform.torch.planner.recording import RecordedCall, is_mad
 from hyper_parallel.platform.torch.planner.surroundings import (
     LossFn,
     device_of,
+    is_alone,
     preserved,
     run_step,
     tensors_of,
@@ -118,6 +119,15 @@ class ProfiledModel:
                 meter.mark("step")
                 self.step()
             return max(span.peak_bytes for span in meter.spans())
+
+    @property
+    def tells_time(self) -> bool:
+        """Whether the time of a few steps tells anything: on a CPU it is noise, and ranks would draw different conclusions from their own."""
+        return self.device.type != "cpu" and is_alone()
+
+    def step_ms_within(self) -> float | None:
+        """`step_ms`; None: memory ran out."""
+        return attempt(self.step_ms, self.device)[0]
 
     def step_ms(self, num_steps: int = NUM_TIMED) -> float:
         """The median time of a step, as the model is now."""

@@ -162,13 +162,18 @@ def surroundings_of(device: torch.device) -> Callable[[], Any]:
     return lambda: torch.autocast(device.type, dtype=dtype, enabled=is_on)
 
 
+def is_alone() -> bool:
+    """Whether this process trains alone, and not as one rank of several."""
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
 def check_alone(what: str) -> None:
     """Refuse what one rank would do while the others go on.
 
     Raises:
         StateError: there are others.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if not is_alone():
         raise StateError(
             f"{what} is for a process that trains alone: the other ranks would wait for this one in their next collective.",
             expected="one rank",
