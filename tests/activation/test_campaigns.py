@@ -173,7 +173,8 @@ def fail_nth_call(program: TensorProgram, x: torch.Tensor, n: int) -> bool:
     """Whether there was an n-th call, which then raised through the user's program."""
     count = 0
     originals = {
-        name: getattr(SwapEngine, name) for name in ("save", "acquire", "_launch_offload", "_launch_load", "_prefetch")
+        name: getattr(SwapEngine, name)
+        for name in ("save", "acquire", "_launch_offload", "_launch_load", "_launch_next")
     }
 
     def counting(name: str) -> Callable[..., Any]:

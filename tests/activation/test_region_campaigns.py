@@ -233,13 +233,13 @@ def failing_policy(fuse: Fuse, runner: Runner) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_engine(fuse: Fuse) -> Iterator[None]:
-    names = ("new_group", "save", "acquire", "_launch_offload", "_launch_load", "_prefetch")
+    names = ("new_group", "save", "acquire", "keep", "end_forward", "_launch_offload", "_launch_load", "_launch_next")
     originals = {name: getattr(SwapEngine, name) for name in names}
 
     def counting(name: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             fuse()
-            return originals[name](*args)
+            return originals[name](*args, **kwargs)
 
         return call
 
