@@ -100,7 +100,6 @@ class MindSporeTransport(Transport):
             self._was_ended = True
             self._roll_call = self._store = self.board = None
             self._ranks.clear()
-            _pynative_executor.sync()  # what is still queued would meet what is gone
             dist.destroy_process_group()
         else:
             _pynative_executor.sync()  # a send that is still queued would be lost
