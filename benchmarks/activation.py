@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from activation_modes import COMPILE_BUDGETS, OURS, OURS_LONG, PEERS, Mode, each
 from llama_blocks import H200, SMALL, Llama, make
-from results_state import ROOT, WATCHED, digest
+from results_state import ROOT, WATCHED, digest, earlier_results
 
 import hyper_parallel as hp
 
@@ -361,18 +361,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def with_earlier(options: argparse.Namespace, result: dict[str, Any]) -> list[dict[str, Any]]:
+def with_earlier(rows: list[dict[str, Any]], earlier: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows, and those of an earlier file for modes that have none; in the order of that file.
 
     Gradients that were equal there are so here: the sources are the same.
     """
-    earlier = json.loads(options.add.read_text())
-    for name in ("digest", "device", "torch", "setting"):
-        if earlier[name] != result[name]:
-            raise SystemExit(
-                f"{options.add} is of something else: its {name} is {earlier[name]!r}, not {result[name]!r}."
-            )
-    now = {row["mode"]: row for row in result["rows"]}
+    now = {row["mode"]: row for row in rows}
     kept = []
     for row in earlier["rows"]:
         mine = now.pop(row["mode"], None)
@@ -381,19 +375,27 @@ def with_earlier(options: argparse.Namespace, result: dict[str, Any]) -> list[di
     return [*kept, *now.values()]
 
 
-def write(options: argparse.Namespace, rows: list[dict[str, Any]], link: tuple[float, float] | None) -> None:
-    if not options.out:
-        return
-    result = {
+def head(options: argparse.Namespace) -> dict[str, Any]:
+    """What is measured, and with what."""
+    return {
         "date": datetime.date.today().isoformat(), "commit": options.commit or commit(),
         "digest": digest() if Path(hp.__file__).resolve().is_relative_to(ROOT) else None, "watched": list(WATCHED),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
         "torch": torch.__version__, "python": platform.python_version(), "hyper_parallel": hp.__version__,
-        "setting": options.shape._asdict(), "rows": rows,
-        "link_gb_s": link,
+        "setting": options.shape._asdict(),
     }  # fmt: skip
-    if options.add:
-        result["rows"] = with_earlier(options, result)
+
+
+def write(
+    options: argparse.Namespace, rows: list[dict[str, Any]], link: tuple[float, float] | None, earlier: Any
+) -> None:
+    if not options.out:
+        return
+    result = {
+        **head(options),
+        "rows": rows if earlier is None else with_earlier(rows, earlier),
+        "link_gb_s": link,
+    }
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     options.out.with_suffix(".md").write_text(markdown(result))
 
@@ -409,15 +411,17 @@ def main() -> int:
             stack.enter_context(hp.configure_swap(window_bytes=options.window, prefetch_bytes=options.prefetch))
         if options.check:
             return 0 if all(same for _, same in check_gradients(options)) else 1
+        names = ("digest", "device", "torch", "setting")
+        earlier = earlier_results(options.add, head(options), names) if options.add else None
         rows: list[dict[str, Any]] = []
         link = link_gb_per_s() if options.device == "cuda" else None
         for _ in run_all(options, rows):  # what is cut short leaves what it has
             add_bounds(rows, link)
-            write(options, rows, link)
+            write(options, rows, link, earlier)
         if not options.no_check:
             add_gradients(rows, options)
             print("\n".join([*header(), *(line(row, rows) for row in rows)]), flush=True)
-        write(options, rows, link)
+        write(options, rows, link, earlier)
     return 0
 
 

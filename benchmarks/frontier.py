@@ -291,8 +291,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--picture", type=Path, help="an SVG of all models that were measured")
     options = parser.parse_args(arguments)
-    for path in (each for each in (options.draw, *options.add) if each is not None and not each.is_file()):
-        parser.error(f"there is no file {path}; --out writes one")
+    if options.draw and not options.draw.is_file():
+        parser.error(f"there is no file {options.draw}; --out writes one")
     for name in options.models:
         if name not in MODELS:
             parser.error(f"no such model: {name}; there are {', '.join(MODELS)}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from results_state import ROOT, WATCHED, digest
+from results_state import ROOT, WATCHED, digest, earlier_results
 
 import hyper_parallel as hp
 from activation import commit
@@ -44,12 +44,7 @@ class Results:
 
     def keep(self, path: Path) -> None:
         """Rows of an earlier file, but for the models that are measured now; `measured` says which sources they are of."""
-        data = json.loads(path.read_text())
-        for name, value in self._head().items():
-            if name in ("device", "torch") and data[name] != value:
-                raise SystemExit(
-                    f"{path} is of something else: its {name} is {data[name]!r}, not {value!r}. Measure it again."
-                )
+        data = earlier_results(path, self._head(), ("device", "torch"))
         own = {name: data[name] for name in ("date", "commit", "digest")}
         for model in {row["model"] for row in (*data["rows"], *data["largest"])} - self._measured_now:
             self.measured[model] = data.get("measured", {}).get(model, own)

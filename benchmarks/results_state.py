@@ -65,6 +65,19 @@ def digest(root: Path = ROOT, watched: Iterable[str] = WATCHED) -> str:
     return whole.hexdigest()
 
 
+def earlier_results(path: Path, now: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """What an earlier run has written, if what it measured is the same in these things; else the end of the program, in words."""
+    if not path.is_file():
+        raise SystemExit(f"There is no file {path}; --out writes one.")
+    earlier: dict[str, Any] = json.loads(path.read_text())
+    for name in names:
+        if earlier[name] != now[name]:
+            raise SystemExit(
+                f"{path} is of something else: its {name} is {earlier[name]!r}, not {now[name]!r}. Measure it again."
+            )
+    return earlier
+
+
 def states(root: Path = ROOT) -> list[State]:
     """The state of every results file, by name."""
     folder = root / "benchmarks" / "results"

@@ -79,10 +79,8 @@ class SwapEngine:
         `ahead_bytes`: for who knows how high memory rises in the backward of this group, with all that it swapped brought back: so much more may
         be loaded meanwhile for the groups whose backward comes after, in place of `prefetch_bytes`.
         """
-        chain: list[weakref.ref[Group]] = self._thread.__dict__.setdefault("chain", [])
         with self._lock:
-            while chain and chain[-1]() is None:  # groups of a step that is over
-                chain.pop()
+            chain = self._chain()
             if len(chain) > 64 and sum(ref() is None for ref in chain) > len(chain) // 2:
                 chain[:] = [ref for ref in chain if ref() is not None]
             group = Group(label, chain, ahead_bytes, ends_forward=ends_forward)
@@ -91,8 +89,15 @@ class SwapEngine:
 
     def has_groups(self) -> bool:
         """Whether a group that this thread made is still alive."""
-        chain: list[weakref.ref[Group]] = self._thread.__dict__.get("chain", [])
-        return any(ref() is not None for ref in reversed(chain))
+        with self._lock:
+            return bool(self._chain())
+
+    def _chain(self) -> list[weakref.ref[Group]]:
+        """The groups that this thread made; the last of them is alive."""
+        chain: list[weakref.ref[Group]] = self._thread.__dict__.setdefault("chain", [])
+        while chain and chain[-1]() is None:  # groups of a step that is over
+            chain.pop()
+        return chain
 
     def expect(self, group: Group, slots: Iterable[Slot]) -> None:
         """From now on backward is expected to ask for a group's slots in this order; loads are launched in it.
