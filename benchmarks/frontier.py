@@ -130,6 +130,8 @@ class Bench:
                 for now, then in zip((solver.num_solved, solver.seconds, solver.waited_s), before, strict=True)
             )
             prove_s = time.perf_counter() - begin - waited_s
+            if self._options.plans is not None:
+                plan.save(self._options.plans / f"{self.name}_{budget}.json")
             plan.apply(model)
             try:
                 measured = self._measured(self._options.steps, self._options.warm)
@@ -289,10 +291,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--add", type=Path, action="append", default=[], help="a file with rows of other models to keep"
     )
+    parser.add_argument("--plans", type=Path, help="a folder for the plans, each with its profile")
     parser.add_argument("--picture", type=Path, help="an SVG of all models that were measured")
     options = parser.parse_args(arguments)
     if options.draw and not options.draw.is_file():
         parser.error(f"there is no file {options.draw}; --out writes one")
+    if options.plans and not options.plans.is_dir():
+        parser.error(f"there is no folder {options.plans}")
     for name in options.models:
         if name not in MODELS:
             parser.error(f"no such model: {name}; there are {', '.join(MODELS)}")
