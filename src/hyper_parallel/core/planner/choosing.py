@@ -86,7 +86,10 @@ def choose(
     if _overhead_ms(profile) > 0 and (simple := _simple(profile, budget_bytes, margin_bytes)) is not None:
         found.append(simple)
     if not found:
-        raise min(errors, key=lambda error: error.smallest_bytes)
+        try:
+            raise min(errors, key=lambda error: error.smallest_bytes)
+        finally:
+            errors.clear()  # an error held by its own frames would hold the batch with them, until garbage is collected
     best = min(found, key=lambda choice: (choice.over_bytes > 0, choice.step_ms, choice.setting.in_flight_bytes))
     # To a CPU, whose link are files, the timeline's bursts mean little.
     is_worth_it = has_bursts and any(each.swaps for each in best.decision) and not _is_cpu(profile)
