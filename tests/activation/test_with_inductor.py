@@ -86,6 +86,9 @@ result = [text, same(train(wrapper, x), expected)]
 PLANNED = """
 import tempfile, torch
 import hyper_parallel as hp
+from hyper_parallel.core.planner.choices import RegionDecision, plain, recompute_all
+from hyper_parallel.core.planner.plan import MemoryPlan, Predicted
+from hyper_parallel.core.planner.settings import Setting
 from torch import nn
 from support.training import same, train
 torch.set_num_threads(1)
@@ -94,7 +97,7 @@ class Small(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 64)
     def forward(self, x):
-        return x + self.b(torch.relu(self.a(x)))
+        return x + self.b(torch.sin(self.a(x)))
 def blocks():
     torch.manual_seed(0)
     return nn.Sequential(*(Small() for _ in range(4)))
@@ -120,6 +123,27 @@ with tempfile.TemporaryDirectory() as folder, hp.configure_swap(disk_dir=folder,
         }
         plan.remove(model)
         assert same(train(model, x), expected)
+    # Of what compiled code makes, a part swapped and a part saved, beside a block that is run again.
+    profile = plan.profile
+    whole, *parts = profile.regions[0].ops
+    kept = ["swap" if index % 2 else "save" for index in range(len(parts))]
+    mixed = RegionDecision(False, (None, *kept), tuple("save" for _ in profile.regions[0].inputs))
+    decision = (mixed, recompute_all(profile.regions[1]), mixed, plain(profile.regions[3]))
+    by_part = MemoryPlan(profile, decision, Setting(2**20, 2**20), profile.peak_bytes, Predicted(profile.peak_bytes, 1.0))
+    by_part.apply(model)
+    before = hp.SwapManager().stats()["offloaded_bytes"]
+    found = train(model, x)
+    swapped = sum(part.num_bytes for part, choice in zip(parts, kept, strict=True) if choice == "swap")
+    result["by part"] = {
+        "num_parts": len(parts),
+        "choices": sorted({choice for part in parts for choice in part.choices}),
+        "whole": list(whole.choices),
+        "same": same(found, expected),
+        "swapped": swapped,
+        "offloaded": hp.SwapManager().stats()["offloaded_bytes"] - before,
+        "counted": by_part.stats(model),
+    }
+    by_part.remove(model)
 """
 
 needs_inductor = pytest.mark.skipif(
@@ -169,8 +193,16 @@ def test_compiled_blocks_are_planned_as_one_op_each_also_if_they_were_compiled_b
     pytest.importorskip("scipy")
     if not hasattr(importlib.import_module("torch._inductor.config"), "wrap_inductor_compiled_regions"):
         pytest.skip("this PyTorch cannot show compiled code as one op")
-    for name, found in run_fresh(PLANNED, **variables).items():
-        assert found["ops"] == ["inductor_compiled_code"], name
+    result = run_fresh(PLANNED, **variables)
+    by_part = result.pop("by part")
+    assert by_part["num_parts"] > 1
+    assert by_part["whole"] == ["recompute"]
+    assert by_part["choices"] == ["recompute", "save", "swap"]
+    assert by_part["same"]
+    assert by_part["offloaded"] == 2 * by_part["swapped"] > 0
+    assert not any(by_part["counted"].values()), by_part["counted"]
+    for name, found in result.items():
+        assert {op.partition("[")[0] for op in found["ops"]} == {"inductor_compiled_code"}, name
         assert found["same"], name
         assert found["is kept"], name
         assert found["managed"] > 0, name

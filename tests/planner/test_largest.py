@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -243,3 +245,26 @@ def test_few_sizes_are_looked_at(square: float, noise: int, allowed: int) -> Non
     found = search._Search(sizes, None).run()  # type: ignore[arg-type]
     assert sizes.smallest_bytes(found.n) <= allowed < sizes.smallest_bytes(found.n + 1)
     assert len(found.tried) <= 16, found.tried
+
+
+def test_no_batch_is_left_behind_for_the_collector() -> None:
+    """Garbage on a device is memory that the next step does not have."""
+    batches: list[weakref.ref[torch.Tensor]] = []
+
+    def make_batch(n: int) -> torch.Tensor:
+        batch = rows(n)
+        batches.append(weakref.ref(batch))
+        return batch
+
+    model = models.make("mlp")
+    gc.collect()
+    gc.disable()
+    try:
+        found = hp.largest(model, make_batch, 3 * MIB, progress=False)
+        assert found.next is not None, "nothing was refused"
+        assert [each for each in batches if each() is not None] == []
+        with pytest.raises(BudgetError):
+            hp.plan_memory(model, make_batch(found.n * 4), budget=3 * MIB, progress=False)
+        assert batches[-1]() is None
+    finally:
+        gc.enable()

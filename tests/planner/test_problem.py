@@ -226,6 +226,14 @@ def test_p4_the_last_region_takes_over_of_the_window_what_it_has_told_wherever_i
     assert displaced_bytes(region()) == 0
 
 
+def test_parts_of_an_op_are_there_as_soon_as_it_runs_and_told_only_then() -> None:
+    whole = op(10, 5.0, needed=False, choices=("recompute",))
+    parts = [op(100, 0.0, (0,), part=number) for number in range(4)]
+    assert displaced_bytes(region(whole, *parts, forward_peak_bytes=410)) == 0, "all are there before one is told"
+    apart = [op(100, 1.0, (0,)) for _ in range(4)]
+    assert displaced_bytes(region(whole, *apart, forward_peak_bytes=410)) == 300, "the last one is still to be told"
+
+
 def test_p4_only_the_last_region_takes_over_and_only_where_the_turn_is_clear() -> None:
     block = early_and_late(temporary=0, forward_peak=400)
     given = problem(block, block, window=1000)

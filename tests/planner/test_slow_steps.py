@@ -133,7 +133,7 @@ class Profiled:
         self._above_bytes, self.tells_time, self._runs_out = above_bytes, tells_time, runs_out
         self.num_timed = 0
 
-    def peaks_within(self, num_steps: int) -> int:
+    def peaks_within(self, num_steps: int, *, num_before: int) -> int:
         return self._above_bytes
 
     def step_ms_within(self) -> float | None:

@@ -398,9 +398,13 @@ class Bug(NamedTuple):
 
 BUGS = [
     Bug("a residual is freed late in backward", "holding.py",
-        "            self.saved_residual_bytes[op] += value.num_bytes\n", "            pass\n"),
+        "            self.saved_residual_bytes[self._made_with[op]] += value.num_bytes\n", "            pass\n"),
     Bug("what the record holds for the replay is freed with its residual", "holding.py",
         "value.is_residual and op not in self.takes:  # the record", "value.is_residual:  # the record"),
+    Bug("parts are made after the op that makes them", "holding.py",
+        "self.made_bytes[self._made_with[op]] += value", "self.made_bytes[op] += value"),
+    Bug("parts are given back before the op that made them", "holding.py",
+        "self.recomputed_bytes[self._made_with[index]] += value", "self.recomputed_bytes[index] += value"),
     Bug("the window is ignored", "timeline.py", "copy.copy(limits)",
         "Limits(1 << 40, limits.prefetch_bytes, limits.on_full)"),
     Bug("the limit of prefetch is ignored", "timeline.py", "copy.copy(limits)",

@@ -84,8 +84,12 @@ def _random_region(rng: random.Random, num_ops: int) -> Region:
         Input(Value(rng.choice((0, 2, 5, 9)), rng.random() < 0.5), rng.random() < 0.7)
         for _ in range(rng.choice((0, 1, 1, 2)))
     )
-    ops = []
+    ops: list[Op] = []
     for index in range(num_ops):
+        if ops and ops[-1].choices == ("recompute",) and ops[-1].forward_ms and rng.random() < 0.7:
+            whole = ops[-1].reads[0] if ops[-1].part is not None else index - 1
+            ops.append(op(rng.randint(0, 15), 0.0, (whole,), choices=CHOICES, part=index))
+            continue
         reads = tuple(each for each in range(index) if rng.random() < (0.8 if each == index - 1 else 0.3))
         kind = rng.random()
         if kind < 0.2:
@@ -135,6 +139,8 @@ def is_carried_out(each: Region, decision: RegionDecision) -> bool:
             return False
         if choice == "recompute" and any(decision.ops[read] is None for read in one.reads):
             return False
+        if one.part is not None and choice in ("save", "swap") and decision.ops[one.reads[0]] == "recompute":
+            return False
     for one, choice in zip(each.inputs, decision.inputs, strict=True):
         if choice is None and (runs_again or one.value.is_residual):
             return False
@@ -182,7 +188,7 @@ def _with_regions(given: Problem, regions: tuple[Region, ...]) -> Problem:
 
 def _without_read(one: Op, gone: int) -> Op:
     reads = tuple(read - (read > gone) for read in one.reads if read != gone)
-    return dataclasses.replace(one, reads=reads)
+    return dataclasses.replace(one, reads=reads, part=one.part if reads else None)
 
 
 # ---- large ones -------------------------------------------------------------------------------------------------------------------

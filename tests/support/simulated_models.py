@@ -384,10 +384,13 @@ class RegionCall:
 
     def run_op(self, index: int, ms: float) -> None:
         op = self.region.ops[index]
-        made = [self.trainer.allocate(value.num_bytes) for value in op.makes]
+        made = {}
+        for other in [index, *self.region.parts().get(index, [])] if op.part is None else []:
+            for number, value in enumerate(self.region.ops[other].makes):
+                made[other, number] = self.trainer.allocate(value.num_bytes)
         temporary = self.trainer.allocate(op.temporary_bytes)
-        self.trainer.run(f"op {self.index} {index}", ms, self.what_it_reads(index), [*made, temporary])
-        self.scope.update({(index, number): buffer for number, buffer in enumerate(made)})
+        self.trainer.run(f"op {self.index} {index}", ms, self.what_it_reads(index), [*made.values(), temporary])
+        self.scope.update(made)
 
     def what_it_reads(self, index: int) -> list[SimulatedBuffer]:
         op = self.region.ops[index]
@@ -511,7 +514,7 @@ class RegionCall:
             reads = [*self.arguments.values(), *(self.ask(key) for key in asked)]
             trainer.run(f"backward {self.index} {index}", self.share(region.backward_ms, index), reads, [working])
             del reads
-            for key in [key for key in self.graph if key[0] == index]:
+            for key in [key for key in self.graph if key[0] >= 0 and region.made_with(key[0]) == index]:
                 del self.graph[key]
         if not region.ops:
             trainer.run("backward", region.backward_ms, list(self.arguments.values()), [working])
@@ -670,6 +673,15 @@ def _random_region(rng: random.Random, path: str) -> Region:
         chosen = all_choices if has_all else tuple(rng.sample(all_choices, rng.randint(1, 2)))
         temporary_bytes = rng.choice((0, 0, 8, 40))
         ops.append(Op("", "op", index, 0, ms, makes, reads[index], reads_inputs[index], temporary_bytes, chosen))
+        whole = reads[index][0] if len(reads[index]) == 1 else index
+        is_next = (
+            all(op.part is not None for op in ops[whole + 1 : index]) and whole < index and ops[whole].part is None
+        )
+        if makes and has_all and is_next and ops[whole].makes and rng.random() < 0.4:
+            others = tuple(dataclasses.replace(each, is_residual=False) for each in ops[whole].makes)
+            ops[whole] = dataclasses.replace(ops[whole], makes=others, choices=("recompute",))
+            own = tuple(dataclasses.replace(each, is_residual=True) for each in makes)
+            ops[index] = dataclasses.replace(ops[index], makes=own, part=index)
     inputs = tuple(Input(value(~index), rng.random() < 0.8) for index in range(num_inputs))
     total_ms = sum(op.forward_ms for op in ops) or num_ops * 0.5
     region = Region(
@@ -706,6 +718,10 @@ def _random_decision(rng: random.Random, region: Region) -> choices.RegionDecisi
             ops[index] = favourite if favourite in allowed and rng.random() < 0.6 else rng.choice(allowed)
         if ops[index] == "recompute":
             needed.update(region.ops[index].reads)
+    for whole, parts in region.parts().items():
+        if ops[whole] == "recompute":
+            for part in parts:
+                ops[part] = "recompute"
     runs_again = "recompute" in ops
     inputs: list[str | None] = []
     for each in region.inputs:
@@ -809,7 +825,7 @@ def _smaller_regions(region: Region, chosen: choices.RegionDecision) -> Iterator
         for other in (
             dataclasses.replace(op, temporary_bytes=0),
             dataclasses.replace(op, makes=op.makes[:1]),
-            dataclasses.replace(op, reads=op.reads[1:]),
+            dataclasses.replace(op, reads=op.reads[1:], part=None),
             dataclasses.replace(op, reads_inputs=()),
         ):
             if other != op:

@@ -25,6 +25,22 @@ class CheckpointPolicy(Enum):
         self.swaps = number == 4
 
 
+class ByOutput:
+    """What a plan, and no user's policy, may answer about an op with many results: each has a policy of its own, by its place among those the op made.
+
+    What is not named is not kept.
+    """
+
+    keeps = True
+    name = "BY_OUTPUT"
+
+    def __init__(self, policies: dict[int, CheckpointPolicy]) -> None:
+        self._policies = policies
+
+    def of_output(self, place: int) -> CheckpointPolicy:
+        return self._policies.get(place, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
 # PyTorch's own enum is recognised by the names of its members: this file knows no framework. It says "offload" for swap.
 _BY_NAME = {
     **{member.name: member for member in CheckpointPolicy},

@@ -173,7 +173,15 @@ def _check_ops(region: Region, decision: RegionDecision) -> None:
                 got=choice,
                 where=where,
             )
-        elif choice == RECOMPUTE:
+        elif choice != RECOMPUTE:
+            if op.part is not None and decision.ops[op.reads[0]] == RECOMPUTE:
+                raise ArgumentError(
+                    "A part would be kept of an op that runs again, and makes it again.",
+                    expected=RECOMPUTE,
+                    got=choice,
+                    where=where,
+                )
+        else:
             for read in op.reads:
                 if decision.ops[read] is None:
                     raise ArgumentError(

@@ -75,7 +75,7 @@ def choose(
             solution = solve(variant.of(problem), time_limit_s=max(until - begin, 0.0) / (len(variants) - number))
         except BudgetError as error:
             if variant.room == 1.0:  # else it speaks of a budget that nobody gave
-                errors.append(error)
+                errors.append(error.with_traceback(None))  # see below
             continue
         found.append(_judged(profile, problem, solution.decision, solution.gap))
         longest_s = max(longest_s, time.monotonic() - begin)
@@ -89,7 +89,7 @@ def choose(
         try:
             raise min(errors, key=lambda error: error.smallest_bytes)
         finally:
-            errors.clear()  # an error held by its own frames would hold the batch with them, until garbage is collected
+            errors.clear()  # an error that its own frames hold would hold the batch with them, until garbage is collected
     best = min(found, key=lambda choice: (choice.over_bytes > 0, choice.step_ms, choice.setting.in_flight_bytes))
     # To a CPU, whose link are files, the timeline's bursts mean little.
     is_worth_it = has_bursts and any(each.swaps for each in best.decision) and not _is_cpu(profile)

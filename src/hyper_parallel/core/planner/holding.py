@@ -70,6 +70,8 @@ class Holding:
         self.arrives_at: set[int] = set()  # the ops whose backward asks for a saved residual that an op made
         self._is_plain = decision.is_plain
         self._min_bytes = max(min_bytes, 1)
+        # Parts of an op are made by it, and given back when its backward is over.
+        self._made_with = [region.made_with(index) for index in range(self.num_ops)]
         uses = _last_uses(region)
         self._plan_replay(region, decision, uses)
         for index, op in enumerate(ops):
@@ -91,13 +93,14 @@ class Holding:
         self.runs, self.takes = plan_replay(ops, self.wanted, lambda value: value < 0 or is_kept[value])
         self.replays_at = max((uses.get(index, index) for index in self.wanted), default=-1)
         self.replay_ms = [op.forward_ms for op in region.ops]
-        self.replay_bytes = [op.num_bytes for op in region.ops]
+        self.replay_bytes = [0] * self.num_ops
         self.replay_freed_bytes = [0] * (self.num_ops + 1)
         self.recomputed_bytes = [0] * self.num_ops
         for index in self.runs:
+            self.replay_bytes[self._made_with[index]] += region.ops[index].num_bytes
             for value in region.ops[index].makes:
                 if value.is_residual:
-                    self.recomputed_bytes[index] += value.num_bytes
+                    self.recomputed_bytes[self._made_with[index]] += value.num_bytes
                 else:
                     until = self.end if value.freed_after is None else value.freed_after
                     self.replay_freed_bytes[until] += value.num_bytes
@@ -120,15 +123,16 @@ class Holding:
                 self.opens_group.add(leaves)
             if choice == SWAP and value.num_bytes >= self._min_bytes:
                 taken_until = min(local, self.end) if op in self.takes else None
-                self._swap(value, op, leaves, max(local, leaves), taken_until, asked_at if value.is_residual else None)
+                asked = asked_at if value.is_residual else None
+                self._swap(value, self._made_with[op], leaves, max(local, leaves), taken_until, asked)
                 return
             until = self.kept
             if value.is_residual:
                 self.arrives_at.add(asked_at)
-        self.made_bytes[op] += value.num_bytes
+        self.made_bytes[self._made_with[op]] += value.num_bytes
         self.freed_bytes[until] += value.num_bytes
         if until == self.kept and value.is_residual and op not in self.takes:  # the record has what the replay takes
-            self.saved_residual_bytes[op] += value.num_bytes
+            self.saved_residual_bytes[self._made_with[op]] += value.num_bytes
 
     def _hold_input(self, value: Value, index: int, choice: str | None, asked_at: int) -> None:
         if self._is_plain:

@@ -303,9 +303,7 @@ def _measured(plan: MemoryPlan, profiled: Any, *, times: bool = True) -> Measure
     """Real steps under a plan; if they keep the budget, some more for their time, where it tells anything. None: memory ran out."""
     plan.apply(profiled.model)
     try:
-        if profiled.peaks_within(1) is None:  # the first step teaches the engine what is asked for first
-            return None
-        above_bytes = profiled.peaks_within(2)
+        above_bytes = profiled.peaks_within(2, num_before=1)  # which teaches the engine what is asked for first
         if above_bytes is None:
             return None
         peak_bytes = above_bytes + plan.profile.base_bytes

@@ -79,8 +79,9 @@ def displaced_bytes(region: Region) -> int:
     A residual is told to the engine when an op saves it, at the latest by the last op that reads it. Nothing is said of a highest point
     that the ops do not explain: it may be where nothing was told yet.
     """
-    sizes = [op.num_bytes for op in region.ops]
-    freed, told = [0] * len(sizes), [0] * len(sizes)
+    sizes, freed, told = ([0] * len(region.ops) for _ in range(3))
+    for index, op in enumerate(region.ops):
+        sizes[region.made_with(index)] += op.num_bytes
     last_read = list(range(len(sizes)))
     for index, op in enumerate(region.ops):
         for read in op.reads:

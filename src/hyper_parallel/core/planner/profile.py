@@ -50,6 +50,8 @@ class Op:
         temporary_bytes: what it allocates beside its results while it runs
         choices: of "save", "swap", "recompute"; never empty
         looks: dtype and shape of each result, to recognise it: "float32[2, 8]"
+        part: not None: no op of its own but one residual of the op it reads, by its place among all of them; it comes right after that op and its
+            other parts. It has a choice of its own, but for one thing: what runs again makes all of its parts again
     """
 
     module: str
@@ -63,6 +65,7 @@ class Op:
     temporary_bytes: int = 0
     choices: tuple[str, ...] = ("save", "swap", "recompute")
     looks: tuple[str, ...] = ()
+    part: int | None = None
 
     @property
     def key(self) -> tuple[str, int, str, int]:
@@ -123,6 +126,19 @@ class Region:
         """What it keeps when it is plain."""
         inputs = sum(each.value.num_bytes for each in self.inputs if each.value.is_residual)
         return inputs + sum(op.residual_bytes for op in self.ops)
+
+    def made_with(self, index: int) -> int:
+        """The op that makes what this one stands for: itself, if it is no part."""
+        op = self.ops[index]
+        return index if op.part is None else op.reads[0]
+
+    def parts(self) -> dict[int, list[int]]:
+        """Index of an op that has parts -> indices of these."""
+        found: dict[int, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            if op.part is not None:
+                found.setdefault(self.made_with(index), []).append(index)
+        return found
 
     @property
     def may_swap(self) -> bool:

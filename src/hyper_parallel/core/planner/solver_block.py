@@ -68,6 +68,25 @@ def base_of(region: Region, stored: frozenset[int], can_swap: bool) -> Base:
     if stored == PLAIN:
         decision = plain(region)
         return Base(PLAIN, decision, load(region, decision), ())
+    ops = _chosen(region, stored, can_swap)
+    # What runs again makes all of its parts again. Without them in store more may have to run, and so on.
+    while (
+        again := {part for each, parts in region.parts().items() if ops[each] == RECOMPUTE for part in parts} & stored
+    ):
+        stored -= again
+        ops = _chosen(region, stored, can_swap)
+    runs_again = RECOMPUTE in ops
+    inputs = tuple(SAVE if runs_again or each.value.is_residual else None for each in region.inputs)
+    decision = RegionDecision(False, tuple(ops), inputs)
+    return Base(
+        frozenset(index for index, choice in enumerate(ops) if choice in (SAVE, SWAP)),
+        decision,
+        load(region, decision),
+        _free(region, decision) if can_swap else (),
+    )
+
+
+def _chosen(region: Region, stored: frozenset[int], can_swap: bool) -> list[str | None]:
     ops: list[str | None] = [None] * len(region.ops)
     wanted = {index for index, op in enumerate(region.ops) if op.is_needed}
     for index in reversed(range(len(region.ops))):
@@ -78,15 +97,7 @@ def base_of(region: Region, stored: frozenset[int], can_swap: bool) -> Base:
                 wanted.update(region.ops[index].reads)
             else:
                 ops[index] = SAVE if SAVE in choices else SWAP
-    runs_again = RECOMPUTE in ops
-    inputs = tuple(SAVE if runs_again or each.value.is_residual else None for each in region.inputs)
-    decision = RegionDecision(False, tuple(ops), inputs)
-    return Base(
-        frozenset(index for index, choice in enumerate(ops) if choice in (SAVE, SWAP)),
-        decision,
-        load(region, decision),
-        _free(region, decision) if can_swap else (),
-    )
+    return ops
 
 
 def _may_store(op: Op, can_swap: bool) -> bool:
@@ -119,12 +130,13 @@ def needed_reads(region: Region) -> dict[int, tuple[int, ...]]:
         if region.ops[index].is_needed or index in live:
             live.add(index)
             live.update(region.ops[index].reads)
+    wholes = region.parts()
     sources: dict[int, set[int]] = {}
     found: dict[int, tuple[int, ...]] = {}
     for index in sorted(live):
         op = region.ops[index]
         reads: set[int] = set().union(*(sources[read] for read in op.reads))
-        is_view = not op.is_needed and allowed(op) == (RECOMPUTE,) and op.forward_ms == 0
+        is_view = not op.is_needed and allowed(op) == (RECOMPUTE,) and op.forward_ms == 0 and index not in wholes
         sources[index] = reads if is_view else {index}
         if not is_view:
             found[index] = tuple(sorted(reads))
@@ -196,14 +208,17 @@ class _Rows:
                 self.block.extra.append((self.block.stored[index], extra_bytes / self.unit))
             if RECOMPUTE in allowed(op):
                 # It needs no whole number: it is as small as what is stored lets it be.
-                self.runs[index] = self.model.variable(0.0, 1.0)
+                # Parts run with the op that makes them, and it with all of them.
+                whole = None if op.part is None else self.runs.get(op.reads[0])
+                self.runs[index] = self.model.variable(0.0, 1.0) if whole is None else whole
                 self.block.recompute.append((self.runs[index], op.forward_ms))
         for index, read in reads.items():
             if self.region.ops[index].is_needed:
                 self.model.row([*self._there(index), *self._plain], 1.0, 1.0)
             if index in self.runs:
                 for each in read:
-                    self.model.row([*self._there(each), (self.runs[index], -1.0)], 0.0)
+                    if self.runs.get(each) != self.runs[index]:
+                        self.model.row([*self._there(each), (self.runs[index], -1.0)], 0.0)
 
     def add_inputs(self) -> None:
         runs_again: int | None = None
@@ -219,7 +234,7 @@ class _Rows:
                 self.block.extra.append((stored, each.value.num_bytes / self.unit))
             if runs_again is None:
                 runs_again = self.model.variable(0.0, 1.0)
-                for variable in self.runs.values():
+                for variable in dict.fromkeys(self.runs.values()):
                     self.model.row([(runs_again, 1.0), (variable, -1.0)], 0.0)
             self.model.row([(stored, 1.0), (runs_again, -1.0)], 0.0)
 

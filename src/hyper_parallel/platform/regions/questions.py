@@ -44,8 +44,8 @@ class PolicyContext:
 
 
 def asked(policy: Any, context: PolicyContext, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the policy says about an op, as a CheckpointPolicy."""
-    from hyper_parallel.core.activation_checkpoint.policy import as_policy
+    """What the policy says about an op, as a CheckpointPolicy; a plan's may also say it for each result."""
+    from hyper_parallel.core.activation_checkpoint.policy import ByOutput, as_policy
 
     # Not as a TypeError: PyTorch's binary operators take one for "the other operand may know", and forget it.
     try:
@@ -57,6 +57,8 @@ def asked(policy: Any, context: PolicyContext, op: Any, args: tuple[Any, ...], k
             where=f"{context.module or 'region'}, {op}",
             do="A policy is called as policy_fn(ctx, op, *args, **kwargs).",
         ) from error
+    if isinstance(answer, ByOutput):
+        return answer
     try:
         return as_policy(answer)
     except TypeError:

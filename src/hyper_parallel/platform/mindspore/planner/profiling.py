@@ -103,9 +103,9 @@ class ProfiledModel:
         """For several steps in a row: within, and afterwards, as `preserved` says."""
         return preserved(self.model)
 
-    def peaks_within(self, num_steps: int) -> int:
-        """The highest point of some steps, as the model is now, above where they began."""
-        return max(self.peak_bytes() for _ in range(num_steps))
+    def peaks_within(self, num_steps: int, *, num_before: int) -> int:
+        """The highest point of some steps after others, as the model is now, above where they began."""
+        return max([self.peak_bytes() for _ in range(num_before + num_steps)][num_before:])
 
     def peak_bytes(self) -> int:
         """The highest point of one step above where it began, as the model is now; nothing is changed by it."""

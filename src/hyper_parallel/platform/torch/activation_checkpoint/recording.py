@@ -477,8 +477,11 @@ class Record:
         _pair(op.outputs, result, found)
         if op.targets and self._keeps_writes:
             found += [(value, tensors[position]) for position, value in op.targets]
+        of_output = getattr(policy, "of_output", None)
         for value, tensor in found:
-            self._keep(value, tensor, policy)
+            own = policy if of_output is None else of_output(op.makes.index(value))
+            if own.keeps:
+                self._keep(value, tensor, own)
 
     def _keep(self, value: Value, tensor: torch.Tensor, policy: Any) -> None:
         if value.kept is not None or not is_plain(tensor):

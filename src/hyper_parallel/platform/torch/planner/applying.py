@@ -33,7 +33,7 @@ class PlannedPolicy:
     is_pure = True  # it answers by the key alone
 
     def __init__(self, region: Any, decision: Any, mismatches: Mismatches, ahead_bytes: int | None = None) -> None:
-        from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
+        from hyper_parallel.core.activation_checkpoint.policy import ByOutput, CheckpointPolicy
 
         self._policies = {
             "save": CheckpointPolicy.MUST_SAVE,
@@ -50,7 +50,14 @@ class PlannedPolicy:
         choices = decision.ops
         if decision.is_plain:  # what backward needs, and no more: what a policy saves is held until the region ends
             choices = tuple("save" if op.is_needed else None for op in region.ops)
-        self._choices: dict[Key, str | None] = {op.key: choice for op, choice in zip(region.ops, choices, strict=True)}
+        pairs = [(op, choice) for op, choice in zip(region.ops, choices, strict=True) if op.part is None]
+        self._choices: dict[Key, str | None] = {op.key: choice for op, choice in pairs}
+        # What compiled code makes: result by result, where nothing of it is made again.
+        self._by_output: dict[Key, Any] = {
+            region.ops[index].key: ByOutput({region.ops[part].part: self._policies[choices[part]] for part in parts})
+            for index, parts in region.parts().items()
+            if all(choices[part] in ("save", "swap") for part in parts)
+        }
         self._looks: dict[Key, tuple[str, ...]] = {op.key: op.looks for op in region.ops if op.looks}
         self._modules: dict[str, str] = {}
         self._names: dict[Any, str] = {}
@@ -74,7 +81,9 @@ class PlannedPolicy:
             self.met.add(key)
             if not self._looks_right(key, ctx.op_output):
                 return self._default
-        return self._default if choice is None else self._policies[choice]
+        if choice is None:
+            return self._by_output.get(key, self._default)
+        return self._policies[choice]
 
     def _looks_right(self, key: Key, output: Any) -> bool:
         expected = self._looks.get(key)
@@ -99,7 +108,7 @@ class PlannedPolicy:
         if met is None:
             return
         for key, choice in self._choices.items():
-            if choice in ("save", "swap") and key not in met:
+            if (choice in ("save", "swap") or key in self._by_output) and key not in met:
                 self._mismatches.note(
                     "planned ops that were not met",
                     expected="this op, which the plan has a choice for",

@@ -32,14 +32,14 @@ from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import co
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
 from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
-from hyper_parallel.platform.torch.activation_checkpoint.values import Argument, Constant, Fresh
 from hyper_parallel.platform.torch.planner import signature
-from hyper_parallel.platform.torch.planner.applying import Applied, relative, unwrap
+from hyper_parallel.platform.torch.planner.applying import Applied, unwrap
 from hyper_parallel.platform.torch.planner.blocks import find_blocks
 from hyper_parallel.platform.torch.planner.link import measure_link
 from hyper_parallel.platform.torch.planner.meters import Clock, memory_meter
 from hyper_parallel.platform.torch.planner.out_of_memory import attempt
-from hyper_parallel.platform.torch.planner.recording import RecordedCall, is_made, note_shared, recording
+from hyper_parallel.platform.torch.planner.profiled_ops import op_times, planned_ops
+from hyper_parallel.platform.torch.planner.recording import RecordedCall, note_shared, recording
 from hyper_parallel.platform.torch.planner.surroundings import (
     LossFn,
     device_of,
@@ -107,9 +107,15 @@ class ProfiledModel:
         """For several steps in a row: within, and afterwards, as `preserved` says."""
         return preserved(self.model)
 
-    def peaks_within(self, num_steps: int) -> int | None:
-        """The highest point of some steps, as the model is now, above where they began; None: memory ran out."""
-        return attempt(lambda: max(self.peak_bytes() for _ in range(num_steps)), self.device)[0]
+    def peaks_within(self, num_steps: int, *, num_before: int) -> int | None:
+        """The highest point of some steps after others, as the model is now, above where they began; None: memory ran out.
+
+        What earlier steps left in the allocator's cache is given back first: a block of it that is up to 1 MiB too large would be used, and counted, as it is.
+        """
+        if self.device.type != "cpu":
+            getattr(torch, self.device.type).empty_cache()
+        found = attempt(lambda: [self.peak_bytes() for _ in range(num_before + num_steps)], self.device)[0]
+        return None if found is None else max(found[num_before:])
 
     def peak_bytes(self) -> int:
         """The highest point of one step above where it began, as the model is now; nothing is changed by it."""
@@ -336,12 +342,10 @@ def _region(
     if record is None or noted.times is None:
         raise ArgumentError("A block was not recorded.", where=noted.path)
     forward_ms = times.get(f"forward {index}", 0.0)
-    op_ms = _op_times(noted)
+    op_ms = op_times(noted)
     scale = min(1.0, forward_ms / total) if (total := sum(op_ms)) > 0 else 1.0
     may_swap = has_link
-    ops = []
-    for op, ms in zip(record.ops, op_ms, strict=True):
-        ops.append(_op(op, noted, ms * scale, device, min_bytes if may_swap else None))
+    ops = planned_ops(noted, [ms * scale for ms in op_ms], device, min_bytes if may_swap else None)
     own = [value for value in noted.inputs if _is_activation(value, noted, device)]
     num_bytes = sum(value.num_bytes for value in own)
     merged = Value(num_bytes, is_residual=any(value in noted.needed_inputs for value in own))
@@ -384,65 +388,6 @@ def _note_bytes(record: Any, device: torch.device) -> int:
 
 def _is_activation(value: Any, noted: RecordedCall, device: torch.device) -> bool:
     return bool(value.device == device and value.num_bytes > 0 and value not in noted.shared)
-
-
-def _op(op: Any, noted: RecordedCall, ms: float, device: torch.device, min_bytes: int | None) -> Any:
-    from hyper_parallel.core.planner.profile import Op, Value
-
-    made = [value for value in op.makes if value.device == device]
-    num_bytes = sum(value.num_bytes for value in made)
-    is_current = all(value in noted.current for value in made)
-    choices = ["recompute"]
-    if num_bytes > 0 and is_current:
-        choices.insert(0, "save")
-        if (
-            min_bytes is not None
-            and max(value.num_bytes for value in made) >= min_bytes
-            and not any(value.is_weight_cast for value in made)
-        ):
-            choices.insert(1, "swap")
-    return Op(
-        module=relative(op.module, noted.path),
-        name=str(op.func),
-        call=op.call,
-        occurrence=op.occurrence_in_call,
-        forward_ms=ms,
-        makes=tuple(Value(v.num_bytes, v in noted.needed, noted.freed_after.get(v)) for v in made),
-        reads=tuple(sorted({value.op for value in op.reads if is_made(value)} - {op.index})),
-        reads_inputs=(0,)
-        if any(value is not None and value.op < 0 and value in noted.inputs for value in op.reads)
-        else (),
-        choices=tuple(choices),
-        looks=() if op.targets else tuple(_looks(op.outputs)),
-    )
-
-
-def _looks(outputs: Any) -> list[str]:
-    """How results of an op look: "float32[2, 8]"."""
-    if isinstance(outputs, Fresh):
-        return [signature.look_of(outputs.view.dtype, outputs.view.size)]
-    if isinstance(outputs, (list, tuple)) and not isinstance(outputs, (Argument, Constant)):
-        return [look for each in outputs for look in _looks(each)]
-    return []
-
-
-def _op_times(noted: RecordedCall) -> list[float]:
-    """Milliseconds of each recorded op; views and the like, which the record leaves out, are passed over."""
-    record, times = noted.record, noted.times
-    if record is None or times is None:
-        return []
-    found: list[float] = []
-    position = 0
-    for op in record.ops:
-        while position < len(times.ops) and times.ops[position][0] is not op.func:
-            position += 1
-        if position == len(times.ops):
-            found.append(0.0)
-            continue
-        _, begin, end = times.ops[position]
-        found.append(times.clock.between(begin, end))
-        position += 1
-    return found
 
 
 def _run_again(region: Any, *, swaps_inputs: bool) -> Any:

@@ -1,0 +1,117 @@
+"""The recorded ops of a region as the planner sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform.torch.activation_checkpoint.values import Argument, Constant, Fresh, traits_of
+from hyper_parallel.platform.torch.planner import signature
+from hyper_parallel.platform.torch.planner.applying import relative
+from hyper_parallel.platform.torch.planner.recording import RecordedCall, is_made
+
+
+def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, min_bytes: int | None) -> list[Any]:
+    """The ops of a call; one of compiled code, which makes all residuals of a block at once, with its parts after it."""
+    from hyper_parallel.core.planner.profile import Op, Value
+
+    places: dict[Any, int] = {}  # of values, among the planner's ops
+    last: list[int] = []  # by the number of a recorded op: its last part, or itself
+    ops: list[Any] = []
+    for op, ms in zip(noted.record.ops if noted.record else [], op_ms, strict=True):
+        own = len(ops)
+        made = [value for value in op.makes if value.device == device]
+        parts = _parts(op, made, noted, min_bytes)
+        places |= dict.fromkeys(made, own)
+        read = [value for value in op.reads if value is not None and is_made(value)]
+        reads = {places.get(value, last[value.op] if value.op < op.index else own) for value in read}
+        whole = Op(
+            module=relative(op.module, noted.path),
+            name=str(op.func),
+            call=op.call,
+            occurrence=op.occurrence_in_call,
+            forward_ms=ms,
+            makes=tuple(
+                Value(v.num_bytes, v in noted.needed, noted.freed_after.get(v)) for v in made if v not in parts
+            ),
+            reads=tuple(sorted(reads - {own})),
+            reads_inputs=(0,)
+            if any(value is not None and value.op < 0 and value in noted.inputs for value in op.reads)
+            else (),
+            choices=("recompute",) if parts else _choices(made, noted, min_bytes),
+            looks=() if op.targets else tuple(_looks(op.outputs)),
+        )
+        ops.append(whole)
+        for value in parts:
+            places[value], part = len(ops), op.makes.index(value)
+            ops.append(
+                dataclasses.replace(
+                    whole,
+                    name=f"{whole.name}[{part}]",
+                    forward_ms=0.0,
+                    makes=(Value(value.num_bytes, True, noted.freed_after.get(value)),),
+                    reads=(own,),
+                    reads_inputs=(),
+                    choices=_choices([value], noted, min_bytes),
+                    looks=(),
+                    part=part,
+                )
+            )
+        last.append(len(ops) - 1)
+    return ops if len(ops) == len(last) else [_renumbered(op, last) for op in ops]
+
+
+def _parts(op: Any, made: list[Any], noted: RecordedCall, min_bytes: int | None) -> list[Any]:
+    """The residuals among what compiled code made, if there is more than one to swap."""
+    if min_bytes is None or traits_of(op.func).has_schema or not all(value in noted.current for value in made):
+        return []
+    parts = [value for value in made if value in noted.needed]
+    return parts if sum("swap" in _choices([value], noted, min_bytes) for value in parts) > 1 else []
+
+
+def _choices(made: list[Any], noted: RecordedCall, min_bytes: int | None) -> tuple[str, ...]:
+    if not sum(value.num_bytes for value in made) or not all(value in noted.current for value in made):
+        return ("recompute",)
+    is_large = min_bytes is not None and max(value.num_bytes for value in made) >= min_bytes
+    if is_large and not any(value.is_weight_cast for value in made):
+        return "save", "swap", "recompute"
+    return "save", "recompute"
+
+
+def _renumbered(op: Any, last: list[int]) -> Any:
+    """With the planner's numbers where a recorded op's were: a value is gone after an op and all of its parts."""
+    makes = (
+        value if value.freed_after is None else dataclasses.replace(value, freed_after=last[value.freed_after])
+        for value in op.makes
+    )
+    return dataclasses.replace(op, makes=tuple(makes))
+
+
+def _looks(outputs: Any) -> list[str]:
+    """How results of an op look: "float32[2, 8]"."""
+    if isinstance(outputs, Fresh):
+        return [signature.look_of(outputs.view.dtype, outputs.view.size)]
+    if isinstance(outputs, (list, tuple)) and not isinstance(outputs, (Argument, Constant)):
+        return [look for each in outputs for look in _looks(each)]
+    return []
+
+
+def op_times(noted: RecordedCall) -> list[float]:
+    """Milliseconds of each recorded op; views and the like, which the record leaves out, are passed over."""
+    record, times = noted.record, noted.times
+    if record is None or times is None:
+        return []
+    found: list[float] = []
+    position = 0
+    for op in record.ops:
+        while position < len(times.ops) and times.ops[position][0] is not op.func:
+            position += 1
+        if position == len(times.ops):
+            found.append(0.0)
+            continue
+        _, begin, end = times.ops[position]
+        found.append(times.clock.between(begin, end))
+        position += 1
+    return found
