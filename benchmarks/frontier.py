@@ -230,7 +230,11 @@ def names_of(options: argparse.Namespace) -> list[str]:
     """What the rows that are measured now are called."""
     if options.compile:
         return ["llama compiled"]
-    return [f"{each} largest" for each in ("llama", "gpt2")] if options.largest else options.models
+    if options.largest:
+        from frontier_largest import asked
+
+        return asked(options)
+    return list(options.models)
 
 
 def run(options: argparse.Namespace) -> Results:

@@ -70,8 +70,14 @@ def wide_gpt2(device: str, dtype: torch.dtype) -> Question:
 QUESTIONS = {"llama largest": long_llama, "gpt2 largest": wide_gpt2}
 
 
+def asked(options: argparse.Namespace) -> list[str]:
+    """Names of the questions about the models that are asked for."""
+    return [name for name in QUESTIONS if name.partition(" ")[0] in options.models]
+
+
 def run_largest(options: argparse.Namespace, results: Results) -> None:
-    for name, build in QUESTIONS.items():
+    for name in asked(options):
+        build = QUESTIONS[name]
         row: Row = {"model": name}
         if time.monotonic() > options.deadline:
             row["skipped"] = "no time left"
