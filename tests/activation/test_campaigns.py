@@ -21,6 +21,7 @@ from hyper_parallel.core.swap.engine import SwapEngine
 from hyper_parallel.platform.torch.activation_checkpoint import AsyncSaveOnCpu, swap_wrapper
 from support.campaign import share
 from support.random_tensors import TensorProgram
+from support.region_programs import flush_aborted_backward
 from support.swapping import Swapping, check_nothing_left, gradients
 
 
@@ -162,11 +163,6 @@ def test_an_exception_at_any_engine_call_leaks_nothing_and_the_next_step_is_righ
         assert torch.equal(leaf.grad, plain[0]), f"seed {seed}"
         program.kept.clear()
     assert num_injections >= 100
-
-
-def flush_aborted_backward() -> None:
-    """PyTorch keeps the queued part of a backward that raised, with all it saved, until the thread's next backward."""
-    torch.ones((), requires_grad=True).mul(2).backward()
 
 
 def fail_nth_call(program: TensorProgram, x: torch.Tensor, n: int) -> bool:

@@ -163,6 +163,8 @@ def test_the_peak_falls_as_the_window_and_the_prefetch_allow(cuda: Swapping) -> 
 
     def peak(model: nn.Module) -> int:
         for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()  # blocks of the cache that are a little too large would be counted as they are
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -170,6 +172,9 @@ def test_the_peak_falls_as_the_window_and_the_prefetch_allow(cuda: Swapping) -> 
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    without, with_swapping = peak(plain), peak(managed)
-    moved = 12 * 1024 * (512 * 3 + 4 * 512 * 2) * 4  # a lower bound of what one forward saves and moves
-    assert without - with_swapping > moved // 2
+    without, with_swapping, one_block = peak(plain), peak(managed), peak(plain[:1])
+    gradients = sum(each.numel() * each.element_size() for each in plain.parameters())
+    # At the end of backward all gradients are there, what the first block needs, and what the engine may have in flight.
+    allowed = gradients + one_block + 6 * 2**20
+    assert with_swapping <= allowed
+    assert allowed < 0.7 * without, "the bound says something"

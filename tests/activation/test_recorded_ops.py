@@ -244,6 +244,6 @@ def test_two_calls_that_wait_for_their_backward_do_not_mix() -> None:
 def test_the_framework_s_profiler_shows_what_is_recomputed() -> None:
     managed = checkpoint_wrapper(Block())
     for _ in range(3):  # by the function, and by its ops
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             managed(torch.randn(4, WIDTH)).sum().backward()
         assert "hyper_parallel: recompute Block" in {event.key for event in profile.key_averages()}

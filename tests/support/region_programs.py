@@ -677,5 +677,6 @@ def check_no_mode_left() -> None:
 
 
 def flush_aborted_backward() -> None:
-    """PyTorch keeps the queued part of a backward that raised, with all it saved, until the thread's next backward."""
-    torch.ones((), requires_grad=True).mul(2).backward()
+    """PyTorch keeps the queued part of a backward that raised, with all it saved, until the next backward of its threads: one for each device."""
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        torch.ones((), requires_grad=True, device=device).mul(2).backward()
