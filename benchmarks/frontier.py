@@ -1,9 +1,10 @@
 """Plans at several budgets, for several models, beside PyTorch's own ways: activation peak and step time, from one command.
 
-    python benchmarks/frontier.py --out x.json               on a GPU: four models, each at budgets of its own and `min`
+    python benchmarks/frontier.py --out x.json               on a GPU: four models, each at budgets of its own and `min`; then `compiled`,
+                                                             the first of them with torch.compile's memory budgets, and plans on compiled blocks
     python benchmarks/frontier.py --device cpu               small models, swapped to files
     python benchmarks/frontier.py --models gpt2,moe --budgets 60,min --budgets gpt2:45,min --sizes moe:blocks=6
-    python benchmarks/frontier.py --compile                  torch.compile's memory budgets, and plans on compiled blocks
+    python benchmarks/frontier.py --models llama,compiled    beside each other: plans, PyTorch's checkpoints, budgets of torch.compile
     python benchmarks/frontier.py --largest                  how large a batch may be, plain and under a plan, in the same memory
     python benchmarks/frontier.py --draw x.json --picture x.svg
 
@@ -23,6 +24,7 @@ import functools
 import gc
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -33,6 +35,7 @@ from typing import Any
 
 import torch
 from activation_modes import PEERS
+from frontier_compiled import NAME, run_compiled
 from frontier_models import MODELS, Built, Sizes
 from frontier_results import FULL, Results, Row, checks_text, header, largest_line
 from solving_ahead import Solver
@@ -44,6 +47,7 @@ from hyper_parallel.core.planner.planning import planned
 from hyper_parallel.platform.torch.planner import ProfiledModel
 
 GIB = 2**30
+COMPILED = {"compiled": NAME}  # what `--models` calls it, and what its rows are called
 BESIDE = ("PyTorch selective, all matmuls", "PyTorch selective, as torchtitan")
 
 
@@ -131,7 +135,7 @@ class Bench:
             )
             prove_s = time.perf_counter() - begin - waited_s
             if self._options.plans is not None:
-                plan.save(self._options.plans / f"{self.name}_{budget}.json")
+                plan.save(self._options.plans / f"{re.sub(r'[^0-9a-z.]+', '_', f'{self.name} {name}')}.json")
             plan.apply(model)
             try:
                 measured = self._measured(self._options.steps, self._options.warm)
@@ -228,13 +232,11 @@ def run_model(name: str, options: argparse.Namespace, results: Results, solver: 
 
 def names_of(options: argparse.Namespace) -> list[str]:
     """What the rows that are measured now are called."""
-    if options.compile:
-        return ["llama compiled"]
     if options.largest:
         from frontier_largest import asked
 
         return asked(options)
-    return list(options.models)
+    return [COMPILED.get(each, each) for each in options.models]
 
 
 def run(options: argparse.Namespace) -> Results:
@@ -243,18 +245,17 @@ def run(options: argparse.Namespace) -> Results:
         results.keep(path)
     print(header(), flush=True)
     with Solver(options.workers, proves_smallest=options.prove_smallest).installed() as solver:
-        if options.compile:
-            from frontier_compiled import run_compiled
-
-            run_compiled(options, results, solver, Bench)
-        elif options.largest:
+        if options.largest:
             from frontier_largest import run_largest
 
             run_largest(options, results)
-        else:
-            for name in options.models:
+            return results
+        for name in options.models:
+            if name in COMPILED:
+                run_compiled(options, results, solver, Bench)
+            else:
                 run_model(name, options, results, solver)
-                tidy()
+            tidy()
     return results
 
 
@@ -272,13 +273,12 @@ def of_model(text: str) -> tuple[str, list[str]]:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
+    parser.add_argument("--models", type=lambda text: text.split(","), default=[*MODELS, *COMPILED])
     parser.add_argument(
         "--budgets", type=of_model, action="append", default=[], help="percent, or `min`: 50,min or gpt2:50,min"
     )
     parser.add_argument("--sizes", type=of_model, action="append", default=[], help="for example moe:blocks=6,batch=2")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--compile", action="store_true", help="compiled blocks instead")
     what.add_argument("--largest", action="store_true", help="the largest batches instead")
     what.add_argument("--draw", type=Path, help="measure nothing, draw what this file has")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
@@ -303,8 +303,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.plans and not options.plans.is_dir():
         parser.error(f"there is no folder {options.plans}")
     for name in options.models:
-        if name not in MODELS:
-            parser.error(f"no such model: {name}; there are {', '.join(MODELS)}")
+        if name not in {**MODELS, **COMPILED}:
+            parser.error(f"no such model: {name}; there are {', '.join([*MODELS, *COMPILED])}")
     options.budgets = dict(options.budgets)
     options.sizes = {name: as_sizes(each) for name, each in options.sizes}
     options.dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
