@@ -114,6 +114,8 @@ class Record:
         # whether an op's result comes later than the op returns: replay must not end before who waits for it has run
         self.has_launches = False
         self._policy = policy
+        # A plan is asked directly: its answers need no check, and nothing in it can be compiled.
+        self._planned: Callable[..., Any] | None = getattr(policy, "planned_answer", None)
         # What a policy answers about every call of an op, by the op's id: it need not be asked about each.
         self._answers: dict[int, Any] = getattr(policy, "answers", {})
         # Views about which there is nothing to do but to run them, by the op's id.
@@ -464,7 +466,9 @@ class Record:
         kwargs: dict[str, Any],
     ) -> None:
         policy = self._answers.get(id(op.func))
-        if policy is None:
+        if policy is None and self._planned is not None:
+            policy = self._planned(op.func, op.where, result)
+        elif policy is None:
             context = PolicyContext(False, op.module, op.occurrence, result, op.call, op.occurrence_in_call)
             policy = ask(self._policy, context, op.func, args, kwargs)
         op.policy = policy

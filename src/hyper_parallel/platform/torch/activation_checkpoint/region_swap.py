@@ -80,6 +80,7 @@ class RegionSwap:
         self._ahead_bytes = ahead_bytes
         self._places: dict[torch.device, Any] = {}
         self._arrivals: dict[torch.device, Arrival] = {}
+        self._engines: dict[torch.device, Any] = {}  # those in use when it was first asked about them
 
     def swap(self, saved: Saved, num_bytes: int, what: object) -> Swapped | None:
         """Hand a value to the engine of its device; None if it is too small, or nothing there can be swapped."""
@@ -104,7 +105,9 @@ class RegionSwap:
         """What tells the engine of a residual that is not swapped; None while this forward has swapped nothing on its device."""
         arrival = self._arrivals.get(device)
         if arrival is None:
-            found = swap_engines.engine_in_use(device)
+            if device not in self._engines:  # once: every residual of the region asks
+                self._engines[device] = swap_engines.engine_in_use(device)
+            found = self._engines[device]
             place = None if found is None or not found.has_groups() else self.place(device)
             if place is not None:
                 arrival = self._arrivals[device] = Arrival(place[0], place[1])
@@ -137,6 +140,7 @@ class RegionSwap:
         if found is None:
             return None
         engine, min_bytes = found
+        self._engines[device] = engine
         group = engine.new_group(self._key, self._ahead_bytes, ends_forward=self._ends_forward)
         return engine, group, min_bytes
 

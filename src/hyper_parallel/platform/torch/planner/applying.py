@@ -31,6 +31,7 @@ class PlannedPolicy:
     """
 
     is_pure = True  # it answers by the key alone
+    asked = True  # about every call of an op that is no view
 
     def __init__(self, region: Any, decision: Any, mismatches: Mismatches, ahead_bytes: int | None = None) -> None:
         from hyper_parallel.core.activation_checkpoint.policy import ByOutput, CheckpointPolicy
@@ -59,27 +60,35 @@ class PlannedPolicy:
             if all(choices[part] in ("save", "swap") for part in parts)
         }
         self._looks: dict[Key, tuple[str, ...]] = {op.key: op.looks for op in region.ops if op.looks}
+        # About views, which are never kept; `passes`: what runs them, as the region found out. See `Record`.
+        self.answers: dict[int, Any] = {}
+        self.passes: dict[int, Any] = {}
         self._modules: dict[str, str] = {}
         self._names: dict[Any, str] = {}
         self.met: set[Key] | None = set()  # None when the first call is over
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.planned_answer(op, ctx, ctx.op_output)
+
+    def planned_answer(self, op: Any, where: Any, output: Any) -> Any:
+        """`where`: its module, which call of that this is, and which of the op in that call."""
         name = self._names.get(op)
         if name is None:
             name = self._names[op] = "" if traits_of(op).is_view else str(op)
         if not name:
+            self.answers[id(op)] = self._default  # `_names` holds the op, so that no other gets its id
             return self._default
-        module = self._modules.get(ctx.module)
+        module = self._modules.get(where.module)
         if module is None:
-            module = self._modules[ctx.module] = relative(ctx.module, self._path)
-        key = (module, ctx.call, name, ctx.occurrence_in_call)
+            module = self._modules[where.module] = relative(where.module, self._path)
+        key = (module, where.call, name, where.occurrence_in_call)
         choice = self._choices.get(key, "")
         if choice == "":
             self._mismatches.note("ops that were not planned", expected="", got="", where="", may_raise=False)
             return self._policies["save"] if self._saves_all else self._default
         if self.met is not None:
             self.met.add(key)
-            if not self._looks_right(key, ctx.op_output):
+            if not self._looks_right(key, output):
                 return self._default
         if choice is None:
             return self._by_output.get(key, self._default)
