@@ -38,7 +38,7 @@ def test_it_asks_about_each_decision_once_with_the_loads_of_its_regions() -> Non
     asked: list[Any] = []
 
     def judge(decision: Any, loads: list[Load], below_ms: float = 0.0) -> float:
-        assert [each.is_plain for each in loads] == [each.is_plain for each in decision]
+        assert [each.is_managed for each in loads] == [each.is_managed for each in decision]
         asked.append(decision)
         return 5.0 - len(asked) * 1e-3
 

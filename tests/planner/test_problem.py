@@ -356,7 +356,7 @@ def test_t3_a_backward_takes_what_is_recomputed_and_the_overhead_of_managing() -
         (plain(block), 30.0),
         (managed("ss"), 30.25),
         (managed("sr"), 30.75),
-        (managed("rr"), 34.75),
+        (managed("rr"), 34.5),  # which the framework does by itself
     ):
         assert evaluate(given, (decision,)).step_ms == step_ms
 
@@ -415,7 +415,7 @@ def literal_times(given: Problem, chosen: list[Load]) -> tuple[float, list[float
             allowed_at = [starts[m] + (sum(swap[k:m]) - given.prefetch_bytes) / into for m in range(k + 1, num)]
             loaded = max([loaded + swap[k] / into, offload_ends[k] + swap[k] / into, *allowed_at])
             starts[k] = max(over, loaded)
-        overhead = 0.0 if chosen[k].is_plain else given.region_overhead_ms
+        overhead = given.region_overhead_ms if chosen[k].is_managed else 0.0
         over = starts[k] + chosen[k].recompute_ms + overhead + regions[k].backward_ms + regions[k].after_ms
     return over, starts
 

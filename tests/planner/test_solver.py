@@ -339,9 +339,26 @@ def test_a_hundred_blocks_with_forty_residuals_are_solved_to_a_small_gap(differ:
     assert found.cost.peak_bytes <= given.budget_bytes
 
 
+def test_only_as_many_blocks_are_managed_as_the_budget_needs_where_that_costs_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All recomputed whole would be a few bytes too large: one block swaps its input, and pays for being managed."""
+    inputs = (Input(Value(10, True), True),)
+    blocks = [region(op(100, 5.0), inputs=inputs, backward_peak_bytes=120) for _ in range(6)]
+    given = problem(*blocks, link=Link(100.0, 100.0), region_overhead_ms=50.0)
+    whole = tuple(map(recompute_all, blocks))
+    given = dataclasses.replace(given, budget_bytes=evaluate(given, whole).peak_bytes - 5)
+    for small in (solver._SMALL, -1):  # exactly, and as a large problem
+        monkeypatch.setattr(solver, "_SMALL", small)
+        found = solve(given, time_limit_s=NO_HURRY)
+        assert [each.is_managed for each in found.decision].count(True) == 1
+        assert all(each.is_whole for each in found.decision if not each.is_managed and not each.is_plain)
+        assert found.cost.peak_bytes <= given.budget_bytes
+
+
 def test_equal_blocks_share_a_few_decisions() -> None:
     found = solve(large(False, 0.3), time_limit_s=NO_HURRY)
-    assert 1 < len(set(found.decision)) <= 15
+    assert 1 < len(set(found.decision)) <= 20, "of 100 blocks"
 
 
 def test_the_same_problem_has_the_same_plan() -> None:

@@ -29,6 +29,16 @@ class RegionDecision:
     def swaps(self) -> bool:
         return SWAP in self.ops or SWAP in self.inputs
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it keeps its inputs and runs again, and no more: the framework's own checkpoint does that."""
+        return not (self.is_plain or self.swaps or SAVE in self.ops)
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether a policy is asked about its ops."""
+        return not (self.is_plain or self.is_whole)
+
 
 Decision: TypeAlias = tuple[RegionDecision, ...]
 
@@ -41,7 +51,7 @@ class Load:
     swapped_bytes: int
     extra_bytes: int  # saved or swapped, and no residual of the plain step
     recompute_ms: float
-    is_plain: bool
+    is_managed: bool
 
 
 def allowed(op: Op) -> tuple[str, ...]:
@@ -126,7 +136,7 @@ def load(region: Region, decision: RegionDecision) -> Load:
         swapped_bytes=swapped_bytes(region, decision),
         extra_bytes=extra_bytes(region, decision),
         recompute_ms=recompute_ms(region, decision),
-        is_plain=decision.is_plain,
+        is_managed=decision.is_managed,
     )
 
 

@@ -141,7 +141,7 @@ def _polished(
     problem = problem_of(profile, budget_bytes, least, margin_bytes)
 
     def judge(decision: Decision, loads: list[Load], below_ms: float) -> float | None:
-        managed_ms = problem.region_overhead_ms * sum(not each.is_plain for each in loads)
+        managed_ms = problem.region_overhead_ms * sum(each.is_managed for each in loads)
         if plain_ms(problem) + managed_ms + sum(each.recompute_ms for each in loads) >= below_ms:
             return None
         if peak(problem, loads, swaps=True).num_bytes > budget_bytes:
@@ -254,7 +254,7 @@ def _judged(profile: StepProfile, problem: Problem, decision: Decision, gap: flo
         return Choice(decision, setting, cost.step_ms, cost.peak_bytes, 0, gap)
     timeline = timeline_under(profile, decision, setting)
     over_bytes = max(timeline.peak_bytes - problem.budget_bytes, 0)
-    step_ms = timeline.step_ms + problem.region_overhead_ms * sum(not each.is_plain for each in decision)
+    step_ms = timeline.step_ms + problem.region_overhead_ms * sum(each.is_managed for each in decision)
     return Choice(decision, setting, step_ms, cost.peak_bytes, over_bytes, gap)
 
 

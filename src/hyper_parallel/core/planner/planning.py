@@ -144,7 +144,7 @@ def _fastest(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
     is_known = "region_overhead_ms" in plan.profile.facts
     if not is_known or _taken_ms(plan) == math.inf or all(each.is_plain for each in plan.decision):
         return plan
-    if _taken_ms(plan) > plan.predicted.step_ms * _TOO_SLOW:
+    if _taken_ms(plan) > plan.predicted.step_ms * _TOO_SLOW and any(each.is_managed for each in plan.decision):
         rivals += _with_costlier_regions(plan, profiled)
     if plan.profile.facts.get("region_overhead_ms"):
         rivals += _without_copies(plan, profiled, faster_than_ms=min(map(_taken_ms, rivals)))
@@ -158,7 +158,7 @@ def _with_costlier_regions(plan: MemoryPlan, profiled: Any) -> list[MemoryPlan]:
     """
     taken_ms = _taken_ms(plan)
     facts = dict(plan.profile.facts)
-    more_ms = (taken_ms - plan.predicted.step_ms) / sum(not each.is_plain for each in plan.decision)
+    more_ms = (taken_ms - plan.predicted.step_ms) / sum(each.is_managed for each in plan.decision)
     facts["region_overhead_ms"] = float(facts.get("region_overhead_ms", 0.0)) + more_ms
     profile = dataclasses.replace(plan.profile, facts=facts)
     _logger.info("steps take %.0f ms, predicted were %.0f; planning again", taken_ms, plan.predicted.step_ms)

@@ -29,7 +29,7 @@ class Problem:
         budget_bytes: for everything: the profile's base, activations, copies in flight, the margin
         window_bytes: of offloads that may be under way when forward goes on
         prefetch_bytes: of loads that may be there before they are needed
-        region_overhead_ms: what a region that is not plain costs beside the ops it runs again
+        region_overhead_ms: what a region that is neither plain nor recomputed whole costs beside the ops it runs again
         margin_bytes: added to every peak
         copies_meet: whether offloads may still be under way in backward; see P4
         turn_is_clear: whether the last region's forward ends with all offloads, so that none is under way in the turn; see P4
@@ -271,7 +271,7 @@ def _backward(
             # What is still on its way out cannot come back.
             load_end = max(load_end, start_after - early_ms, offloads[index]) + copy_ms
         start = max(over, load_end) if each.swapped_bytes else over
-        overhead = 0.0 if each.is_plain else problem.region_overhead_ms
+        overhead = problem.region_overhead_ms if each.is_managed else 0.0
         over = start + each.recompute_ms + overhead + region.backward_ms + region.after_ms
         load_ends[index], starts[index], overs[index] = load_end, start, over
         start_after = start

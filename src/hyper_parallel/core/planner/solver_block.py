@@ -17,13 +17,16 @@ from hyper_parallel.core.planner.choices import (
     Load,
     RegionDecision,
     allowed,
+    extra_bytes,
     load,
     plain,
+    recompute_all,
 )
 from hyper_parallel.core.planner.profile import Op, Region
 from hyper_parallel.core.planner.solver_model import Model
 
-PLAIN = frozenset({-1})  # in the place of the stored ops of a region that is not managed
+# In the place of the stored ops: of a region that is not wrapped, and of one that is recomputed whole, its inputs kept.
+PLAIN, WHOLE = frozenset({-1}), frozenset({-2})
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,9 @@ def base_of(region: Region, stored: frozenset[int], can_swap: bool) -> Base:
     if stored == PLAIN:
         decision = plain(region)
         return Base(PLAIN, decision, load(region, decision), ())
+    if stored == WHOLE:
+        decision = recompute_all(region)
+        return Base(WHOLE, decision, load(region, decision), ())
     ops = _chosen(region, stored, can_swap)
     # What runs again makes all of its parts again. Without them in store more may have to run, and so on.
     while (
@@ -152,6 +158,7 @@ class Block:
     """
 
     plain: int | None
+    whole: int | None  # there where regions cost something that it does not
     stored: dict[int, int] = field(default_factory=dict)
     swapped: dict[int, int] = field(default_factory=dict)  # by position among ops and inputs
     store: list[tuple[int, float]] = field(default_factory=list)
@@ -160,9 +167,15 @@ class Block:
     extra: list[tuple[int, float]] = field(default_factory=list)
     recompute: list[tuple[int, float]] = field(default_factory=list)
 
+    @property
+    def unmanaged(self) -> list[int]:
+        return [each for each in (self.plain, self.whole) if each is not None]
+
     def stored_in(self, x: list[float]) -> frozenset[int]:
         if self.plain is not None and x[self.plain] > 0.5:
             return PLAIN
+        if self.whole is not None and x[self.whole] > 0.5:
+            return WHOLE
         return frozenset(index for index, variable in self.stored.items() if x[variable] > 0.5)
 
     def swapped_in(self, x: list[float]) -> list[int]:
@@ -170,13 +183,30 @@ class Block:
 
 
 def add_block(
-    model: Model, region: Region, can_swap: bool, unit: float, most_extra_bytes: int, *, is_exact: bool = False
+    model: Model,
+    region: Region,
+    can_swap: bool,
+    unit: float,
+    most_extra_bytes: int,
+    *,
+    is_exact: bool = False,
+    has_whole: bool = False,
 ) -> Block:
     """Rows for "How a choice is carried out" of the README.
 
     An op whose storing alone would be more than `most_extra_bytes` is not stored: without whole numbers, a part of it would be.
     """
-    block = Block(model.binary() if region.may_be_plain else None)
+    again = recompute_all(region) if has_whole else None
+    has_whole = again is not None and again.is_whole and extra_bytes(region, again) <= max(most_extra_bytes, 0)
+    block = Block(
+        plain=model.binary() if region.may_be_plain else None,
+        whole=model.binary() if has_whole else None,
+    )
+    if again is not None and block.whole is not None:
+        done = load(region, again)
+        block.store.append((block.whole, done.kept_bytes / unit))
+        block.extra.append((block.whole, done.extra_bytes / unit))
+        block.recompute.append((block.whole, done.recompute_ms))
     rows = _Rows(model, region, block, can_swap, unit, is_exact)
     rows.add_ops(most_extra_bytes)
     rows.add_inputs()
@@ -194,18 +224,18 @@ class _Rows:
     runs: dict[int, int] = field(default_factory=dict)
 
     @property
-    def _plain(self) -> list[tuple[int, float]]:
-        return [] if self.block.plain is None else [(self.block.plain, 1.0)]
+    def _unmanaged(self) -> list[tuple[int, float]]:
+        return [(each, 1.0) for each in self.block.unmanaged]
 
     def add_ops(self, most_extra_bytes: int) -> None:
         reads = needed_reads(self.region)
         for index in reads:
             op = self.region.ops[index]
-            extra_bytes = op.num_bytes - op.residual_bytes
-            if _may_store(op, self.can_swap) and extra_bytes <= max(most_extra_bytes, 0):
+            more_bytes = op.num_bytes - op.residual_bytes
+            if _may_store(op, self.can_swap) and more_bytes <= max(most_extra_bytes, 0):
                 self.block.stored[index] = self.model.binary()
                 self._add_stored(index, self.block.stored[index], op.num_bytes, allowed(op))
-                self.block.extra.append((self.block.stored[index], extra_bytes / self.unit))
+                self.block.extra.append((self.block.stored[index], more_bytes / self.unit))
             if RECOMPUTE in allowed(op):
                 # It needs no whole number: it is as small as what is stored lets it be.
                 # Parts run with the op that makes them, and it with all of them.
@@ -214,7 +244,7 @@ class _Rows:
                 self.block.recompute.append((self.runs[index], op.forward_ms))
         for index, read in reads.items():
             if self.region.ops[index].is_needed:
-                self.model.row([*self._there(index), *self._plain], 1.0, 1.0)
+                self.model.row([*self._there(index), *self._unmanaged], 1.0, 1.0)
             if index in self.runs:
                 for each in read:
                     if self.runs.get(each) != self.runs[index]:
@@ -229,7 +259,7 @@ class _Rows:
             choices = (SAVE, SWAP) if each.may_swap else (SAVE,)
             self._add_stored(len(self.region.ops) + index, stored, each.value.num_bytes, choices)
             if each.value.is_residual:
-                self.model.row([(stored, 1.0), *self._plain], 1.0)
+                self.model.row([(stored, 1.0), *self._unmanaged], 1.0)
             else:
                 self.block.extra.append((stored, each.value.num_bytes / self.unit))
             if runs_again is None:

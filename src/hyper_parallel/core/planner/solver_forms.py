@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.planner.profile import Region
-from hyper_parallel.core.planner.solver_block import PLAIN, Base, Block, add_block, base_of
+from hyper_parallel.core.planner.solver_block import PLAIN, WHOLE, Base, Block, add_block, base_of
 from hyper_parallel.core.planner.solver_model import Answer, Clock, Model
 from hyper_parallel.core.planner.solver_rows import Case, Places, add_lone_waits, add_rows
 
@@ -96,16 +96,18 @@ def whole(case: Case, budget_bytes: int, *, is_exact: bool = False) -> Whole:
     rooms = case.rooms(budget_bytes)
     blocks, links = [], []
     for index, region in enumerate(case.regions):
-        block = add_block(model, region, case.swaps, case.unit, rooms[index], is_exact=is_exact)
+        block = add_block(
+            model, region, case.swaps, case.unit, rooms[index], is_exact=is_exact, has_whole=overhead_ms > 0
+        )
         blocks.append(block)
         is_plain = [] if block.plain is None else [block.plain]
         store = [*block.store, *((each, region.residual_bytes / case.unit) for each in is_plain)]
-        recompute = [*block.recompute, *((each, -overhead_ms) for each in is_plain)]
+        recompute = [*block.recompute, *((each, -overhead_ms) for each in block.unmanaged)]
         links.append(
             _link(model, places, index, store, block.free, block.forced, block.extra, recompute, overhead_ms, is_exact)
         )
     if case.swaps:
-        add_lone_waits(model, case, places, [[] if each.plain is None else [each.plain] for each in blocks])
+        add_lone_waits(model, case, places, [each.unmanaged for each in blocks])
     return Whole(model, places, blocks, links)
 
 
@@ -115,7 +117,7 @@ def chosen(case: Case, budget_bytes: int, pool: Pool, *, overrun_cost: float | N
     places = add_rows(model, case, budget_bytes, overrun_cost=overrun_cost)
     overhead_ms = case.problem.region_overhead_ms
     rooms = case.rooms(budget_bytes)
-    columns, links, plain = [], [], []
+    columns, links, unmanaged = [], [], []
     for index in range(len(case.regions)):
         bases = pool.bases(index)
         columns.append([model.binary() for _ in bases])
@@ -125,7 +127,7 @@ def chosen(case: Case, budget_bytes: int, pool: Pool, *, overrun_cost: float | N
         model.row([(each, 1.0) for each in columns[-1]], 1.0, 1.0)
         pairs = list(zip(columns[-1], bases, strict=True))
         managed = [(each, base) for each, base in pairs if base.stored != PLAIN]
-        plain.append([each for each, base in pairs if base.stored == PLAIN])
+        unmanaged.append([each for each, base in pairs if base.stored in (PLAIN, WHOLE)])
         links.append(
             _link(
                 model,
@@ -135,13 +137,16 @@ def chosen(case: Case, budget_bytes: int, pool: Pool, *, overrun_cost: float | N
                 [(each, base.free_bytes / case.unit) for each, base in managed],
                 [(each, base.load.swapped_bytes / case.unit) for each, base in managed],
                 [(each, base.load.extra_bytes / case.unit) for each, base in managed],
-                [(each, base.load.recompute_ms + overhead_ms) for each, base in managed],
+                [
+                    (each, base.load.recompute_ms + (0.0 if base.stored == WHOLE else overhead_ms))
+                    for each, base in managed
+                ],
                 0.0,
                 False,
             )
         )
     if case.swaps:
-        add_lone_waits(model, case, places, plain)
+        add_lone_waits(model, case, places, unmanaged)
     return Chosen(model, places, columns, links)
 
 

@@ -165,11 +165,11 @@ def _most_bytes(region: Region) -> int:
     return sum(op.num_bytes for op in region.ops) + sum(each.value.num_bytes for each in region.inputs)
 
 
-def add_lone_waits(model: Model, case: Case, places: Places, plain: list[list[int]]) -> None:
+def add_lone_waits(model: Model, case: Case, places: Places, unmanaged: list[list[int]]) -> None:
     """Rows that follow from the others, and make the model without whole numbers much tighter.
 
     In that model a region can be plain to a half and swap twice what the link can take, and would wait for nothing. But the link
-    has little to do for a region that is plain: what the window left over in forward, what the prefetch limit lets come early
+    has little to do for a region that is plain, or recomputed whole: what the window left over in forward, what the prefetch limit lets come early
     in backward. So what a region may swap before it waits shrinks with the share of it that is managed.
     """
     problem, regions, num = case.problem, case.regions, len(case.regions)
@@ -184,9 +184,9 @@ def add_lone_waits(model: Model, case: Case, places: Places, plain: list[list[in
             wait.append((places.forward_wait[index - 1], -1.0))
             over.append((left[index - 1], -1.0))
         own_ms, span_ms = region.forward_ms + window_ms, region.before_ms + region.forward_ms
-        model.row([*wait, copy, *((each, -own_ms) for each in plain[index])], -own_ms)
+        model.row([*wait, copy, *((each, -own_ms) for each in unmanaged[index])], -own_ms)
         idle_ms = span_ms - min(window_ms, span_ms)
-        model.row([*wait, *over, copy, *((each, -idle_ms) for each in plain[index])], -span_ms)
+        model.row([*wait, *over, copy, *((each, -idle_ms) for each in unmanaged[index])], -span_ms)
     early = [model.variable(0.0, prefetch_ms) for _ in regions]  # loaded for those before it when its backward starts
     for index in reversed(range(num)):
         copy = (places.swapped[index], -in_ms)
@@ -198,6 +198,6 @@ def add_lone_waits(model: Model, case: Case, places: Places, plain: list[list[in
         ahead.append((early[index + 1], 1.0))
         span_ms = regions[index + 1].backward_ms + regions[index + 1].after_ms
         own_ms = span_ms + prefetch_ms
-        model.row([*wait, copy, *((each, -own_ms) for each in plain[index])], -own_ms)
+        model.row([*wait, copy, *((each, -own_ms) for each in unmanaged[index])], -own_ms)
         idle_ms = span_ms - min(prefetch_ms, span_ms)
-        model.row([*wait, *ahead, copy, *((each, -idle_ms) for each in plain[index])], -span_ms)
+        model.row([*wait, *ahead, copy, *((each, -idle_ms) for each in unmanaged[index])], -span_ms)

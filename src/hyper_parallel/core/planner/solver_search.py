@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hyper_parallel.core.planner.choices import Decision
+from hyper_parallel.core.planner.choices import Decision, recompute_all
 from hyper_parallel.core.planner.problem import Cost, Problem, evaluate
-from hyper_parallel.core.planner.solver_block import PLAIN, Base
+from hyper_parallel.core.planner.solver_block import PLAIN, WHOLE, Base
 from hyper_parallel.core.planner.solver_forms import Chosen, Pool, Prices, Pricing, chosen, prices, whole
 from hyper_parallel.core.planner.solver_model import INFINITY, Answer, Clock
 from hyper_parallel.core.planner.solver_rows import Case
@@ -92,6 +92,8 @@ class Search:
         for index, region in enumerate(self.case.regions):
             if region.may_be_plain:
                 self.pool.add(index, PLAIN)
+            if self.case.problem.region_overhead_ms > 0 and recompute_all(region).is_whole:
+                self.pool.add(index, WHOLE)
             self.pool.add(index, frozenset())
             self.pool.add(index, frozenset(range(len(region.ops))))
         if not self._prices:

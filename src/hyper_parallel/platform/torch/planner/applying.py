@@ -145,7 +145,7 @@ class PlannedCall:
         for region, decision, ahead in zip(regions, decisions, ahead_bytes, strict=True):
             if decision.is_plain and not is_announced:
                 self._calls.append(None)
-            elif is_host_bound and not is_announced and not decision.is_plain and _recomputes_whole(decision):
+            elif is_host_bound and not is_announced and decision.is_whole:
                 self._calls.append((None, False))
             else:
                 policy = PlannedPolicy(region, decision, mismatches, ahead)
@@ -171,10 +171,6 @@ class PlannedCall:
         result = checkpoint(module, *args, policy_fn=policy, swap_inputs=swap_inputs, **kwargs)
         policy.check_all_met()
         return result
-
-
-def _recomputes_whole(decision: Any) -> bool:
-    return not {"save", "swap"} & set(decision.ops) and "swap" not in decision.inputs
 
 
 class Applied:
