@@ -23,6 +23,7 @@ from hyper_parallel.core.planner.choices import (
 )
 from hyper_parallel.core.planner.problem import Peak, Problem, cost, displaced_bytes, evaluate, peak, room_for_copies
 from hyper_parallel.core.planner.profile import Input, Link, Region, Turn, Value
+from hyper_parallel.core.planner.table import residual_table
 from support.campaign import share
 from support.planner_cases import all_costs, candidates, is_carried_out, loads, op, problem, random_problem, region
 
@@ -471,3 +472,13 @@ def test_sizes_of_a_problem_are_not_negative(name: str) -> None:
 def test_random_problems_have_answers_to_choose_from() -> None:
     num_answers = [len(all_costs(random_problem(seed))) for seed in range(50)]
     assert sum(num > 50 for num in num_answers) > 25
+
+
+def test_a_part_is_said_to_cost_its_share_of_what_makes_all_parts_again() -> None:
+    mib = 2**20
+    whole = op(mib, 8.0, needed=False, choices=("recompute",))
+    parts = [dataclasses.replace(op(n * mib, 0.0, (0,), part=n), name=f"compiled[{n}]") for n in (1, 3)]
+    for ms, expected in ((8.0, ["6.00", "recompute"]), (12.0, ["9.00", "swap"])):
+        profile = problem(region(dataclasses.replace(whole, forward_ms=ms), *parts), link=Link(mib, mib)).profile
+        line = next(line for line in residual_table(profile).splitlines() if "compiled[3]" in line)
+        assert line.split()[-2:] == expected

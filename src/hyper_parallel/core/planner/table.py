@@ -111,12 +111,12 @@ def residual_table(profile: StepProfile) -> str:
             if each.value.is_residual:
                 bytes_of[pattern, "(input)"] += each.value.num_bytes
                 counts[pattern, "(input)"] += 1
-        for op in region.ops:
+        for index, op in enumerate(region.ops):
             if op.is_needed:
                 key = (f"{pattern}.{op.module}" if op.module else pattern), op.name
                 bytes_of[key] += op.residual_bytes
                 counts[key] += 1
-                ms_of[key] = ms_of.get(key, 0.0) + op.forward_ms
+                ms_of[key] = ms_of.get(key, 0.0) + _again_ms(region, index)
     total = sum(bytes_of.values())
     rows = [
         [f"{module}  {op}", str(counts[module, op]), format_size(num_bytes), f"{num_bytes / max(total, 1):.1%}",
@@ -130,6 +130,15 @@ def residual_table(profile: StepProfile) -> str:
         f"of which {format_size(profile.base_bytes)} are alive when forward begins; {profile.step_ms:.1f} ms."
     )
     return "\n".join([head, "", table(["kept by", "times", "bytes", "part", "recompute ms", "suits"], rows)])
+
+
+def _again_ms(region: Region, index: int) -> float:
+    """What an op takes; a part of one takes its share of that, as all parts come together."""
+    op, whole = region.ops[index], region.made_with(index)
+    if op.part is None:
+        return op.forward_ms
+    share = op.num_bytes / max(sum(region.ops[part].num_bytes for part in region.parts()[whole]), 1)
+    return share * region.ops[whole].forward_ms
 
 
 _SMALL_BYTES = 64 * 1024  # of one value: keeping it costs less than thinking about it
