@@ -41,6 +41,7 @@ class Search:
         self._budget_bytes = budget_bytes
         self._clock = clock
         self._prices: list[Prices] = []
+        self._uses_whole = case.problem.region_overhead_ms > 0
 
     @property
     def gap(self) -> float:
@@ -86,13 +87,16 @@ class Search:
         self._learn(answer)
         if answer.value is not None:
             self._prices = prices(form.links, answer)
+        if answer.x is not None:  # a base that not even a part of a region wants only blurs the choice of the others
+            x = answer.x
+            self._uses_whole = any(block.whole is not None and x[block.whole] > _ENOUGH for block in form.blocks)
 
     def add_bases(self) -> None:
         """To the pool: such with which the bound is nearly reached; a few simple ones where `relax` gave no prices."""
         for index, region in enumerate(self.case.regions):
             if region.may_be_plain:
                 self.pool.add(index, PLAIN)
-            if self.case.problem.region_overhead_ms > 0 and recompute_all(region).is_whole:
+            if self._uses_whole and recompute_all(region).is_whole:
                 self.pool.add(index, WHOLE)
             self.pool.add(index, frozenset())
             self.pool.add(index, frozenset(range(len(region.ops))))
