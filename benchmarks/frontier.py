@@ -300,8 +300,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.draw and not options.draw.is_file():
         parser.error(f"there is no file {options.draw}; --out writes one")
-    if options.plans and not options.plans.is_dir():
-        parser.error(f"there is no folder {options.plans}")
+    if options.plans:
+        options.plans.mkdir(parents=True, exist_ok=True)
     for name in options.models:
         if name not in {**MODELS, **COMPILED}:
             parser.error(f"no such model: {name}; there are {', '.join([*MODELS, *COMPILED])}")

@@ -184,7 +184,7 @@ def _check_ops(region: Region, decision: RegionDecision) -> None:
                 where=where,
             )
         elif choice != RECOMPUTE:
-            if op.part is not None and decision.ops[op.reads[0]] == RECOMPUTE:
+            if op.part is not None and decision.ops[region.made_with(index)] == RECOMPUTE:
                 raise ArgumentError(
                     "A part would be kept of an op that runs again, and makes it again.",
                     expected=RECOMPUTE,

@@ -239,7 +239,7 @@ class _Rows:
             if RECOMPUTE in allowed(op):
                 # It needs no whole number: it is as small as what is stored lets it be.
                 # Parts run with the op that makes them, and it with all of them.
-                whole = None if op.part is None else self.runs.get(op.reads[0])
+                whole = self.runs.get(self.region.made_with(index))
                 self.runs[index] = self.model.variable(0.0, 1.0) if whole is None else whole
                 self.block.recompute.append((self.runs[index], op.forward_ms))
         for index, read in reads.items():

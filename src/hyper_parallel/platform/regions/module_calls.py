@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
 
@@ -55,6 +56,11 @@ class ModuleCall:
         self._in_call[key] = in_call + 1
         return Occurrence(self.name, in_module, self.number, in_call)
 
+    def note(self, func: Any, in_module: int, in_call: int) -> None:
+        """The op was met so often."""
+        self._in_module[id(func)] = in_module
+        self._in_call[id(func)] = in_call
+
 
 class ModuleCalls:
     """The calls of modules in a region, told apart by their frames on Python's stack. `call` is the code that calls a module.
@@ -70,6 +76,7 @@ class ModuleCalls:
         self._call = call
         self._mark = f"<call in region {next(ModuleCalls._num_made)}>"
         self._without_module: ModuleCall | None = None
+        self._begun: dict[str, ModuleCall] = {}  # by module: see `catch_up`
         self._num_calls: dict[str, int] = {}
         self._in_module: dict[str, dict[int, int]] = {}
 
@@ -90,7 +97,18 @@ class ModuleCalls:
             self._without_module = self._new("")
         return self._without_module
 
+    def catch_up(self, met: Iterable[tuple[Any, Occurrence]]) -> None:
+        """Ops that were met, and not counted as it was known where they are: all in the first call of their module, which may not be over."""
+        for func, (name, occurrence, _, in_call) in met:
+            call = self._begun.get(name)
+            if call is None:
+                call = self._begun[name] = self._new(name)
+            call.note(func, occurrence + 1, in_call + 1)
+
     def _new(self, name: str) -> ModuleCall:
+        begun = self._begun.pop(name, None)
+        if begun is not None:
+            return begun
         number = self._num_calls.get(name, 0)
         self._num_calls[name] = number + 1
         in_module = self._in_module.get(name)

@@ -91,25 +91,23 @@ class Frame:
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps in place of a residual."""
         record = self._record
-        if record is None:
-            return Kept(tensor, self.name)
-        value = record.current(tensor)
-        if value is None:
+        value = None if record is None else record.current(tensor)
+        if record is None or value is None or value.origin is _OUTSIDE:
             return Kept(tensor, self.name)
         origin = value.origin
-        if origin is _OUTSIDE:
-            return Kept(tensor, self.name)
         if origin is _INPUT:
             from_input = FromInput(self, value, tensor)
             self._from_inputs.append(weakref.ref(from_input))
             return from_input
         if value.is_empty:
             record.runs_everything = True  # filled by a kernel that no mode sees
+        arrival = None
         if value.kept is not None:
             self._swap_out(record, value)
+        if value.device != self._swap.quiet_device:
             arrival = self._told(value)
+        if value.kept is not None:
             return FromKept(value.kept, tensor, record.ops[value.op].place(), arrival)
-        self._told(value)
         recomputed = Recomputed(self, value, tensor)
         num_writes = recomputed.version - value.made_version
         if num_writes > value.num_writes:
@@ -136,11 +134,10 @@ class Frame:
         """The forward is over: keep what backward can ask for, and nothing else."""
         self._second_call.note_host_randomness()
         with torch._C._DisableTorchDispatch():  # nothing of this is an op of a region around this one
-            for op in record.ops:
-                for value in op.makes:
-                    # Also one that is swapped: it may have been written over while it was copied. Residuals have handles of their own.
-                    if value.kept is not None and not record.is_current(value):
-                        value.kept = None  # written over since
+            for value in record.kept:
+                # Also one that is swapped: it may have been written over while it was copied. Residuals have handles of their own.
+                if not record.is_current(value):
+                    value.kept = None  # written over since
             recomputed = self._to_recompute(record)
             if recomputed and self._second_call.shows_tensors():
                 record.runs_everything = True
@@ -152,9 +149,9 @@ class Frame:
             self._swap.expect(slots)
             for each in recomputed:
                 each.let_go()
-            self._function.note_ops(record)
         else:
             self._record = None
+        self._function.note_ops(record)
         self._swap.end_forward()
 
     def _to_recompute(self, record: Record) -> list[Recomputed]:
@@ -179,7 +176,7 @@ class Frame:
         """Keep what replay takes, and drop the rest; the slots of what is swapped, in the order of asking."""
         takes = self._recomputation.takes
         slots: list[Any] = []
-        kept = [value for op in record.ops for value in op.makes if value.kept is not None]
+        kept = sorted(record.kept, key=lambda value: value.op)
         for value in (*kept, *record.before_write.values()):
             if value.kept is None:
                 continue

@@ -54,6 +54,20 @@ class View(NamedTuple):
             ),
         )
 
+    def or_own(self, tensor: torch.Tensor) -> View:
+        """This view, if an ordinary tensor looks so, else one of its own: most look like an earlier one, and can share its view."""
+        if (
+            tensor.size() == self[1]
+            and tensor.stride() == self[2]
+            and tensor.dtype is self[0]
+            and tensor.storage_offset() == self[3]
+            and tensor.is_conj() is self[4]
+            and tensor.is_neg() is self[5]
+            and self[6] is None
+        ):
+            return self
+        return View.of(tensor)
+
     def on(self, storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
         """The same look at another storage. No autograd, no dispatch mode sees it."""
         with torch._C._DisableTorchDispatch():

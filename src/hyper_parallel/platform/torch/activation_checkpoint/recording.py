@@ -102,9 +102,11 @@ class Record:
         keeps_writes: bool = True,
         known: list[KnownOp | None] | None = None,
         has_names: bool = False,
+        choices: list[Any] | None = None,
     ) -> None:
         self.ops: list[RecordedOp] = []
         self.inputs: list[Value | None] = []
+        self.kept: list[Value] = []  # what ops of the region made, and somebody wanted kept
         # storages of others that an op of the region wrote -> the value before the first write
         self.before_write: dict[int, Value] = {}
         # operators that are views of ordinary tensors, and here had to communicate to give a DTensor its shape
@@ -125,6 +127,7 @@ class Record:
         self._num_known = len(self._known)
         self._has_news = False
         self._has_names = has_names  # whether no policy asks for the module of an op: that of `known` will do
+        self._choices = choices  # what a plan said about the ops of `known`: nor is it asked while ops look like those
         self._keeps_random_state = keeps_random_state
         self._keeps_writes = keeps_writes  # whether a policy may keep what an in-place op wrote
         self._has_empty = False  # whether an op gave memory without contents
@@ -196,12 +199,14 @@ class Record:
         known = self._known[index] if index < self._num_known else None
         if known is not None and known.func is func and known.has(rest):
             # The innermost module is looked for only where a policy may want to know it: for any op, as calls are counted.
-            call = known if self._has_names else self._calls.innermost(3)
-            op = RecordedOp(index, func, self._read(tensors), known.rest, call)
+            where = known.where
+            if not self._has_names and (found := self._calls.innermost(3).count(func)) != where:
+                where = found
+            op = RecordedOp(index, func, self._read(tensors), known.rest, where)
             op.known = known
         else:
-            self._has_news = True
-            op = RecordedOp(index, func, self._read(tensors), rest, self._calls.innermost(3))
+            self._note_news()
+            op = RecordedOp(index, func, self._read(tensors), rest, self._calls.innermost(3).count(func))
             op.template = CallTemplate(args, kwargs)
         if self._has_empty:
             self._look_for_unseen(op.reads, [])
@@ -217,11 +222,22 @@ class Record:
             else self._note_outputs(op, result, tensors)
         )
         ops.append(op)
-        if self._policy is not None:
+        if self._choices is not None:
+            op.policy = policy = self._choices[index]
+            if policy.keeps:
+                self._keep_results(op, result, tensors)
+        elif self._policy is not None:
             policy = self._answers.get(id(func))
             if policy is None or policy.keeps:
                 self._ask(op, result, tensors, args, kwargs)
         return result
+
+    def _note_news(self) -> None:
+        """From here on the ops do not look like those of the last call: what was said about those says nothing about these."""
+        self._has_news = True
+        if self._choices is not None:
+            self._choices, self._has_names = None, False
+            self._calls.catch_up((op.func, op.where) for op in self.ops)
 
     def _run_special(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op that writes, or does something else that most do not."""
@@ -266,8 +282,8 @@ class Record:
         """Keep all results, whatever a policy says: cuDNN has a random state of its own for dropout, which nobody can set back."""
         for tensor in result:
             value = self.current(tensor)
-            if value is not None and value.op == op.index:
-                value.kept = Saved(aliased(tensor))
+            if value is not None and value.op == op.index and value.kept is None:
+                self._hold(value, Saved(aliased(tensor)))
 
     def _new_op(
         self,
@@ -280,14 +296,17 @@ class Record:
         reads = self._read(arguments.tensors)
         if self._has_empty:
             self._look_for_unseen(reads, arguments.written)
-        index, call = len(self.ops), self._calls.innermost(4)
+        index = len(self.ops)
         known = self._known[index] if index < self._num_known else None
         if known is not None and known.func is func and known.has(arguments.rest):
-            op = RecordedOp(index, func, reads, known.rest, call, state)
+            where = known.where
+            if not self._has_names and (found := self._calls.innermost(4).count(func)) != where:
+                where = found
+            op = RecordedOp(index, func, reads, known.rest, where, state)
             op.known = known
             return op
-        self._has_news = True
-        op = RecordedOp(index, func, reads, arguments.rest, call, state)
+        self._note_news()
+        op = RecordedOp(index, func, reads, arguments.rest, self._calls.innermost(4).count(func), state)
         op.template = CallTemplate(args, kwargs)
         return op
 
@@ -396,14 +415,17 @@ class Record:
             is_ours = before is None or before.origin is _MADE
             value = self._new_value(_MADE if is_ours else _WRITTEN, op.index, tensor)
             if not is_ours and is_plain(tensor):
-                value.kept = Saved(aliased(tensor))  # the owner holds this memory anyway
+                self._hold(value, Saved(aliased(tensor)))  # the owner holds this memory anyway
             targets.append((position, value))
         op.targets = tuple(targets)
         op.makes = tuple(value for _, value in targets)
 
     def _note_outputs(self, op: RecordedOp, result: Any, tensors: list[torch.Tensor]) -> Any:
         if isinstance(result, torch.Tensor):
-            return self._note_tensor(op, result, tensors)
+            found = self._note_tensor(op, result, tensors)
+            if type(found) is Value:
+                op.makes += (found,)
+            return found
         if isinstance(result, (list, tuple)):
             return type(result)([self._note_outputs(op, each, tensors) for each in result])
         # What always runs answers anew: the handle of a collective is of that one collective.
@@ -423,14 +445,13 @@ class Record:
         except RuntimeError:  # an inference tensor
             version = -1
         value = self._current[key] = Value(_MADE, op.index, key, storage.nbytes(), tensor.device, version)
-        known = op.known
-        value.view = View.of(tensor) if known is None else known.view_of(tensor)
-        op.makes += (value,)
+        view = None if op.known is None else op.known.view
+        value.view = View.of(tensor) if view is None else view.or_own(tensor)
         if tensor.is_cpu:
             for argument in tensors:
                 if not argument.is_cpu:
                     # Brought to the host to be looked at: kept there, so that the device need not be waited for again.
-                    value.kept = Saved(aliased(tensor))
+                    self._hold(value, Saved(aliased(tensor)))
                     break
         return value
 
@@ -450,9 +471,8 @@ class Record:
             return Constant(None)
         value = self._new_value(_MADE, op.index, tensor)
         value.view = View.of(tensor if is_plain(tensor) else local_tensor(tensor))
-        op.makes += (value,)
         if tensor.is_cpu and not all(argument.is_cpu for argument in tensors):
-            value.kept = Saved(aliased(tensor))  # see `_note_tensor`
+            self._hold(value, Saved(aliased(tensor)))  # see `_note_tensor`
         return value
 
     # -- policy -------------------------------------------------------------------------------------------------------
@@ -465,15 +485,22 @@ class Record:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        policy = self._answers.get(id(op.func))
-        if policy is None and self._planned is not None:
+        if self._choices is not None:
+            policy = self._choices[op.index]
+        elif (policy := self._answers.get(id(op.func))) is not None:
+            pass
+        elif self._planned is not None:
             policy = self._planned(op.func, op.where, result)
-        elif policy is None:
+        else:
             context = PolicyContext(False, op.module, op.occurrence, result, op.call, op.occurrence_in_call)
             policy = ask(self._policy, context, op.func, args, kwargs)
         op.policy = policy
-        if not policy.keeps:
-            return
+        if policy.keeps:
+            self._keep_results(op, result, tensors)
+
+    def _keep_results(self, op: RecordedOp, result: Any, tensors: list[torch.Tensor]) -> None:
+        """As its policy says."""
+        policy = op.policy
         if type(op.outputs) is Value and not op.targets:  # as most ops have
             self._keep(op.outputs, result, policy)
             return
@@ -493,9 +520,13 @@ class Record:
         if value.num_bytes == 0 and not is_distributed(tensor):  # other ranks may have more: all keep it, or none
             return
         if not policy.swaps:
-            value.kept = Saved(aliased(tensor))
+            self._hold(value, Saved(aliased(tensor)))
         elif not value.is_weight_cast:
-            value.kept = Swappable(aliased(tensor))
+            self._hold(value, Swappable(aliased(tensor)))
+
+    def _hold(self, value: Value, saved: Saved) -> None:
+        value.kept = saved
+        self.kept.append(value)
 
 
 class Swappable(Saved):
@@ -555,6 +586,9 @@ class RecordingMode(RegionMode):
 _ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _num_modes = torch._C._len_torch_dispatch_stack
+_unseen_detach = (
+    torch.Tensor._make_subclass
+)  # of the base class: `detach` without modes, in half the time of a block without them
 
 
 def aliased(tensor: torch.Tensor) -> torch.Tensor:
@@ -565,8 +599,11 @@ def aliased(tensor: torch.Tensor) -> torch.Tensor:
             return outer.around(aliased(local_tensor(tensor)))
         if is_plain(tensor):
             tensor = local_tensor(tensor)  # all of it, if a collective still writes it
-    if _num_modes() == 0 and type(tensor) in PLAIN_TYPES:
-        return _detached(tensor)
+    if type(tensor) in PLAIN_TYPES:
+        if not _is_excluded(_ADInplaceOrView):
+            return _unseen_detach(_Tensor, tensor, False)
+        if _num_modes() == 0:
+            return _detached(tensor)
     with torch._C._DisableTorchDispatch():
         return _detached(tensor)
 

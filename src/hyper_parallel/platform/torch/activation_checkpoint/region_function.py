@@ -35,6 +35,7 @@ class _Known(NamedTuple):
     answers: Any  # of the policy, which itself may lead to anything
     ops: list[KnownOp | None]
     proof: Proof  # of these ops
+    choices: list[Any] | None = None  # of a plan about these ops; None: there is none, or it must be asked
 
     def names(self, paths: ModulePaths | None, answers: Any) -> bool:
         """Whether the names hold for a call under these."""
@@ -50,6 +51,7 @@ class RegionFunction:
     Attributes:
         call: the function itself
         module: what it is, or is a method of; None for all other functions
+        modules: that, and all in it
         key: unlike the name it tells two blocks of one class apart: the engine learns by it what a forward saves last
         proof: of the ops of the call before this one
     """
@@ -58,6 +60,7 @@ class RegionFunction:
         module = _module_of(call)
         self.call = call
         self.module = module
+        self.modules = [] if module is None else modules_in(module)
         self._paths = paths_here(module)
         self.name = region_name(call, module, self._paths)
         self._identity = identity(call, module)
@@ -70,15 +73,25 @@ class RegionFunction:
     def new_record(self, keeps_random_state: bool) -> Record:
         policy, known = self._policy, self._known
         asks = policy is not None and (self._answers is None or bool(policy.asked))
-        has_names = not asks and known.names(self._paths, self._answers)
-        return Record(policy, self._paths, keeps_random_state, known=known.ops, has_names=has_names)
+        has_names = known.names(self._paths, self._answers)
+        choices = known.choices if has_names else None
+        has_names &= not asks or choices is not None
+        return Record(policy, self._paths, keeps_random_state, known=known.ops, has_names=has_names, choices=choices)
 
     def note_ops(self, record: Record) -> None:
         """Remember what the ops of this call look like, for the next."""
         has_news = record.has_news()
         if has_news or not self._known.names(self._paths, self._answers):
             proof = Proof() if has_news else self.proof
-            _known[self._identity] = _Known(self._paths, self._answers, known_ops(record.ops), proof)
+            known = known_ops(record.ops)
+            _known[self._identity] = _Known(self._paths, self._answers, known, proof, self._choices(record))
+
+    def _choices(self, record: Record) -> list[Any] | None:
+        """What a plan said about each op, if it would say the same about any op that looks so: it knew all, and no module was called twice."""
+        if not getattr(self._policy, "is_as_planned", False) or any(op.where.call for op in record.ops):
+            return None
+        choices = [op.policy for op in record.ops]
+        return None if None in choices else choices
 
     def note_left_out(self, is_missed: bool) -> None:
         """Ops were left out of a replay, and something read what they would have made, or nothing did."""
@@ -93,10 +106,8 @@ class RegionFunction:
 
     def has_hooks(self) -> bool:
         """Whether somebody looks at what the modules in it are given, or give."""
-        if self.module is None:
-            return False
         # The region's module itself may be called with hooks around it: those inside its forward matter.
-        for each in modules_in(self.module):
+        for each in self.modules:
             attributes = each.__dict__
             before, after = attributes.get("_forward_pre_hooks"), attributes.get("_forward_hooks")
             if not before and not after:
@@ -111,7 +122,7 @@ class RegionFunction:
 
     def is_compiled(self) -> bool:
         """Whether code in it was made by `torch.compile`, whatever the backend."""
-        return self.module is not None and any(is_compiled(each) for each in modules_in(self.module))
+        return any(map(is_compiled, self.modules))
 
 
 def _module_of(function: Any) -> nn.Module | None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame
 
 
+_Tensor = torch.Tensor
 _ORDINARY = (False, False, None)  # neither conjugate nor negative, and nothing around it
 
 
@@ -28,7 +29,6 @@ class Recomputed:
     def __init__(self, frame: Frame, value: Value, tensor: torch.Tensor) -> None:
         self._frame = frame
         self.value = value
-        self._view = View.of(tensor)
         self._held: torch.Tensor | None = aliased(tensor)
         self.version = version_of(tensor)
         self._kept: FromKept | None = None
@@ -43,7 +43,10 @@ class Recomputed:
         return self._held
 
     def let_go(self) -> None:
-        self._held = None
+        """The forward is over."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._view = _view_of_result(self.value, held)
 
     def tensor(self) -> torch.Tensor:
         if self._kept is not None:
@@ -60,6 +63,22 @@ class Recomputed:
             with torch._C._DisableTorchDispatch():
                 return tensor.as_strided(*self._view[1:4])
         return self._view.on(local_tensor(tensor).untyped_storage(), self.value.device)
+
+
+# Views of residuals that look at a value otherwise than the op that made it: those of one step are those of the next.
+_views: dict[View, View] = {}
+_MOST_VIEWS = 4096
+
+
+def _view_of_result(value: Value, tensor: torch.Tensor) -> View:
+    """How a tensor looks at a value that an op made: mostly as that op gave it, or as in the step before, and then this needs no object of its own."""
+    made: View | None = getattr(value, "view", None)
+    view = View.of(tensor) if made is None or type(tensor) is not _Tensor else made.or_own(tensor)
+    if view is made or view.outer is not None:
+        return view
+    if len(_views) >= _MOST_VIEWS:  # shapes that are never the same
+        _views.clear()
+    return _views.setdefault(view, view)
 
 
 class FromInput:

@@ -321,12 +321,20 @@ class _Label:
 
 
 class Kept:
-    """A saved tensor that stays. Detached: the tensor itself may lead to the node that holds this, and so to itself."""
+    """A saved tensor that stays.
+
+    Detached: the tensor itself may lead to the node that holds this, and so to itself. A parameter leads nowhere, and autograd itself holds it as it is.
+    """
 
     __slots__ = ("_label", "_outer", "_saved", "_version")
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
         self._outer = None
+        self._label = name
+        if type(tensor) is nn.Parameter and tensor.is_leaf:
+            self._saved: torch.Tensor = tensor
+            self._version: int | None = None if tensor.is_inference() else tensor._version
+            return
         if type(tensor) not in PLAIN_TYPES:
             self._outer = Outer.of(tensor)
             if self._outer is not None:
@@ -334,7 +342,6 @@ class Kept:
         with torch._C._DisableTorchDispatch() if type(tensor) in PLAIN_TYPES else contextlib.nullcontext():
             self._saved = tensor.detach()
         self._version = None if tensor.is_inference() else tensor._version
-        self._label = name
 
     def tensor(self) -> torch.Tensor:
         # Under saved-tensor hooks the framework does not look at versions itself.

@@ -34,7 +34,7 @@ class SecondCall:
 
     def __init__(self, function: RegionFunction, inputs: Inputs) -> None:
         self.surroundings = Surroundings()
-        self.parameters = ParametersOfModule(function.module)
+        self.parameters = ParametersOfModule(function.module, function.modules)
         self._function = function
         self._inputs = inputs
         self._random: list[GeneratorState] = []

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -149,23 +149,28 @@ class ParametersOfModule:
     those of the first. Sharded data parallel exchanges its own itself.
     """
 
-    def __init__(self, module: nn.Module | None) -> None:
-        self._had: list[tuple[dict[str, Any], str, torch.Tensor, bool]] = []
+    def __init__(self, module: nn.Module | None, modules: Iterable[nn.Module]) -> None:
+        # Of each: who has it, its name, the tensor, and whether it requires a gradient. No tuples: these lists live until backward.
+        self._had: tuple[list[Any], ...] = ([], [], [], [])
         self._module = module
         if module is None or has_sharded_modules():
             return
-        for each in modules_in(module):
+        for each in modules:
             if not isinstance(each._parameters, dict):  # TorchScript has them elsewhere
                 continue
             for name, tensor in each._parameters.items():
-                if isinstance(tensor, nn.Parameter):
-                    self._had.append((each._parameters, name, tensor, True))
+                if type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter):
+                    self._note(each._parameters, name, tensor, True)
                 elif tensor is not None:  # the result of something: its graph is not ours to keep
-                    self._had.append((each._parameters, name, tensor.detach(), tensor.requires_grad))
+                    self._note(each._parameters, name, tensor.detach(), tensor.requires_grad)
+
+    def _note(self, *parts: Any) -> None:
+        for known, part in zip(self._had, parts, strict=True):
+            known.append(part)
 
     def by_storage(self) -> dict[int | None, torch.Tensor]:
         """The parameters of the call and the buffers of now, by the address of their storage."""
-        found = {storage_key(tensor): tensor for _, _, tensor, _ in self._had}
+        found = {storage_key(tensor): tensor for tensor in self._had[2]}
         for each in () if self._module is None else modules_in(self._module):
             for tensor in each._buffers.values():
                 if tensor is not None:
@@ -175,7 +180,7 @@ class ParametersOfModule:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         others = []
-        for holder, name, tensor, requires_grad in self._had:
+        for holder, name, tensor, requires_grad in zip(*self._had, strict=True):
             now = holder.get(name)
             if now is not tensor:
                 others.append((holder, name, now))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hyper_parallel.platform.regions.module_calls import ModuleCall, Occurrence
+from hyper_parallel.platform.regions.module_calls import Occurrence
 from hyper_parallel.platform.torch.activation_checkpoint.call_template import CallTemplate
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
@@ -105,15 +105,10 @@ def is_available(value: Value) -> bool:
 class RecordedOp:
     """One op of a record. See `Op` in replay_plan.py for `reads`, `makes` and `must_run`."""
 
-    # What most ops never set is on the class.
-    makes: tuple[Value, ...] = ()
-    targets: tuple[tuple[int, Value], ...] = ()  # (which tensor argument it wrote, the value it has since)
-    outputs: Any = None  # its result, with Value, Argument and Constant in place of what they stand for
-    must_run = False
-    policy: Any = None
-    state: GeneratorState | None = None  # of the generator it drew from
-    known: KnownOp | None = None  # the same op of an earlier call, whose `rest` this one has
-    template: CallTemplate | None = None  # how to call it again; that of `known`, if there is one
+    # One is made for every op of every call, and lives until backward: without a dict it is one object to the garbage collector.
+    __slots__ = (
+        "_several", "func", "index", "known", "must_run", "outputs", "policy", "reads", "rest", "state", "targets", "template", "where",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -121,19 +116,32 @@ class RecordedOp:
         func: Any,
         reads: list[Value | None],
         rest: list[Any],
-        call: ModuleCall | KnownOp,
+        where: Occurrence,
         state: GeneratorState | None = None,
     ) -> None:
         self.index = index
         self.func = func
         self.reads = reads
         self.rest = rest  # the arguments that are no tensors
-        if isinstance(call, KnownOp):
-            self.where = call.where
-        else:
-            self.where = call.count(func)
-        if state is not None:
-            self.state = state
+        self.where = where
+        self.state = state  # of the generator it drew from
+        self.outputs: Any = None  # its result, with Value, Argument and Constant in place of what they stand for
+        self.targets: tuple[tuple[int, Value], ...] = ()  # (which tensor argument it wrote, the value it has since)
+        self.must_run = False
+        self.policy: Any = None
+        self.known: KnownOp | None = None  # the same op of an earlier call, whose `rest` this one has
+        self.template: CallTemplate | None = None  # how to call it again; that of `known`, if there is one
+        self._several: tuple[Value, ...] | None = None  # what it makes, if that is not the one value of `outputs`
+
+    @property
+    def makes(self) -> tuple[Value, ...]:
+        if self._several is not None:
+            return self._several
+        return (self.outputs,) if type(self.outputs) is Value else ()
+
+    @makes.setter
+    def makes(self, values: tuple[Value, ...]) -> None:
+        self._several = values
 
     @property
     def module(self) -> str:
@@ -153,7 +161,12 @@ class RecordedOp:
 
     def place(self) -> OpPlace:
         """Its name, for labels that outlive the record."""
-        return OpPlace(self.where.module, self.func, self.where.occurrence)
+        known = self.known
+        if known is None or known.where is not self.where:
+            return OpPlace(self.where.module, self.func, self.where.occurrence)
+        if known.place is None:
+            known.place = OpPlace(self.where.module, self.func, self.where.occurrence)
+        return known.place
 
     def __str__(self) -> str:
         return str(self.place())
@@ -165,7 +178,7 @@ class KnownOp:
     A record whose ops look the same shares these objects with it, which are most of those it would hold.
     """
 
-    __slots__ = ("func", "rest", "template", "types", "view", "where")
+    __slots__ = ("func", "place", "rest", "template", "types", "view", "where")
 
     def __init__(
         self,
@@ -182,25 +195,11 @@ class KnownOp:
         self.types = types  # of `rest`: 1, 1.0 and True are different arguments
         self.view = view  # of its result, if that is one tensor
         self.template = template  # None: it is not called from one
+        self.place: OpPlace | None = None  # when somebody has asked for it
 
     def has(self, rest: list[Any]) -> bool:
         # Types first: these have an equality that looks at nothing else.
         return list(map(type, rest)) == self.types and self.rest == rest
-
-    def view_of(self, tensor: torch.Tensor) -> View:
-        """The view of a result: the one that is here, if it is the same."""
-        view = self.view
-        if (
-            view is not None
-            and tensor.size() == view[1]
-            and tensor.stride() == view[2]
-            and tensor.dtype is view[0]
-            and tensor.storage_offset() == view[3]
-            and tensor.is_conj() is view[4]
-            and tensor.is_neg() is view[5]
-        ):
-            return view
-        return View.of(tensor)
 
 
 # What may be in the `rest` of a `KnownOp`: it outlives the call. Tuples are those of `sort`.
@@ -344,13 +343,20 @@ class Arguments:
         self.tensors: list[torch.Tensor] = []
         self.rest: list[Any] = []  # all that is no tensor, and how the tensors look at their storages
         self.written: list[int] = []  # which of `tensors` it writes
-        for place, argument in (*enumerate(args), *kwargs.items()):
-            first = len(self.tensors)
-            if isinstance(place, str):
-                self.rest.append(place)
-            sort((argument,), {}, self.tensors, self.rest)
-            if place in writes:
-                self.written += range(first, len(self.tensors))
+        tensors, rest = self.tensors, self.rest
+        begun = 0  # what comes before is sorted
+        for position, argument in enumerate(args):
+            if position in writes:
+                sort(args[begun:position], {}, tensors, rest)
+                first, begun = len(tensors), position + 1
+                sort((argument,), {}, tensors, rest)
+                self.written += range(first, len(tensors))
+        sort(args[begun:], {}, tensors, rest)
+        for name, argument in kwargs.items():
+            first = len(tensors)
+            sort((), {name: argument}, tensors, rest)
+            if name in writes:
+                self.written += range(first, len(tensors))
 
 
 def sort(arguments: Iterable[Any], by_name: dict[str, Any], tensors: list[torch.Tensor], rest: list[Any]) -> None:

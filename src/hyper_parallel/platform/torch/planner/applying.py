@@ -66,6 +66,7 @@ class PlannedPolicy:
         self._modules: dict[str, str] = {}
         self._names: dict[Any, str] = {}
         self.met: set[Key] | None = set()  # None when the first call is over
+        self.is_as_planned = True  # so far: every op that it was asked about was one of the plan
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         return self.planned_answer(op, ctx, ctx.op_output)
@@ -84,11 +85,13 @@ class PlannedPolicy:
         key = (module, where.call, name, where.occurrence_in_call)
         choice = self._choices.get(key, "")
         if choice == "":
+            self.is_as_planned = False
             self._mismatches.note("ops that were not planned", expected="", got="", where="", may_raise=False)
             return self._policies["save"] if self._saves_all else self._default
         if self.met is not None:
             self.met.add(key)
             if not self._looks_right(key, output):
+                self.is_as_planned = False
                 return self._default
         if choice is None:
             return self._by_output.get(key, self._default)
