@@ -10,7 +10,8 @@
 
 A percentage is of the plain activation peak; `min` is the peak of PyTorch's full checkpoint: a plan for that may be neither larger nor slower.
 A model is profiled once, and all of its plans are made from that profile. Every way is measured between two plain runs, and its time is the ratio to
-their mean; the peak is the highest of all steps, the time their median. What is promised is checked at the end.
+their mean; the peak is the highest of all steps, the time their median. A plan for `min` also takes turns with full checkpoint: it may be the same, and machines drift by more
+than a hundredth in the minutes between two rows. What is promised is checked at the end.
 
 `--out` is written anew after each row; `--add` keeps the rows that an earlier file has of other models, each with its own commit. `--minutes`: what would begin later is
 left out.
@@ -25,11 +26,12 @@ import gc
 import json
 import os
 import re
+import statistics
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +116,10 @@ class Bench:
         """Have plans for these looked for, while something else is measured."""
         self._solver.begin(self.profile, [each for each in budgets_bytes if each is not None])
 
-    def plan(self, name: str, budget: str, allowed_bytes: int | None, **about: Any) -> Row:
-        """The model under the plan for a budget."""
+    def plan(
+        self, name: str, budget: str, allowed_bytes: int | None, *, full: Callable[[], Any] | None = None, **about: Any
+    ) -> Row:
+        """The model under the plan for a budget; `full`: a context in which it runs under full checkpoint, to take turns with."""
         head = {"way": name, "kind": "plan", "budget": budget, **about}
         if allowed_bytes is None:
             row = {"model": self.name, **head, "skipped": "no rival to take the budget from"}
@@ -136,13 +140,12 @@ class Bench:
             prove_s = time.perf_counter() - begin - waited_s
             if self._options.plans is not None:
                 plan.save(self._options.plans / f"{re.sub(r'[^0-9a-z.]+', '_', f'{self.name} {name}')}.json")
-            plan.apply(model)
-            try:
+            with under(plan, model):
                 measured = self._measured(self._options.steps, self._options.warm)
                 fallbacks = plan.stats(model)
-            finally:
-                plan.remove(model)
             compared = self._compared(measured)
+            if full is not None:
+                compared["to_full"] = self._by_turns(functools.partial(under, plan, model), full)
             ratio = compared["ratio"]
             predicted_ratio = plan.predicted.step_ms / self.profile.step_ms * self.unmanaged_ratio
             predicted_gib = (plan.predicted.peak_bytes - base) / GIB
@@ -183,6 +186,19 @@ class Bench:
     def _measured(self, steps: int, warm: int) -> Row:
         return measure(self._meter, self.built.loss, self.built.batch, steps, warm)
 
+    def _by_turns(self, context: Callable[[], Any], other: Callable[[], Any]) -> float:
+        """The time of a step in one context, to that in another."""
+        ratios = []
+        for _ in range(self._options.turns):
+            own_ms, other_ms = (self._in(each) for each in (context, other))
+            ratios.append(own_ms / other_ms)
+        return statistics.median(ratios)
+
+    def _in(self, context: Callable[[], Any]) -> float:
+        with context():
+            step_ms: float = self._measured(self._options.beside, 1)["step_ms"]
+            return step_ms
+
     def _compared(self, measured: Row) -> Row:
         """With the plain runs directly before and after."""
         compared: Row = {"ratio": None, "of_plain": None, "plain_step_ms": None, "plain_peak_gib": self._plain_gib}
@@ -195,6 +211,15 @@ class Bench:
         return {
             **compared, "ratio": measured["step_ms"] / beside, "of_plain": measured["peak_gib"] / self._plain_gib, "plain_step_ms": beside,
         }  # fmt: skip
+
+
+@contextlib.contextmanager
+def under(plan: hp.MemoryPlan, model: torch.nn.Module) -> Iterator[None]:
+    plan.apply(model)
+    try:
+        yield
+    finally:
+        plan.remove(model)
 
 
 def tidy() -> None:
@@ -218,7 +243,8 @@ def run_model(name: str, options: argparse.Namespace, results: Results, solver: 
         return
     bench = Bench(name, built, options, results, solver)
     bench.plain()
-    full = bench.way(FULL, "peer", functools.partial(applied, built, PEERS[FULL]))
+    as_full = functools.partial(applied, built, PEERS[FULL])
+    full = bench.way(FULL, "peer", as_full)
     if not bench.profile_once():
         return
     allowed = {each: bench.allowed(each, least_gib=full.get("peak_gib")) for each in budgets}
@@ -227,7 +253,7 @@ def run_model(name: str, options: argparse.Namespace, results: Results, solver: 
         bench.way(way, "peer", functools.partial(applied, built, PEERS[way]))
     for budget in budgets:
         words = "memory of full checkpoint" if budget == "min" else f"{budget} %"
-        bench.plan(f"plan, {words}", budget, allowed[budget])
+        bench.plan(f"plan, {words}", budget, allowed[budget], full=as_full if budget == "min" else None)
 
 
 def names_of(options: argparse.Namespace) -> list[str]:
@@ -284,7 +310,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warm", type=int, default=2)
-    parser.add_argument("--beside", type=int, default=2, help="plain steps between two ways")
+    parser.add_argument("--beside", type=int, default=2, help="plain steps between two ways, and steps of a turn")
+    parser.add_argument("--turns", type=int, default=5, help="of a plan for `min` and full checkpoint")
     parser.add_argument(
         "--prove-smallest", action="store_true", help="where a budget is refused, look with real steps for the smallest"
     )

@@ -152,6 +152,10 @@ def test_frontier_py_says_no_where_a_plan_is_slower_or_larger(monkeypatch: pytes
     assert failed(plan("50", 2.01, 1.1)) == ["every plan keeps its budget"]
     assert failed(plan("50", 2.0, 1.22)) == ["no plan is slower than full checkpoint"]
     assert failed(plan("15", 1.0, 1.5, budget_gib=1.0)) == [], "with less memory it may be slower"
+    assert failed(plan("min", 2.0, 1.22, to_full=1.0)) == [], (
+        "by turns tells more than rows that were measured minutes apart"
+    )
+    assert failed(plan("min", 2.0, 1.1, to_full=1.02)) == ["no plan is slower than full checkpoint"]
     refused = {
         "kind": "plan",
         "way": "plan",
