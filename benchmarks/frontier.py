@@ -144,7 +144,7 @@ class Bench:
                 measured = self._measured(self._options.steps, self._options.warm)
                 fallbacks = plan.stats(model)
             compared = self._compared(measured)
-            if full is not None:
+            if full is not None and self._options.turns:
                 compared["to_full"] = self._by_turns(functools.partial(under, plan, model), full)
             ratio = compared["ratio"]
             predicted_ratio = plan.predicted.step_ms / self.profile.step_ms * self.unmanaged_ratio

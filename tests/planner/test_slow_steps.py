@@ -109,6 +109,30 @@ def test_real_steps_have_the_last_word(profile: StepProfile, monkeypatch: pytest
     assert all(each == whole(last, i) for i, each in enumerate(last.decision))
 
 
+@pytest.mark.parametrize(("more", "is_simple"), [(-0.02, True), (0.0, True), (0.03, False)])
+def test_recomputing_every_block_is_taken_where_it_is_as_fast(
+    profile: StepProfile, monkeypatch: pytest.MonkeyPatch, more: float, is_simple: bool
+) -> None:
+    """A plan that is hardly slower than predicted, and hardly faster than what needs neither copies nor policies."""
+    steps = Steps(monkeypatch, more_ms=0.0)
+    profile = dataclasses.replace(transformer(16, differ=False), link=None, facts=profile.facts)
+    decision = tuple(map(recompute_all, profile.regions))
+    cost = evaluate(Problem(profile, 0, 0, 0), decision)
+    budget = cost.peak_bytes + planning.first_margin(profile) + profile.activation_peak_bytes // 200
+    wanted = planning.planned(profile, budget, object())
+    assert wanted.decision != decision
+    num_managed = sum(not (each.is_plain or each == whole(wanted, i)) for i, each in enumerate(wanted.decision))
+    taken_ms = evaluate(Problem(profile, 0, 0, 0), wanted.decision).step_ms
+    # Its steps take 0.99 of what recomputing every block takes, and this takes more or less than predicted.
+    slow_ms = (0.99 * cost.step_ms - taken_ms) / num_managed
+    assert slow_ms > 0
+    assert 0.99 * cost.step_ms < wanted.predicted.step_ms * planning._TOO_SLOW, "else it would be planned again"
+    steps = Steps(monkeypatch, more_ms=slow_ms, simple_more_ms=more * cost.step_ms)
+    plan = planning.planned(profile, budget, object())
+    assert [each.decision for each in steps.measured] == [wanted.decision, decision]
+    assert plan is steps.measured[1 if is_simple else 0]
+
+
 def test_a_little_slower_is_left_alone_and_so_is_a_framework_whose_profile_does_not_ask(
     profile: StepProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ _logger = get_logger("planner")
 _KIB = 1024
 _MAX_TRIES = 5  # of solving again with what was measured
 _TOO_SLOW = 1.04  # real steps to predicted ones: more than what clocks and temperature do
+_NEAR = 1.02  # of two measured plans: which is the faster may be otherwise tomorrow
 
 
 def plan_memory(
@@ -148,13 +149,19 @@ def _fastest(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
         rivals += _with_costlier_regions(plan, profiled)
     if plan.profile.facts.get("region_overhead_ms"):
         rivals += _without_copies(plan, profiled, faster_than_ms=min(map(_taken_ms, rivals)))
-    return min(rivals, key=_taken_ms)
+    fastest = min(rivals, key=_taken_ms)
+    if all(each.is_whole for each in fastest.decision):
+        return fastest
+    # No plan shall be slower than recomputing every block, which needs no more memory than anything, copies nothing and asks nobody.
+    near_ms = _taken_ms(fastest) * _NEAR
+    simplest = _recomputed(plan.profile, plan.budget_bytes, profiled, faster_than_ms=near_ms)
+    return fastest if simplest is None or _taken_ms(simplest) > near_ms else simplest
 
 
 def _with_costlier_regions(plan: MemoryPlan, profiled: Any) -> list[MemoryPlan]:
     """Plans for an accelerator that was seen to wait for the host: what steps take beyond the predicted time is put down to the regions.
 
-    Solved again with that, a plan has fewer of them; and recomputing every block may be the fastest after all.
+    Solved again with that, a plan has fewer of them.
     """
     taken_ms = _taken_ms(plan)
     facts = dict(plan.profile.facts)
@@ -162,14 +169,11 @@ def _with_costlier_regions(plan: MemoryPlan, profiled: Any) -> list[MemoryPlan]:
     facts["region_overhead_ms"] = float(facts.get("region_overhead_ms", 0.0)) + more_ms
     profile = dataclasses.replace(plan.profile, facts=facts)
     _logger.info("steps take %.0f ms, predicted were %.0f; planning again", taken_ms, plan.predicted.step_ms)
-    found = []
     with contextlib.suppress(BudgetError):
         other = solved(profile, plan.budget_bytes, margin_bytes=first_margin(profile))
         if other.predicted.step_ms < taken_ms:
-            found.append(_proved(other, profiled))
-    faster_than_ms = min(map(_taken_ms, found), default=taken_ms)
-    simplest = _recomputed(profile, plan.budget_bytes, profiled, faster_than_ms=faster_than_ms)
-    return found if simplest is None else [*found, simplest]
+            return [_proved(other, profiled)]
+    return []
 
 
 def _without_copies(plan: MemoryPlan, profiled: Any, *, faster_than_ms: float) -> list[MemoryPlan]:
