@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.platform.torch.activation_checkpoint import AsyncSaveOnCpu, offload_wrapper, swap_wrapper
+from support.region_programs import flush_aborted_backward
 from support.swapping import Swapping, check_nothing_left, gradients
 from support.training import Block, make_model, same, train
 
@@ -167,6 +168,7 @@ def test_an_exception_in_the_middle_leaves_nothing_and_the_next_step_is_right(sw
 
     with pytest.raises(KeyError, match="mine"):
         fail()
+    flush_aborted_backward()
     gc.collect()
     check_nothing_left()
     assert same(train(managed, x), plain)

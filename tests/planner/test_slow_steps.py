@@ -22,7 +22,7 @@ class Steps:
         self.measured: list[MemoryPlan] = []
         patch.setattr(planning, "_measured", self)
 
-    def __call__(self, plan: MemoryPlan, profiled: object, *, times: bool) -> Measured:
+    def __call__(self, plan: MemoryPlan, profiled: object, *, times: bool = True) -> Measured:
         self.measured.append(plan)
         simple = [each.is_plain or each == whole(plan, index) for index, each in enumerate(plan.decision)]
         predicted_ms = evaluate(Problem(plan.profile, 0, 0, 0), plan.decision).step_ms
@@ -131,6 +131,30 @@ def test_recomputing_every_block_is_taken_where_it_is_as_fast(
     plan = planning.planned(profile, budget, object())
     assert [each.decision for each in steps.measured] == [wanted.decision, decision]
     assert plan is steps.measured[1 if is_simple else 0]
+
+
+@pytest.mark.parametrize(("share", "is_managed"), [(0.88, True), (0.95, False)])
+def test_where_the_device_waits_for_the_host_a_plan_must_leave_room_for_a_busy_one(
+    profile: StepProfile, monkeypatch: pytest.MonkeyPatch, share: float, is_managed: bool
+) -> None:
+    """Its steps take this share of what recomputing every block takes."""
+    slow = dataclasses.replace(profile, facts={**profile.facts, "region_overhead_ms": 0.001 * profile.step_ms})
+    Steps(monkeypatch, more_ms=0.0)
+    wanted = planned(slow)
+    num_managed = sum(each.is_managed for each in wanted.decision)
+    assert num_managed > 0
+    whole_ms = evaluate(Problem(slow, 0, 0, 0), tuple(map(recompute_all, slow.regions))).step_ms
+    taken_ms = evaluate(Problem(slow, 0, 0, 0), wanted.decision).step_ms
+    assert taken_ms < share * whole_ms
+    steps = Steps(monkeypatch, more_ms=(share * whole_ms - taken_ms) / num_managed)
+    monkeypatch.setattr(planning, "_with_costlier_regions", lambda plan, profiled: [])
+    plan = planned(slow)
+    assert plan in steps.measured
+    assert any(each.is_managed for each in plan.decision) == is_managed
+    assert plan.measured is not None
+    assert plan.measured.peak_bytes <= plan.budget_bytes
+    assert plan.measured.step_ms is not None
+    assert plan.measured.step_ms < whole_ms
 
 
 def test_a_little_slower_is_left_alone_and_so_is_a_framework_whose_profile_does_not_ask(

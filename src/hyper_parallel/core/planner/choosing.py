@@ -83,7 +83,7 @@ def choose(
         is_simple = is_small(profile) or _is_cpu(profile)
         if is_simple and any(each.swaps for each in solution.decision) and not has_bursts:
             break
-    if _overhead_ms(profile) > 0 and (simple := _simple(profile, budget_bytes, margin_bytes)) is not None:
+    if _overhead_ms(profile) > 0 and (simple := unmanaged(profile, budget_bytes, margin_bytes)) is not None:
         found.append(simple)
     if not found:
         try:
@@ -108,7 +108,7 @@ def _overhead_ms(profile: StepProfile) -> float:
     return float(profile.facts.get("region_overhead_ms", 0.0))
 
 
-def _simple(profile: StepProfile, budget_bytes: int, margin_bytes: int) -> Choice | None:
+def unmanaged(profile: StepProfile, budget_bytes: int, margin_bytes: int) -> Choice | None:
     """Blocks that are left alone or recomputed whole: the framework's own checkpoint does that, and costs no overhead. None: too large."""
     regions = profile.regions
     problem = Problem(profile, budget_bytes, 0, 0, margin_bytes=margin_bytes)

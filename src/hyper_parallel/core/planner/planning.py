@@ -12,7 +12,7 @@ from hyper_parallel._base.errors import ArgumentError, describe
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.choices import plain, recompute_all
-from hyper_parallel.core.planner.choosing import choose
+from hyper_parallel.core.planner.choosing import choose, unmanaged
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, Predicted, _part
 from hyper_parallel.core.planner.problem import Problem, evaluate
 from hyper_parallel.core.planner.profile import StepProfile
@@ -27,6 +27,7 @@ _KIB = 1024
 _MAX_TRIES = 5  # of solving again with what was measured
 _TOO_SLOW = 1.04  # real steps to predicted ones: more than what clocks and temperature do
 _NEAR = 1.02  # of two measured plans: which is the faster may be otherwise tomorrow
+_HOST_DRIFT = 1.1  # steps of one plan that wait for the host: what they were seen to differ by within minutes
 
 
 def plan_memory(
@@ -150,12 +151,33 @@ def _fastest(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
     if plan.profile.facts.get("region_overhead_ms"):
         rivals += _without_copies(plan, profiled, faster_than_ms=min(map(_taken_ms, rivals)))
     fastest = min(rivals, key=_taken_ms)
+    return _steady(fastest, profiled) or fastest
+
+
+def _steady(fastest: MemoryPlan, profiled: Any) -> MemoryPlan | None:
+    """A plan that is hardly slower and asks the host for less; None: there is none, or no reason for one.
+
+    No plan shall be slower than recomputing every block: not by what its copies and its Python may take, nor if the host is busier tomorrow.
+    """
+    profile, budget, taken_ms = fastest.profile, fastest.budget_bytes, _taken_ms(fastest)
     if all(each.is_whole for each in fastest.decision):
-        return fastest
-    # No plan shall be slower than recomputing every block, which needs no more memory than anything, copies nothing and asks nobody.
-    near_ms = _taken_ms(fastest) * _NEAR
-    simplest = _recomputed(plan.profile, plan.budget_bytes, profiled, faster_than_ms=near_ms)
-    return fastest if simplest is None or _taken_ms(simplest) > near_ms else simplest
+        return None
+    near_ms = taken_ms * _NEAR
+    simplest = _recomputed(profile, budget, profiled, faster_than_ms=near_ms)
+    if simplest is not None and _taken_ms(simplest) <= near_ms:
+        return simplest
+    waits_for_host = profile.facts.get("region_overhead_ms") and any(each.is_managed for each in fastest.decision)
+    whole = evaluate(Problem(profile, budget, 0, 0), tuple(map(recompute_all, profile.regions)))
+    if not waits_for_host or taken_ms * _HOST_DRIFT <= whole.step_ms:
+        return None
+    choice = unmanaged(profile, budget, first_margin(profile))
+    if choice is None:
+        return None
+    predicted = Predicted(choice.peak_bytes, choice.step_ms)
+    plan = MemoryPlan(profile, choice.decision, choice.setting, budget, predicted)
+    plan.measured = _measured(plan, profiled)
+    is_kept = plan.measured is not None and plan.measured.peak_bytes <= budget
+    return plan if is_kept and _taken_ms(plan) <= whole.step_ms * _NEAR else None
 
 
 def _with_costlier_regions(plan: MemoryPlan, profiled: Any) -> list[MemoryPlan]:
