@@ -27,7 +27,10 @@ _KIB = 1024
 _MAX_TRIES = 5  # of solving again with what was measured
 _TOO_SLOW = 1.04  # real steps to predicted ones: more than what clocks and temperature do
 _NEAR = 1.02  # of two measured plans: which is the faster may be otherwise tomorrow
-_HOST_DRIFT = 1.1  # steps of one plan that wait for the host: what they were seen to differ by within minutes
+_HOST_SHARE = (
+    0.05  # of a step, for all regions: where they take the host more, a step depends on what else the host does
+)
+_HOST_DRIFT = 1.1  # what steps of one plan were seen to differ by then, within minutes
 
 
 def plan_memory(
@@ -151,33 +154,35 @@ def _fastest(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
     if plan.profile.facts.get("region_overhead_ms"):
         rivals += _without_copies(plan, profiled, faster_than_ms=min(map(_taken_ms, rivals)))
     fastest = min(rivals, key=_taken_ms)
-    return _steady(fastest, profiled) or fastest
+    return _steady(fastest, rivals, profiled) or fastest
 
 
-def _steady(fastest: MemoryPlan, profiled: Any) -> MemoryPlan | None:
+def _steady(fastest: MemoryPlan, rivals: Sequence[MemoryPlan], profiled: Any) -> MemoryPlan | None:
     """A plan that is hardly slower and asks the host for less; None: there is none, or no reason for one.
 
     No plan shall be slower than recomputing every block: not by what its copies and its Python may take, nor if the host is busier tomorrow.
     """
-    profile, budget, taken_ms = fastest.profile, fastest.budget_bytes, _taken_ms(fastest)
-    if all(each.is_whole for each in fastest.decision):
+    if not any(each.is_managed for each in fastest.decision):
         return None
-    near_ms = taken_ms * _NEAR
-    simplest = _recomputed(profile, budget, profiled, faster_than_ms=near_ms)
-    if simplest is not None and _taken_ms(simplest) <= near_ms:
-        return simplest
-    waits_for_host = profile.facts.get("region_overhead_ms") and any(each.is_managed for each in fastest.decision)
-    whole = evaluate(Problem(profile, budget, 0, 0), tuple(map(recompute_all, profile.regions)))
-    if not waits_for_host or taken_ms * _HOST_DRIFT <= whole.step_ms:
-        return None
+    profile, budget = fastest.profile, fastest.budget_bytes
+    near_ms = _taken_ms(fastest) * _NEAR
     choice = unmanaged(profile, budget, first_margin(profile))
-    if choice is None:
+    if choice is None:  # by the rules: real steps may tell otherwise
+        simplest = _recomputed(profile, budget, profiled, faster_than_ms=near_ms)
+        return simplest if simplest is not None and _taken_ms(simplest) <= near_ms else None
+    whole_ms = evaluate(Problem(profile, budget, 0, 0), tuple(map(recompute_all, profile.regions))).step_ms
+    host_ms = float(profile.facts.get("region_overhead_ms", 0.0)) * len(profile.regions)
+    may_be_slower = host_ms > _HOST_SHARE * profile.step_ms and _taken_ms(fastest) * _HOST_DRIFT > whole_ms
+    limit_ms = max(near_ms, whole_ms * _NEAR) if may_be_slower else near_ms
+    if choice.step_ms > limit_ms:
         return None
-    predicted = Predicted(choice.peak_bytes, choice.step_ms)
-    plan = MemoryPlan(profile, choice.decision, choice.setting, budget, predicted)
-    plan.measured = _measured(plan, profiled)
+    plan = next((each for each in rivals if each.decision == choice.decision), None)
+    if plan is None:
+        predicted = Predicted(choice.peak_bytes, choice.step_ms)
+        plan = MemoryPlan(profile, choice.decision, choice.setting, budget, predicted)
+        plan.measured = _measured(plan, profiled)
     is_kept = plan.measured is not None and plan.measured.peak_bytes <= budget
-    return plan if is_kept and _taken_ms(plan) <= whole.step_ms * _NEAR else None
+    return plan if is_kept and _taken_ms(plan) <= limit_ms else None
 
 
 def _with_costlier_regions(plan: MemoryPlan, profiled: Any) -> list[MemoryPlan]:
