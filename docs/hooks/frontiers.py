@@ -93,6 +93,8 @@ def _line(row: Row) -> list[str]:
     if row["kind"] != "plan":
         return [row["way"], "", peak, "", time, ""]
     predicted = f"{row['predicted_peak_gib']:.2f} GiB"
+    if row.get("to_full") is not None:
+        time += f" ({row['to_full']:.3f} of full checkpoint, by turns)"
     return [row["way"], predicted, peak, f"{row['predicted_ratio']:.3f}", time, f"{row['out_gb']:.1f}"]
 
 
