@@ -1,4 +1,4 @@
-"""What a plan's regions know of their earlier calls: they ask less, say the same, and leave little to the garbage collector."""
+"""What a plan's regions know of their earlier calls: they ask less, say the same, and leave little to the garbage collector; and what is known of their memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint as torch_checkpoint  # noqa: E402
 from torch.utils.checkpoint import create_selective_checkpoint_contexts  # noqa: E402
 
-from hyper_parallel.core.planner.choices import RECOMPUTE, SAVE  # noqa: E402
+from hyper_parallel.core.planner.choices import RECOMPUTE, SAVE, recompute_all  # noqa: E402
+from hyper_parallel.core.planner.choosing import timeline_under  # noqa: E402
+from hyper_parallel.core.planner.settings import candidates  # noqa: E402
 from hyper_parallel.core.planner.solver_block import base_of  # noqa: E402
 from hyper_parallel.platform.regions.module_calls import ModuleCalls  # noqa: E402
 from hyper_parallel.platform.torch.activation_checkpoint import frame, region_function  # noqa: E402
@@ -294,3 +296,34 @@ def test_planned_regions_leave_less_to_the_garbage_collector_than_pytorchs_selec
     Applied(planned, profile.regions, decision, "error")
     theirs, ours = num_objects(selective), num_objects(lambda: planned(batch))
     assert 0 < ours < theirs
+
+
+class Accumulates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for _ in range(6):
+            out.add_(self.layer(x).sin())
+        return out
+
+
+def test_memory_that_is_written_in_place_is_there_once() -> None:
+    model, batch = Model(Accumulates), torch.randn(256, 64)
+    profiled = ProfiledModel(model, batch)
+    profile = profiled.profile()
+    ops = profile.regions[0].ops
+    writes = [index for index, op in enumerate(ops) if "add_" in op.name]
+    assert len(writes) == 6
+    ends = [ops[index].makes[0].freed_after for index in writes]
+    assert ends == [*(index - 1 for index in writes[1:]), None]
+    # Every block recomputed, moment by moment and in truth.
+    decision = tuple(map(recompute_all, profile.regions))
+    drawn_bytes = timeline_under(profile, decision, candidates(profile)[0]).peak_bytes - profile.base_bytes
+    plan = Applied(model, profile.regions, decision, "error")
+    model(batch).backward()
+    real_bytes = profiled.peak_bytes()
+    plan.remove()
+    assert abs(drawn_bytes - real_bytes) < batch.nbytes

@@ -123,14 +123,22 @@ class _RecordedOps(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.look()
+        self.note_made()
+        self._note_gone()
         return func(*args, **(kwargs or {}))
 
-    def look(self) -> None:
+    def note_made(self) -> None:
+        """By the ops since the last look. An op that writes in place ends what was there: the memory is counted once."""
         ops = self._record.ops
         for op in ops[self._num_seen :]:
+            for _, written in op.targets:
+                for value in [each for each in self._alive if each.key == written.key]:
+                    del self._alive[value]
+                    self._noted.freed_after[value] = max(value.op, op.index - 1)
             self._alive.update(dict.fromkeys(op.makes))
         self._num_seen = len(ops)
+
+    def _note_gone(self) -> None:
         for value in [value for value in self._alive if value.ref.expired()]:
             del self._alive[value]
             self._noted.freed_after[value] = self._num_seen - 1
@@ -179,8 +187,10 @@ def _watched(block: nn.Module, noted: RecordedCall) -> Any:
     def watched(*args: Any, **kwargs: Any) -> Any:
         if noted.is_over or noted.record is None:  # it runs again in backward: all is known by then
             return block(*args, **kwargs)
-        with _RecordedOps(noted, noted.record):
-            return block(*args, **kwargs)
+        with _RecordedOps(noted, noted.record) as ops:
+            result = block(*args, **kwargs)
+        ops.note_made()
+        return result
 
     watched.__self__ = block  # type: ignore[attr-defined]  # whose call it is
     return watched
