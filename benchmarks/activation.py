@@ -65,6 +65,15 @@ def put(model: Llama, blocks: Sequence[torch.nn.Module]) -> None:
 
 
 @contextlib.contextmanager
+def under(plan: hp.MemoryPlan, model: torch.nn.Module) -> Iterator[None]:
+    plan.apply(model)
+    try:
+        yield
+    finally:
+        plan.remove(model)
+
+
+@contextlib.contextmanager
 def compiled(model: Llama, budget: float) -> Iterator[None]:
     import torch._functorch.config
 

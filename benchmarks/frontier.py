@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from frontier_results import FULL, Results, Row, checks_text, header, largest_li
 from solving_ahead import Solver
 
 import hyper_parallel as hp
-from activation import Meter, applied, measure
+from activation import Meter, applied, measure, under
 from hyper_parallel.core.planner.budget import budget_bytes
 from hyper_parallel.core.planner.planning import planned
 from hyper_parallel.platform.torch.planner import ProfiledModel
@@ -213,15 +213,6 @@ class Bench:
         }  # fmt: skip
 
 
-@contextlib.contextmanager
-def under(plan: hp.MemoryPlan, model: torch.nn.Module) -> Iterator[None]:
-    plan.apply(model)
-    try:
-        yield
-    finally:
-        plan.remove(model)
-
-
 def tidy() -> None:
     gc.collect()
     if torch.cuda.is_available():
@@ -327,6 +318,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.draw and not options.draw.is_file():
         parser.error(f"there is no file {options.draw}; --out writes one")
+    if options.plans and options.plans.exists() and not options.plans.is_dir():
+        parser.error(f"{options.plans} is no folder")
+    if options.turns < 0:
+        parser.error(f"--turns is a number of turns, got {options.turns}; 0 leaves them out")
     if options.plans:
         options.plans.mkdir(parents=True, exist_ok=True)
     for name in options.models:

@@ -7,6 +7,7 @@ must be refused.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 import traceback
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from frontier_models import MODELS, AnyLength, Built, Shape, gpt2, itself, loss_
 from frontier_results import Results, Row
 
 import hyper_parallel as hp
-from activation import Meter, measure
+from activation import Meter, measure, under
 from hyper_parallel.platform.torch.planner import ProfiledModel
 
 GIB = 2**30
@@ -103,13 +104,8 @@ def answer(question: Question, options: argparse.Namespace) -> Row:
         """Steps of a size, and all that is alive at their highest point."""
         built = Built("", model, question.make_batch(n), loss_fn, torch.nn.ModuleList())
         base = ProfiledModel(model, built.batch, loss_fn).base_bytes()
-        if plan is not None:
-            plan.apply(model)
-        try:
+        with contextlib.nullcontext() if plan is None else under(plan, model):
             found = measure(meter, built.loss, built.batch, options.steps, options.warm)
-        finally:
-            if plan is not None:
-                plan.remove(model)
         return found, base / GIB + found["peak_gib"]
 
     plain, budget_gib = measured(question.plain_n)

@@ -83,7 +83,7 @@ def choose(
         is_simple = is_small(profile) or _is_cpu(profile)
         if is_simple and any(each.swaps for each in solution.decision) and not has_bursts:
             break
-    if _overhead_ms(profile) > 0 and (simple := unmanaged(profile, budget_bytes, margin_bytes)) is not None:
+    if overhead_ms(profile) > 0 and (simple := unmanaged(profile, budget_bytes, margin_bytes)) is not None:
         found.append(simple)
     if not found:
         try:
@@ -103,7 +103,7 @@ def _is_cpu(profile: StepProfile) -> bool:
     return profile.facts.get("device") == "cpu"
 
 
-def _overhead_ms(profile: StepProfile) -> float:
+def overhead_ms(profile: StepProfile) -> float:
     """What a region costs beside the ops that it runs again: where the host is the slower one, its own Python."""
     return float(profile.facts.get("region_overhead_ms", 0.0))
 
@@ -210,7 +210,7 @@ def problem_of(
         budget_bytes,
         setting.window_bytes,
         setting.prefetch_bytes,
-        region_overhead_ms=_overhead_ms(profile),
+        region_overhead_ms=overhead_ms(profile),
         margin_bytes=margin_bytes,
         copies_meet=copies_meet,
         turn_is_clear=_tells_engine(profile),

@@ -12,7 +12,7 @@ from hyper_parallel._base.errors import ArgumentError, describe
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.choices import plain, recompute_all
-from hyper_parallel.core.planner.choosing import choose, unmanaged
+from hyper_parallel.core.planner.choosing import choose, overhead_ms, unmanaged
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, Predicted, _part
 from hyper_parallel.core.planner.problem import Problem, evaluate
 from hyper_parallel.core.planner.profile import StepProfile
@@ -27,10 +27,8 @@ _KIB = 1024
 _MAX_TRIES = 5  # of solving again with what was measured
 _TOO_SLOW = 1.04  # real steps to predicted ones: more than what clocks and temperature do
 _NEAR = 1.02  # of two measured plans: which is the faster may be otherwise tomorrow
-_HOST_SHARE = (
-    0.05  # of a step, for all regions: where they take the host more, a step depends on what else the host does
-)
-_HOST_DRIFT = 1.1  # what steps of one plan were seen to differ by then, within minutes
+# Where all regions together take the host more than this share of a step, steps of one plan were seen to differ by so much within minutes.
+_HOST_SHARE, _HOST_DRIFT = 0.05, 1.1
 
 
 def plan_memory(
@@ -136,8 +134,13 @@ def _recomputed(
         return None
     predicted = Predicted(cost.peak_bytes, cost.step_ms)
     plan = MemoryPlan(profile, decision, candidates(profile)[0], allowed_bytes, predicted)
+    return _within(plan, profiled, times=times)
+
+
+def _within(plan: MemoryPlan, profiled: Any, *, times: bool = True) -> MemoryPlan | None:
+    """The plan, if real steps keep its budget."""
     plan.measured = _measured(plan, profiled, times=times)
-    return None if plan.measured is None or plan.measured.peak_bytes > allowed_bytes else plan
+    return None if plan.measured is None or plan.measured.peak_bytes > plan.budget_bytes else plan
 
 
 def _fastest(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
@@ -151,7 +154,7 @@ def _fastest(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
         return plan
     if _taken_ms(plan) > plan.predicted.step_ms * _TOO_SLOW and any(each.is_managed for each in plan.decision):
         rivals += _with_costlier_regions(plan, profiled)
-    if plan.profile.facts.get("region_overhead_ms"):
+    if overhead_ms(plan.profile) > 0:
         rivals += _without_copies(plan, profiled, faster_than_ms=min(map(_taken_ms, rivals)))
     fastest = min(rivals, key=_taken_ms)
     return _steady(fastest, rivals, profiled) or fastest
@@ -171,7 +174,7 @@ def _steady(fastest: MemoryPlan, rivals: Sequence[MemoryPlan], profiled: Any) ->
         simplest = _recomputed(profile, budget, profiled, faster_than_ms=near_ms)
         return simplest if simplest is not None and _taken_ms(simplest) <= near_ms else None
     whole_ms = evaluate(Problem(profile, budget, 0, 0), tuple(map(recompute_all, profile.regions))).step_ms
-    host_ms = float(profile.facts.get("region_overhead_ms", 0.0)) * len(profile.regions)
+    host_ms = overhead_ms(profile) * len(profile.regions)
     may_be_slower = host_ms > _HOST_SHARE * profile.step_ms and _taken_ms(fastest) * _HOST_DRIFT > whole_ms
     limit_ms = max(near_ms, whole_ms * _NEAR) if may_be_slower else near_ms
     if choice.step_ms > limit_ms:
@@ -179,10 +182,8 @@ def _steady(fastest: MemoryPlan, rivals: Sequence[MemoryPlan], profiled: Any) ->
     plan = next((each for each in rivals if each.decision == choice.decision), None)
     if plan is None:
         predicted = Predicted(choice.peak_bytes, choice.step_ms)
-        plan = MemoryPlan(profile, choice.decision, choice.setting, budget, predicted)
-        plan.measured = _measured(plan, profiled)
-    is_kept = plan.measured is not None and plan.measured.peak_bytes <= budget
-    return plan if is_kept and _taken_ms(plan) <= limit_ms else None
+        plan = _within(MemoryPlan(profile, choice.decision, choice.setting, budget, predicted), profiled)
+    return plan if plan is not None and _taken_ms(plan) <= limit_ms else None
 
 
 def _with_costlier_regions(plan: MemoryPlan, profiled: Any) -> list[MemoryPlan]:
@@ -193,7 +194,7 @@ def _with_costlier_regions(plan: MemoryPlan, profiled: Any) -> list[MemoryPlan]:
     taken_ms = _taken_ms(plan)
     facts = dict(plan.profile.facts)
     more_ms = (taken_ms - plan.predicted.step_ms) / sum(each.is_managed for each in plan.decision)
-    facts["region_overhead_ms"] = float(facts.get("region_overhead_ms", 0.0)) + more_ms
+    facts["region_overhead_ms"] = overhead_ms(plan.profile) + more_ms
     profile = dataclasses.replace(plan.profile, facts=facts)
     _logger.info("steps take %.0f ms, predicted were %.0f; planning again", taken_ms, plan.predicted.step_ms)
     with contextlib.suppress(BudgetError):

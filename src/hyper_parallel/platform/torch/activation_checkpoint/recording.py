@@ -485,13 +485,10 @@ class Record:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        if self._choices is not None:
-            policy = self._choices[op.index]
-        elif (policy := self._answers.get(id(op.func))) is not None:
-            pass
-        elif self._planned is not None:
+        policy = self._answers.get(id(op.func)) if self._choices is None else self._choices[op.index]
+        if policy is None and self._planned is not None:
             policy = self._planned(op.func, op.where, result)
-        else:
+        elif policy is None:
             context = PolicyContext(False, op.module, op.occurrence, result, op.call, op.occurrence_in_call)
             policy = ask(self._policy, context, op.func, args, kwargs)
         op.policy = policy
@@ -586,9 +583,8 @@ class RecordingMode(RegionMode):
 _ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _num_modes = torch._C._len_torch_dispatch_stack
-_unseen_detach = (
-    torch.Tensor._make_subclass
-)  # of the base class: `detach` without modes, in half the time of a block without them
+# Of the base class: `detach` without modes, in half the time of a block without them.
+_unseen_detach = torch.Tensor._make_subclass
 
 
 def aliased(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,9 +58,7 @@ class _KeptValues:
         self.is_in_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
     def end_forward(self) -> None:
-        for value in self.record.made():
-            if value.kept is None:
-                continue
+        for value in self.record.kept:
             if not self.record.is_current(value):
                 continue  # found out when it is asked for
             if type(value.kept) is Swappable:
@@ -70,7 +68,7 @@ class _KeptValues:
                 value.kept.seal()
 
     def plan(self) -> tuple[frozenset[int], frozenset[Value]]:
-        for value in self.record.made():
+        for value in self.record.kept:
             if value.kept is not None and self._is_changed(value):
                 value.kept = None
         return self.record.everything()

@@ -152,6 +152,7 @@ class ParametersOfModule:
     def __init__(self, module: nn.Module | None, modules: Iterable[nn.Module]) -> None:
         # Of each: who has it, its name, the tensor, and whether it requires a gradient. No tuples: these lists live until backward.
         self._had: tuple[list[Any], ...] = ([], [], [], [])
+        holders, names, tensors, require_grad = self._had
         self._module = module
         if module is None or has_sharded_modules():
             return
@@ -159,14 +160,13 @@ class ParametersOfModule:
             if not isinstance(each._parameters, dict):  # TorchScript has them elsewhere
                 continue
             for name, tensor in each._parameters.items():
-                if type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter):
-                    self._note(each._parameters, name, tensor, True)
-                elif tensor is not None:  # the result of something: its graph is not ours to keep
-                    self._note(each._parameters, name, tensor.detach(), tensor.requires_grad)
-
-    def _note(self, *parts: Any) -> None:
-        for known, part in zip(self._had, parts, strict=True):
-            known.append(part)
+                if tensor is None:
+                    continue
+                is_own = isinstance(tensor, nn.Parameter)  # else the result of something: its graph is not ours to keep
+                holders.append(each._parameters)
+                names.append(name)
+                tensors.append(tensor if is_own else tensor.detach())
+                require_grad.append(tensor.requires_grad)
 
     def by_storage(self) -> dict[int | None, torch.Tensor]:
         """The parameters of the call and the buffers of now, by the address of their storage."""

@@ -343,20 +343,13 @@ class Arguments:
         self.tensors: list[torch.Tensor] = []
         self.rest: list[Any] = []  # all that is no tensor, and how the tensors look at their storages
         self.written: list[int] = []  # which of `tensors` it writes
-        tensors, rest = self.tensors, self.rest
-        begun = 0  # what comes before is sorted
-        for position, argument in enumerate(args):
-            if position in writes:
-                sort(args[begun:position], {}, tensors, rest)
-                first, begun = len(tensors), position + 1
-                sort((argument,), {}, tensors, rest)
-                self.written += range(first, len(tensors))
-        sort(args[begun:], {}, tensors, rest)
-        for name, argument in kwargs.items():
-            first = len(tensors)
-            sort((), {name: argument}, tensors, rest)
-            if name in writes:
-                self.written += range(first, len(tensors))
+        for place, argument in (*enumerate(args), *kwargs.items()):
+            first = len(self.tensors)
+            if isinstance(place, str):
+                self.rest.append(place)
+            sort((argument,), {}, self.tensors, self.rest)
+            if place in writes:
+                self.written += range(first, len(self.tensors))
 
 
 def sort(arguments: Iterable[Any], by_name: dict[str, Any], tensors: list[torch.Tensor], rest: list[Any]) -> None:
