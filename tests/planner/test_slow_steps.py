@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
-from hyper_parallel.core.planner import planning
+from hyper_parallel.core.planner import choosing, planning
 from hyper_parallel.core.planner.choices import recompute_all
 from hyper_parallel.core.planner.choosing import unmanaged
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan
@@ -41,9 +42,24 @@ def planned(profile: StepProfile) -> MemoryPlan:
 
 
 @pytest.fixture(autouse=True)
-def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+def _solved_once(monkeypatch: pytest.MonkeyPatch, known: dict[str, MemoryPlan]) -> None:
+    """Each problem is solved once, and to the end: a limit of time would make answers depend on how busy this machine is."""
     solved = planning.solved
-    monkeypatch.setattr(planning, "solved", lambda *args, **ways: solved(*args, **ways, time_limit_s=3.0))
+    monkeypatch.setattr(choosing, "_POLISH_S", 60.0)
+
+    def remembered(profile: StepProfile, allowed_bytes: int, **ways: Any) -> MemoryPlan:
+        key = repr((profile, allowed_bytes, sorted(ways.items())))
+        if key not in known:
+            known[key] = solved(profile, allowed_bytes, **ways, time_limit_s=120.0)
+        plan = known[key]
+        return MemoryPlan(profile, plan.decision, plan.setting, plan.budget_bytes, plan.predicted, gap=plan.gap)
+
+    monkeypatch.setattr(planning, "solved", remembered)
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, MemoryPlan]:
+    return {}
 
 
 @pytest.fixture(scope="module")
