@@ -13,7 +13,7 @@ from torch import nn
 from hyper_parallel import policies as p
 from hyper_parallel.core.swap.engine import SwapEngine
 from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.recording import Saved
+from hyper_parallel.platform.torch.activation_checkpoint.saved_values import Saved
 from support.swapping import Swapping
 
 WIDTH = 16

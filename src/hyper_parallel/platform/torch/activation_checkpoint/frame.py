@@ -21,16 +21,12 @@ from hyper_parallel.platform.regions.passes import Pass
 from hyper_parallel.platform.torch.activation_checkpoint.inputs import Inputs
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import is_plain
 from hyper_parallel.platform.torch.activation_checkpoint.recomputation import Recomputation
-from hyper_parallel.platform.torch.activation_checkpoint.recording import (
-    Record,
-    RecordingMode,
-    Swappable,
-    aliased,
-)
+from hyper_parallel.platform.torch.activation_checkpoint.recording import Record, RecordingMode
 from hyper_parallel.platform.torch.activation_checkpoint.region_function import RegionFunction
 from hyper_parallel.platform.torch.activation_checkpoint.region_swap import Arrival, RegionSwap, Swapped
 from hyper_parallel.platform.torch.activation_checkpoint.residuals import FromInput, FromKept, Recomputed
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Kept, TensorSwap, changed_in_place
+from hyper_parallel.platform.torch.activation_checkpoint.saved_values import Swappable, aliased
 from hyper_parallel.platform.torch.activation_checkpoint.second_call import SecondCall
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import check_not_traced
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import shown

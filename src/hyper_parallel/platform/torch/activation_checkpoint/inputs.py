@@ -20,9 +20,10 @@ from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
     another_placeholder,
     is_placeholder,
 )
-from hyper_parallel.platform.torch.activation_checkpoint.recording import Record, aliased
+from hyper_parallel.platform.torch.activation_checkpoint.recording import Record
 from hyper_parallel.platform.torch.activation_checkpoint.replaying import Replay
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Kept
+from hyper_parallel.platform.torch.activation_checkpoint.saved_values import aliased
 from hyper_parallel.platform.torch.activation_checkpoint.values import Value
 
 _unsafe_view = torch.ops.aten._unsafe_view.default._op

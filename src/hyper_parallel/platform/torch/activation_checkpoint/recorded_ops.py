@@ -15,7 +15,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.call_template import Lo
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import version_of
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import drawing, set_back
-from hyper_parallel.platform.torch.activation_checkpoint.recording import Saved
+from hyper_parallel.platform.torch.activation_checkpoint.saved_values import Saved
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import ParametersOfModule
 from hyper_parallel.platform.torch.activation_checkpoint.values import (
     Argument,

@@ -8,8 +8,8 @@ import torch
 
 from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor, version_of
-from hyper_parallel.platform.torch.activation_checkpoint.recording import Saved
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import living_slot, note_slot
+from hyper_parallel.platform.torch.activation_checkpoint.saved_values import Saved
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
 from hyper_parallel.platform.torch.activation_checkpoint.values import Value
 

@@ -29,13 +29,8 @@ from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
     view_of_placeholder,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import drawing
-from hyper_parallel.platform.torch.activation_checkpoint.recording import (
-    Record,
-    RegionMode,
-    aliased,
-    ask,
-    copied,
-)
+from hyper_parallel.platform.torch.activation_checkpoint.recording import Record, RegionMode, ask
+from hyper_parallel.platform.torch.activation_checkpoint.saved_values import aliased, copied
 from hyper_parallel.platform.torch.activation_checkpoint.values import (
     TRAITS,
     Argument,

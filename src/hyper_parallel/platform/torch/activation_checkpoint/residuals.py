@@ -8,9 +8,9 @@ import torch
 
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor, version_of
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
-from hyper_parallel.platform.torch.activation_checkpoint.recording import aliased
 from hyper_parallel.platform.torch.activation_checkpoint.region_swap import Arrival, Swapped
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import changed_in_place
+from hyper_parallel.platform.torch.activation_checkpoint.saved_values import aliased
 from hyper_parallel.platform.torch.activation_checkpoint.values import OpPlace, Value
 
 if TYPE_CHECKING:

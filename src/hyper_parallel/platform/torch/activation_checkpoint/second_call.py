@@ -13,9 +13,9 @@ from hyper_parallel.platform.regions.passes import Pass
 from hyper_parallel.platform.torch.activation_checkpoint.inputs import Inputs
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import Attributes, NeedsEverything
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, set_back, states_of
-from hyper_parallel.platform.torch.activation_checkpoint.recording import aliased
 from hyper_parallel.platform.torch.activation_checkpoint.region_function import RegionFunction
 from hyper_parallel.platform.torch.activation_checkpoint.replaying import AllFound, Replay, ReplayMode
+from hyper_parallel.platform.torch.activation_checkpoint.saved_values import aliased
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import (
     ParametersOfModule,
     Surroundings,

@@ -12,9 +12,10 @@ import torch
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import paths_here
-from hyper_parallel.platform.torch.activation_checkpoint.recording import Record, RecordingMode, Swappable
+from hyper_parallel.platform.torch.activation_checkpoint.recording import Record, RecordingMode
 from hyper_parallel.platform.torch.activation_checkpoint.region_swap import RegionSwap, Swapped
 from hyper_parallel.platform.torch.activation_checkpoint.replaying import Replay, ReplayMode
+from hyper_parallel.platform.torch.activation_checkpoint.saved_values import Swappable
 from hyper_parallel.platform.torch.activation_checkpoint.values import Value
 
 
