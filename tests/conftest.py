@@ -20,6 +20,22 @@ os.environ.setdefault("GLOG_v", "3")  # MindSpore prints a page of warnings othe
 pytest_plugins = ["support.outcomes"]
 
 
+_MANY_MODULES = 50
+_num_modules_then = 0
+
+
+def pytest_collection_finish() -> None:
+    _leave_out_what_stays()
+
+
+def _leave_out_what_stays() -> None:
+    """What was imported is not garbage: left out, a collection takes a hundredth of its time, and tests ask for thousands."""
+    global _num_modules_then
+    _num_modules_then = len(sys.modules)
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(params=backends.ALL, ids=lambda backend: backend.name)
 def backend(request: pytest.FixtureRequest) -> Iterator[backends.Backend]:
     """Each framework and device in turn; one that is not here is skipped with the reason."""
@@ -71,6 +87,8 @@ def nothing_leaks() -> Iterator[None]:
         gc.collect()  # an object in a cycle is not a leak
         more_files &= _open_files()
     assert not more_files, f"files left open: {sorted(more_files)}"
+    if len(sys.modules) > _num_modules_then + _MANY_MODULES:
+        _leave_out_what_stays()
 
 
 def _open_files() -> set[str]:

@@ -39,15 +39,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def quick_collections() -> Iterator[None]:
-    """What was there before a file need not be searched for garbage after each of its tests."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def check(swapping: Any) -> Iterator[Callable[..., None]]:
     """Runs a program plainly and with its blocks wrapped, in each way; what it gives must be the same bits."""

@@ -14,7 +14,7 @@ from support.swapping import Swapping, check_nothing_left
 from support.training import Block, same
 from support.wrapped import Wrap
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quick_collections")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # Not around each other: the casts are what is looked at.

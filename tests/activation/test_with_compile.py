@@ -27,7 +27,7 @@ NUM_BLOCKS = 3
 # PyTorch looks at tensors it has made itself, and warns about that.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
-    pytest.mark.usefixtures("one_thread", "quick_collections"),
+    pytest.mark.usefixtures("one_thread"),
 ]
 
 

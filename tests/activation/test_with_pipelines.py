@@ -20,7 +20,7 @@ from support.swapping import Swapping, check_nothing_left
 from support.training import Block, same
 from support.wrapped import WAYS, Wrap
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quick_collections")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_STAGES = 3
 

@@ -19,7 +19,7 @@ from support.swapping import Swapping, check_nothing_left
 from support.training import Block, same, train
 from support.wrapped import Wrap, mix
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quick_collections")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 OURS: dict[str, Wrap] = {

@@ -14,7 +14,7 @@ from support.swapping import Swapping
 from support.training import Block
 from support.wrapped import Wrap, blocks, gradients_of, loss_of, numbers_of, steps
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quick_collections")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -- accumulating and looking in between ---------------------------------------------------------------------------------------

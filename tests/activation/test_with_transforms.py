@@ -27,7 +27,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 # TorchScript is; and parts of torch.func are made of it.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-    pytest.mark.usefixtures("one_thread", "quick_collections"),
+    pytest.mark.usefixtures("one_thread"),
 ]
 
 

@@ -91,7 +91,7 @@ def planned(part: float = 0.2, name: str = "Llama", num_blocks: int = 12) -> Mem
 
 @pytest.fixture(scope="module")
 def numbers() -> Numbers:
-    return numbers_of(planned(), curve_seconds=40)
+    return numbers_of(planned(), curve_seconds=15)
 
 
 @pytest.fixture(scope="module")
