@@ -19,6 +19,10 @@ from hyper_parallel._base.errors import ArgumentError, StateError, describe
 # How long a call of the CPU's backend waits for the other ranks, in seconds; 30 where it is not set. Read by MindSpore at its first use.
 OP_TIMEOUT = "MS_CPU_COMM_OP_TIMEOUT"
 
+# How long a request waits for an answer of the store, in seconds; 15 where it is not set. MindSpore holds Python's lock meanwhile: while rank 0,
+# which has the store, is stopped or dying, no thread of any other rank runs. Who waits for a key asks again and again, and may wait longer.
+_STORE_TIMEOUT, _STORE_TIMEOUT_S = "MS_RECEIVE_MSG_TIMEOUT", 3
+
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
@@ -42,6 +46,7 @@ def start(backend: str, settings: dict[str, Any]) -> Any:
             "A rank joins the others by its number.", expected="rank and world_size",
             got=f"rank {rank}, world_size {num_ranks}",
         )  # fmt: skip
+    os.environ.setdefault(_STORE_TIMEOUT, str(_STORE_TIMEOUT_S))
     if store is None and address is not None:
         store = TCPStore(*address, num_ranks, rank == 0, timeout)
     _init_with_store(backend=backend, timeout=timeout, world_size=num_ranks, rank=rank, store=store)
