@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from datetime import timedelta
@@ -15,6 +16,7 @@ from mindspore.communication.management import _init_with_store
 from mindspore.mint.distributed import TCPStore
 
 from hyper_parallel._base.errors import ArgumentError, StateError, describe
+from hyper_parallel.platform.mindspore.devices import Devices
 
 # How long a call of the CPU's backend waits for the other ranks, in seconds; 30 where it is not set. Read by MindSpore at its first use.
 OP_TIMEOUT = "MS_CPU_COMM_OP_TIMEOUT"
@@ -48,7 +50,7 @@ def start(backend: str, settings: dict[str, Any]) -> Any:
         )  # fmt: skip
     os.environ.setdefault(_STORE_TIMEOUT, str(_STORE_TIMEOUT_S))
     if store is None and address is not None:
-        store = TCPStore(*address, num_ranks, rank == 0, timeout)
+        store = _kept(TCPStore(*address, num_ranks, rank == 0, timeout))
     _init_with_store(backend=backend, timeout=timeout, world_size=num_ranks, rank=rank, store=store)
     _name_the_world(backend)
     return store
@@ -56,7 +58,17 @@ def start(backend: str, settings: dict[str, Any]) -> Any:
 
 def connect_again(store: Any) -> Any:
     """A connection of its own to the same store."""
-    return TCPStore(store.host, store.port, None, False, timedelta(seconds=5))
+    return _kept(TCPStore(store.host, store.port, None, False, timedelta(seconds=5)))
+
+
+def _kept(store: Any) -> Any:
+    """A store that lives as long as the process: the end of one meets the thread that serves it, which at times ends the process (SIGSEGV).
+
+    Not on Ascend, where communication can be started again, and at the same address.
+    """
+    if Devices.device_type() == "cpu":
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+    return store
 
 
 def _name_the_world(backend: str) -> None:
