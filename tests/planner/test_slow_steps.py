@@ -185,6 +185,27 @@ def test_where_the_device_waits_for_the_host_a_plan_must_leave_room_for_a_busy_o
     assert plan.measured.step_ms <= whole_ms
 
 
+@pytest.mark.parametrize(("overhead", "is_managed"), [(0.02, False), (0.01, True)])
+def test_in_full_checkpoints_memory_a_host_that_is_waited_for_is_not_asked_for_more(
+    profile: StepProfile, monkeypatch: pytest.MonkeyPatch, overhead: float, is_managed: bool
+) -> None:
+    """Its steps take 0.97 of what recomputing every block was predicted to take, and that takes 1.05 of it: the one may be the other tomorrow."""
+    slow = dataclasses.replace(profile, facts={**profile.facts, "region_overhead_ms": overhead * profile.step_ms})
+    decision = tuple(map(recompute_all, slow.regions))
+    all_whole = evaluate(Problem(slow, 0, 0, 0), decision)
+    budget, whole_ms = all_whole.peak_bytes, all_whole.step_ms
+    assert unmanaged(slow, budget, planning.first_margin(slow)) is None
+    wanted = planning.solved(slow, budget, margin_bytes=planning.first_margin(slow))
+    num_managed = sum(each.is_managed for each in wanted.decision)
+    assert wanted.predicted.step_ms < whole_ms, "else it is recomputed whole in any case"
+    taken_ms = evaluate(Problem(slow, 0, 0, 0), wanted.decision).step_ms
+    more_ms = (0.97 * whole_ms - taken_ms) / num_managed
+    Steps(monkeypatch, more_ms=more_ms, simple_more_ms=0.05 * whole_ms)
+    monkeypatch.setattr(planning, "_with_costlier_regions", lambda plan, profiled: [])
+    plan = planning.planned(slow, budget, object())
+    assert plan.decision == (wanted.decision if is_managed else decision)
+
+
 def test_a_little_slower_is_left_alone_and_so_is_a_framework_whose_profile_does_not_ask(
     profile: StepProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,19 +164,19 @@ def _steady(fastest: MemoryPlan, rivals: Sequence[MemoryPlan], profiled: Any) ->
     """A plan that is hardly slower and asks the host for less; None: there is none, or no reason for one.
 
     No plan shall be slower than recomputing every block: not by what its copies and its Python may take, nor if the host is busier tomorrow.
+    Where it may come to that, what is not slower by more than the host may drift is not slower.
     """
     if not any(each.is_managed for each in fastest.decision):
         return None
     profile, budget = fastest.profile, fastest.budget_bytes
-    near_ms = _taken_ms(fastest) * _NEAR
-    choice = unmanaged(profile, budget, first_margin(profile))
-    if choice is None:  # by the rules: real steps may tell otherwise
-        simplest = _recomputed(profile, budget, profiled, faster_than_ms=near_ms)
-        return simplest if simplest is not None and _taken_ms(simplest) <= near_ms else None
     whole_ms = evaluate(Problem(profile, budget, 0, 0), tuple(map(recompute_all, profile.regions))).step_ms
     host_ms = overhead_ms(profile) * len(profile.regions)
     may_be_slower = host_ms > _HOST_SHARE * profile.step_ms and _taken_ms(fastest) * _HOST_DRIFT > whole_ms
-    limit_ms = max(near_ms, whole_ms * _NEAR) if may_be_slower else near_ms
+    limit_ms = _taken_ms(fastest) * (_HOST_DRIFT if may_be_slower else _NEAR)
+    choice = unmanaged(profile, budget, first_margin(profile))
+    if choice is None:  # by the rules: real steps may tell otherwise
+        simplest = _recomputed(profile, budget, profiled, faster_than_ms=limit_ms)
+        return simplest if simplest is not None and _taken_ms(simplest) <= limit_ms else None
     if choice.step_ms > limit_ms:
         return None
     plan = next((each for each in rivals if each.decision == choice.decision), None)
