@@ -206,6 +206,29 @@ def test_in_full_checkpoints_memory_a_host_that_is_waited_for_is_not_asked_for_m
     assert plan.decision == (wanted.decision if is_managed else decision)
 
 
+def test_every_block_is_recomputed_where_blocks_left_alone_take_more_than_the_rules_say(
+    profile: StepProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = dataclasses.replace(profile, facts={**profile.facts, "region_overhead_ms": 0.02 * profile.step_ms})
+    decision = tuple(map(recompute_all, slow.regions))
+    all_whole = evaluate(Problem(slow, 0, 0, 0), decision)
+    budget = all_whole.peak_bytes + planning.first_margin(slow) + slow.activation_peak_bytes // 6
+    steps = Steps(monkeypatch, more_ms=0.0)
+
+    def larger(plan: MemoryPlan, profiled: object, *, times: bool = True) -> Measured:
+        found = steps(plan, profiled, times=times)
+        is_left_alone = any(each.is_plain for each in plan.decision)
+        return Measured(plan.budget_bytes + 1, found.step_ms) if is_left_alone else found
+
+    monkeypatch.setattr(planning, "_measured", larger)
+    monkeypatch.setattr(planning, "_HOST_DRIFT", 2.0)
+    plan = planning.planned(slow, budget, object())
+    managed, left_alone, _ = (each.decision for each in steps.measured)
+    assert any(each.is_managed for each in managed)
+    assert left_alone == unmanaged(slow, budget, planning.first_margin(slow)).decision
+    assert plan.decision == decision
+
+
 def test_a_little_slower_is_left_alone_and_so_is_a_framework_whose_profile_does_not_ask(
     profile: StepProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

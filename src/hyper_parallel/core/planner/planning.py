@@ -173,16 +173,16 @@ def _steady(fastest: MemoryPlan, rivals: Sequence[MemoryPlan], profiled: Any) ->
     host_ms = overhead_ms(profile) * len(profile.regions)
     may_be_slower = host_ms > _HOST_SHARE * profile.step_ms and _taken_ms(fastest) * _HOST_DRIFT > whole_ms
     limit_ms = _taken_ms(fastest) * (_HOST_DRIFT if may_be_slower else _NEAR)
-    choice = unmanaged(profile, budget, first_margin(profile))
-    if choice is None:  # by the rules: real steps may tell otherwise
-        simplest = _recomputed(profile, budget, profiled, faster_than_ms=limit_ms)
-        return simplest if simplest is not None and _taken_ms(simplest) <= limit_ms else None
-    if choice.step_ms > limit_ms:
+    plan, choice = None, unmanaged(profile, budget, first_margin(profile))
+    if choice is not None and choice.step_ms > limit_ms:
         return None
-    plan = next((each for each in rivals if each.decision == choice.decision), None)
-    if plan is None:
-        predicted = Predicted(choice.peak_bytes, choice.step_ms)
-        plan = _within(MemoryPlan(profile, choice.decision, choice.setting, budget, predicted), profiled)
+    if choice is not None:
+        plan = next((each for each in rivals if each.decision == choice.decision), None)
+        if plan is None:
+            predicted = Predicted(choice.peak_bytes, choice.step_ms)
+            plan = _within(MemoryPlan(profile, choice.decision, choice.setting, budget, predicted), profiled)
+    if plan is None:  # none by the rules, or none that keeps the budget
+        plan = _recomputed(profile, budget, profiled, faster_than_ms=limit_ms)
     return plan if plan is not None and _taken_ms(plan) <= limit_ms else None
 
 
