@@ -37,6 +37,7 @@ from llama_blocks import H200, SMALL, Llama, make
 from results_state import ROOT, WATCHED, digest, earlier_results
 
 import hyper_parallel as hp
+from hyper_parallel.platform.torch.planner.meters import CpuMemory
 
 GIB = 2**30
 FULL = "PyTorch full checkpoint"
@@ -119,15 +120,11 @@ class Meter:
 
     def peak_on_cpu(self, model: Llama, x: torch.Tensor) -> int:
         """From the profiler's allocator events, which are exact."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        memory = CpuMemory()
+        with memory.running():
+            memory.mark("step")
             model(x).backward()
-        total = peak = 0
-        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            total += event.nbytes()
-            peak = max(peak, total)
-        return peak
+        return memory.spans()[0].peak_bytes
 
 
 def measure(

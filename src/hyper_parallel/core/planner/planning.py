@@ -174,9 +174,9 @@ def _steady(fastest: MemoryPlan, rivals: Sequence[MemoryPlan], profiled: Any) ->
     may_be_slower = host_ms > _HOST_SHARE * profile.step_ms and _taken_ms(fastest) * _HOST_DRIFT > whole_ms
     limit_ms = _taken_ms(fastest) * (_HOST_DRIFT if may_be_slower else _NEAR)
     plan, choice = None, unmanaged(profile, budget, first_margin(profile))
-    if choice is not None and choice.step_ms > limit_ms:
-        return None
     if choice is not None:
+        if choice.step_ms > limit_ms:
+            return None
         plan = next((each for each in rivals if each.decision == choice.decision), None)
         if plan is None:
             predicted = Predicted(choice.peak_bytes, choice.step_ms)
