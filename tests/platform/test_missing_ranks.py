@@ -101,7 +101,7 @@ def inject(framework: str, injection: Injection, directory: str) -> tuple[str, f
             return text, elapsed_s, None
         if framework == "mindspore":
             return text, elapsed_s, _refusal(here)
-        _wait_for(injection.ranks, Path(directory))  # the next call must not begin before this one has ended
+        _wait_for("ended", injection.ranks, Path(directory))  # the next call must not begin before this one has ended
         here.platform.barrier()
         group = here.platform._create_group(range(SIZE))
         total = float(backend.numbers(here.platform.all_reduce(backend.tensor([1.0]), group))[0])
@@ -123,6 +123,8 @@ def _in_the_group(here: Here, injection: Injection, directory: Path) -> tuple[st
     try:
         for _ in range(injection.num_good + 1):  # the first call connects the ranks
             platform.all_reduce(_tensor(here), group)
+        # A rank that dies takes along what it has sent and the others have not read: none may still be in the last good call.
+        _say_and_wait("good", here.rank, injection.ranks, directory)
         begin = time.monotonic()
         text = "fine"
         try:
@@ -133,7 +135,7 @@ def _in_the_group(here: Here, injection: Injection, directory: Path) -> tuple[st
         except RuntimeError as error:
             text = str(error)
         elapsed_s = time.monotonic() - begin
-        (directory / str(here.rank)).touch()
+        _say("ended", here.rank, directory)
         return text, elapsed_s
     finally:
         platform.destroy_process_group(group)
@@ -147,13 +149,23 @@ def _misbehave(here: Here, injection: Injection, group: Any, directory: Path) ->
     else:
         if injection.call == "differentiable_all_reduce":
             here.platform.differentiable_all_reduce(_tensor(here), "sum", group)  # forward only
-        _wait_for(injection.failing, directory)
+        _wait_for("ended", injection.failing, directory)
 
 
-def _wait_for(ranks: tuple[int, ...], directory: Path) -> None:
+def _say(what: str, rank: int, directory: Path) -> None:
+    (directory / f"{what}-{rank}").touch()
+
+
+def _say_and_wait(what: str, rank: int, ranks: tuple[int, ...], directory: Path) -> None:
+    _say(what, rank, directory)
+    _wait_for(what, ranks, directory)
+
+
+def _wait_for(what: str, ranks: tuple[int, ...], directory: Path) -> None:
     for _ in processes._until(time.monotonic() + 40):
-        if all((directory / str(rank)).exists() for rank in ranks):
+        if all((directory / f"{what}-{rank}").exists() for rank in ranks):
             return
+    raise AssertionError(f"Of ranks {ranks}, not all have said {what!r}.")
 
 
 def check(framework: str, seed: int, directory: Path) -> None:
@@ -220,10 +232,11 @@ def test_the_injections_are_of_all_kinds_and_calls() -> None:
 # A rank that is stopped does not answer, and neither does the store that it holds
 
 
-def wait_for_a_stopped_rank(framework: str, victim: int) -> tuple[str, float]:
+def wait_for_a_stopped_rank(framework: str, victim: int, directory: str) -> tuple[str, float]:
     here = Here(backend_of(framework), "world")
     group = here.platform.split_group(None, [range(SIZE)], timeout=timedelta(seconds=TORCH_CALL_S))
     here.platform.barrier(group)
+    _say_and_wait("good", here.rank, tuple(range(SIZE)), Path(directory))
     if here.rank == victim:
         os.kill(os.getpid(), signal.SIGSTOP)
     begin = time.monotonic()
@@ -240,12 +253,12 @@ def wait_for_a_stopped_rank(framework: str, victim: int) -> tuple[str, float]:
 @pytest.mark.parametrize("victim", share(4, 1))
 @pytest.mark.parametrize(("framework", "timeout_s"), [("torch", TORCH_CALL_S), ("mindspore", MINDSPORE_CALL_S)])
 def test_a_rank_that_is_stopped_is_named_even_if_it_holds_the_store(
-    framework: str, timeout_s: float, victim: int
+    framework: str, timeout_s: float, victim: int, tmp_path: Path
 ) -> None:
     pytest.importorskip(framework)
     with pytest.raises(RankError) as caught:
         processes.pool(framework, SIZE).run(
-            wait_for_a_stopped_rank, framework, victim, deadline_s=timeout_s + GRACE_S + 1
+            wait_for_a_stopped_rank, framework, victim, str(tmp_path), deadline_s=timeout_s + GRACE_S + 4
         )
     assert caught.value.failures == {victim: "hangs"}
     for text, elapsed_s in caught.value.results.values():
