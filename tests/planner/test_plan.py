@@ -194,6 +194,17 @@ def test_an_interrupt_inside_a_forward_of_the_profile_leaves_no_trace(num_calls:
     check_unchanged(model, before)
 
 
+def test_planning_does_not_end_the_profiler_of_a_user() -> None:
+    model, inputs = models.make("convolution"), models.batch("convolution")
+    before = state_of(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        with pytest.raises(RuntimeError, match="while a profiler runs(.|\n)*Plan before"):
+            hp.plan_memory(model, inputs, budget="90%", progress=False)
+        check_unchanged(model, before)
+        models.loss_of(model, inputs)
+    assert any(each.key == "aten::convolution" for each in profile.key_averages())
+
+
 # -- applying -----------------------------------------------------------------------------------------------------------------------
 
 

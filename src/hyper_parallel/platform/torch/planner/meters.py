@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hyper_parallel._base.errors import StateError
 from hyper_parallel.platform.regions.spans import Span
 
 
@@ -33,6 +34,13 @@ class CpuMemory:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
+        if torch.autograd._profiler_enabled():  # PyTorch would end it without a word, and its profile would be empty
+            raise StateError(
+                "Memory cannot be measured while a profiler runs.",
+                expected="no profiler: on a CPU memory is measured with PyTorch's own, of which there is one at a time",
+                got="one that runs",
+                do="Plan before `torch.profiler.profile` begins, or after it has ended.",
+            )
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells the terminal when it starts and stops
         # Without `torch.profiler.profile` around it, which makes a Python object of every op: that took ten times as long as the step.
         with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as self._profile:
