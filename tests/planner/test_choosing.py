@@ -13,7 +13,7 @@ from hyper_parallel.core.planner.settings import Setting, candidates, swapped_si
 from hyper_parallel.core.planner.solver import BudgetError
 from hyper_parallel.core.planner.timeline import run_step
 from hyper_parallel.core.swap.engine import Limits
-from support.planner_cases import op, problem, random_problem, region, transformer
+from support.planner_cases import NO_HURRY, op, problem, random_problem, region, transformer
 
 BUDGETS = (0.1, 0.2, 0.4, 0.7)
 
@@ -26,7 +26,7 @@ def budget_of(profile: object, share: float) -> int:
 def test_what_is_chosen_is_within_the_budget_with_its_own_windows(share: float) -> None:
     profile = transformer(6, differ=False)
     budget = max(budget_of(profile, share), smallest_budget(profile, 0))
-    found = choose(profile, budget, time_limit_s=20)
+    found = choose(profile, budget, time_limit_s=NO_HURRY)
     loads = [load(one, chosen) for one, chosen in zip(profile.regions, found.decision, strict=True)]
     windows = found.setting.window_bytes, found.setting.prefetch_bytes
     assert peak(Problem(profile, budget, *windows), loads).num_bytes <= budget
@@ -36,7 +36,7 @@ def test_each_region_leaves_to_the_loads_of_others_what_it_does_not_need_itself(
     profile = transformer(6, differ=False)
     profile = dataclasses.replace(profile, facts={**profile.facts, "loads_by_region": True})
     budget = budget_of(profile, 0.4)
-    found = choose(profile, budget, time_limit_s=20)
+    found = choose(profile, budget, time_limit_s=NO_HURRY)
     ahead, loads = (
         found.setting.ahead_bytes,
         [load(*each) for each in zip(profile.regions, found.decision, strict=True)],
@@ -53,7 +53,7 @@ def test_each_region_leaves_to_the_loads_of_others_what_it_does_not_need_itself(
 
 def test_windows_get_what_the_budget_leaves_and_no_more_than_is_of_use() -> None:
     profile = transformer(6, differ=False)
-    found = choose(profile, budget_of(profile, 0.4), time_limit_s=20)
+    found = choose(profile, budget_of(profile, 0.4), time_limit_s=NO_HURRY)
     assert any(SWAP in (*each.ops, *each.inputs) for each in found.decision)
     largest = max(swapped_sizes(profile))
     assert max(found.setting.window_bytes, found.setting.prefetch_bytes) <= 4 * largest
@@ -66,12 +66,14 @@ def test_it_is_not_slower_than_recomputing_every_block(share: float) -> None:
     decision = tuple(map(recompute_all, profile.regions))
     checkpointed = evaluate(Problem(profile, 0, 0, 0), decision)
     if checkpointed.peak_bytes <= budget_of(profile, share):
-        assert choose(profile, budget_of(profile, share), time_limit_s=20).step_ms <= checkpointed.step_ms * (1 + 1e-9)
+        assert choose(profile, budget_of(profile, share), time_limit_s=NO_HURRY).step_ms <= checkpointed.step_ms * (
+            1 + 1e-9
+        )
 
 
 def test_the_time_is_that_of_the_timeline_where_something_is_swapped() -> None:
     profile = transformer(6, differ=False)
-    found = choose(profile, budget_of(profile, 0.4), time_limit_s=20)
+    found = choose(profile, budget_of(profile, 0.4), time_limit_s=NO_HURRY)
     limits = Limits(found.setting.window_bytes, found.setting.prefetch_bytes)
     timeline = run_step(profile, found.decision, limits, host_lead_ms=50.0)
     assert found.step_ms == timeline.step_ms
@@ -99,9 +101,9 @@ def test_the_smallest_budget_can_be_met_and_one_byte_less_cannot() -> None:
             continue
         if not given.profile.regions:
             continue
-        assert choose(given.profile, smallest, time_limit_s=100)
+        assert choose(given.profile, smallest, time_limit_s=NO_HURRY)
         with pytest.raises(BudgetError) as caught:
-            choose(dataclasses.replace(given.profile), smallest - 1, time_limit_s=100)
+            choose(dataclasses.replace(given.profile), smallest - 1, time_limit_s=NO_HURRY)
         assert caught.value.smallest_bytes == smallest, seed
 
 
@@ -111,7 +113,7 @@ def test_where_regions_cost_the_host_much_blocks_are_left_alone_or_recomputed_wh
     found = {}
     for overhead_ms in (0.0, 0.01, 50.0):
         given = dataclasses.replace(profile, facts={**profile.facts, "region_overhead_ms": overhead_ms})
-        found[overhead_ms] = choose(given, budget, time_limit_s=20)
+        found[overhead_ms] = choose(given, budget, time_limit_s=NO_HURRY)
     assert any(each.swaps for each in found[0.0].decision)
     assert any(each.swaps for each in found[0.01].decision), "a little overhead is no reason"
     assert found[0.0].step_ms < found[0.01].step_ms
@@ -129,4 +131,6 @@ def test_with_any_overhead_it_is_not_slower_than_recomputing_every_block(share: 
     given = dataclasses.replace(profile, facts={**profile.facts, "region_overhead_ms": 7.0})
     checkpointed = evaluate(Problem(profile, 0, 0, 0), tuple(map(recompute_all, profile.regions)))
     if checkpointed.peak_bytes <= budget_of(profile, share):
-        assert choose(given, budget_of(profile, share), time_limit_s=20).step_ms <= checkpointed.step_ms * (1 + 1e-9)
+        assert choose(given, budget_of(profile, share), time_limit_s=NO_HURRY).step_ms <= checkpointed.step_ms * (
+            1 + 1e-9
+        )

@@ -10,7 +10,7 @@ from hyper_parallel.core.planner.choices import plain, recompute_all, save_all
 from hyper_parallel.core.planner.choosing import choose, problem_of, timeline_under
 from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.settings import Setting
-from support.planner_cases import as_measured, op, region, transformer
+from support.planner_cases import NO_HURRY, as_measured, op, region, transformer
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_the_rules_count_on_it_only_where_the_engine_can_hear_of_it(profile: Ste
 
 def test_a_last_block_that_is_plain_is_run_as_a_region_on_the_timeline(profile: StepProfile) -> None:
     budget = profile.base_bytes + int(0.6 * profile.activation_peak_bytes)
-    found = choose(profile, budget, time_limit_s=5)
+    found = choose(profile, budget, time_limit_s=NO_HURRY)
     assert any(each.swaps for each in found.decision)
     last = profile.regions[-1]
     told, silent = (

@@ -84,7 +84,7 @@ def planned(part: float = 0.2, name: str = "Llama", num_blocks: int = 12) -> Mem
         profile, facts={**profile.facts, "model": name, "framework": "torch", "version": "2.13"}
     )
     budget = profile.base_bytes + int(part * profile.activation_peak_bytes)
-    plan = solved(profile, budget, margin_bytes=first_margin(profile), time_limit_s=20)
+    plan = solved(profile, budget, margin_bytes=first_margin(profile), time_limit_s=cases.NO_HURRY)
     plan.measured = Measured(plan.predicted.peak_bytes - 1000, 2345.6)
     return plan
 
@@ -269,7 +269,7 @@ def test_an_empty_plan_has_one_picture_and_says_that_nothing_is_changed(tmp_path
 def test_a_plan_that_swaps_nothing_has_no_lanes() -> None:
     profile = dataclasses.replace(cases.transformer(3, differ=False), link=None)
     budget = profile.base_bytes + profile.activation_peak_bytes // 2
-    plan = solved(profile, budget, margin_bytes=first_margin(profile), time_limit_s=20)
+    plan = solved(profile, budget, margin_bytes=first_margin(profile), time_limit_s=cases.NO_HURRY)
     assert not plan.has_swaps
     assert "Copies on both directions" not in page(numbers_of(plan), [])
 

@@ -13,7 +13,7 @@ from hyper_parallel.core.planner.choosing import unmanaged
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan
 from hyper_parallel.core.planner.problem import Problem, evaluate
 from hyper_parallel.core.planner.profile import StepProfile
-from support.planner_cases import transformer
+from support.planner_cases import NO_HURRY, transformer
 
 
 class Steps:
@@ -50,7 +50,7 @@ def _solved_once(monkeypatch: pytest.MonkeyPatch, known: dict[str, MemoryPlan]) 
     def remembered(profile: StepProfile, allowed_bytes: int, **ways: Any) -> MemoryPlan:
         key = repr((profile, allowed_bytes, sorted(ways.items())))
         if key not in known:
-            known[key] = solved(profile, allowed_bytes, **ways, time_limit_s=120.0)
+            known[key] = solved(profile, allowed_bytes, **ways, time_limit_s=NO_HURRY)
         plan = known[key]
         return MemoryPlan(profile, plan.decision, plan.setting, plan.budget_bytes, plan.predicted, gap=plan.gap)
 

@@ -20,12 +20,11 @@ from hyper_parallel.core.planner.solver_block import base_of
 from hyper_parallel.core.planner.solver_split import _carried, nearest, tidied
 from support.campaign import share
 from support.interpreter import run_fresh
-from support.planner_cases import all_costs, op, problem, random_problem, region, smaller, transformer
+from support.planner_cases import NO_HURRY, all_costs, op, problem, random_problem, region, smaller, transformer
 
 pytest.importorskip("scipy")
 
 EXACT = 1e-6  # relative: HiGHS stops at a gap of 1e-6 ms, and steps take a few ms and more
-NO_HURRY = 600.0  # seconds: what is found must not depend on how busy the machine is
 MIB = 2**20
 
 

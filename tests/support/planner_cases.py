@@ -14,6 +14,7 @@ from hyper_parallel.core.planner.profile import Input, Link, Op, Region, StepPro
 
 MB = 1_000_000
 CHOICES = ("save", "swap", "recompute")
+NO_HURRY = 600.0  # seconds for a solver: what it finds must not depend on how busy the machine is
 
 
 def op(num_bytes: int = 0, ms: float = 0.0, reads: tuple[int, ...] = (), *, needed: bool = True, **others) -> Op:
