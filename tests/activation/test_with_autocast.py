@@ -131,6 +131,25 @@ def test_backward_under_autocast_recomputes_under_that_of_the_forward(swapping: 
     check_like_plain(run, swapping)
 
 
+@pytest.mark.parametrize("block", [Block, WithIsland, Itself])
+def test_several_steps_in_one_autocast(swapping: Swapping, block: Callable[[], nn.Module]) -> None:
+    x = swapping.randn(2, 8, 16)
+
+    def run(wrap: Wrap | None) -> list[torch.Tensor]:
+        model, found = Network(wrap, block).to(swapping.kind), []
+        with torch.autocast(swapping.kind, torch.bfloat16):
+            for seed in range(3):
+                model.zero_grad(set_to_none=True)
+                torch.manual_seed(seed)
+                model(x).float().square().mean().backward()
+                found += results_of(model)
+                with torch.no_grad():
+                    found.append(model(x))
+        return found
+
+    check_like_plain(run, swapping)
+
+
 def test_one_forward_with_autocast_and_one_without_may_be_alive_together(swapping: Swapping) -> None:
     x = swapping.randn(2, 8, 16)
 

@@ -205,6 +205,28 @@ def test_planning_does_not_end_the_profiler_of_a_user() -> None:
     assert any(each.key == "aten::convolution" for each in profile.key_averages())
 
 
+@pytest.mark.parametrize("part", ["70%", "40%"])
+def test_a_plan_that_is_made_under_autocast_is_for_steps_under_autocast(part: str) -> None:
+    model, inputs = models.make("gpt2"), models.batch("gpt2")
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = models.loss_of(model, inputs)
+        loss.backward()
+        return [loss.detach(), *(each.grad for each in model.parameters())]
+
+    plain = step()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plan = hp.plan_memory(model, inputs, budget=part, progress=False)
+        assert plan.profile.facts["autocast"] == "bfloat16"
+        assert plan.measured.peak_bytes <= plan.budget_bytes < plan.profile.peak_bytes
+        plan.apply(model)
+    for _ in range(2):
+        assert all(torch.equal(*each) for each in zip(step(), plain, strict=True))
+
+
 # -- applying -----------------------------------------------------------------------------------------------------------------------
 
 

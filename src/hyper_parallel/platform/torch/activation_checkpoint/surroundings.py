@@ -116,6 +116,8 @@ class Surroundings:
     @contextlib.contextmanager
     def _set_again(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            # Under the autocast of a caller the cache outlives this run, and what was cast here may be a placeholder, or have its gradient here.
+            stack.callback(torch.clear_autocast_cache)
             if any(enabled for _, enabled, _ in self._autocast):
                 torch.clear_autocast_cache()  # weights that are cast in this run are cast as in the first one
             for device_type, enabled, dtype in self._autocast:

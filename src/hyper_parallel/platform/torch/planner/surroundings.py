@@ -269,8 +269,15 @@ def loss_of(output: Any, loss_fn: LossFn | None) -> torch.Tensor:
 
 
 def run_step(model: nn.Module, batch: Any, loss_fn: LossFn | None, at_turn: Callable[[], None] | None = None) -> float:
-    """One forward and backward; the loss. `at_turn` is called between the two."""
-    loss = loss_of(call(model, batch), loss_fn)
+    """One forward and backward; the loss. `at_turn` is called between the two.
+
+    Under the caller's autocast each forward casts its weights anew, and lets go of them at its end, as in a training loop that has its own around it.
+    """
+    torch.clear_autocast_cache()
+    try:
+        loss = loss_of(call(model, batch), loss_fn)
+    finally:
+        torch.clear_autocast_cache()
     if at_turn is not None:
         at_turn()
     loss.backward()
