@@ -20,6 +20,7 @@ from mindspore.graph.api import _pynative_executor  # noqa: E402
 
 import hyper_parallel as hp  # noqa: E402
 from hyper_parallel._base.errors import ComesLaterError, StateError  # noqa: E402
+from hyper_parallel.core.planner.choices import plain, recompute_all  # noqa: E402
 from hyper_parallel.core.planner.planning import planned  # noqa: E402
 from hyper_parallel.core.planner.profile import Link  # noqa: E402
 from hyper_parallel.core.planner.solver import BudgetError  # noqa: E402
@@ -27,6 +28,7 @@ from hyper_parallel.core.swap.config import configure_swap  # noqa: E402
 from hyper_parallel.platform import selection  # noqa: E402
 from hyper_parallel.platform.mindspore.activation_checkpoint import checkpoint_wrapper, list_wrappers  # noqa: E402
 from hyper_parallel.platform.mindspore.planner import ProfiledModel  # noqa: E402
+from hyper_parallel.platform.mindspore.planner.applying import Applied  # noqa: E402
 from hyper_parallel.platform.mindspore.planner.meters import CpuMemory  # noqa: E402
 from hyper_parallel.platform.mindspore.planner.surroundings import run_step  # noqa: E402
 from support.backends import MindSporeBackend  # noqa: E402
@@ -263,6 +265,57 @@ def test_planned_steps_hold_no_tensor() -> None:
         run_step(case.model, case.words, case.loss)
     assert num_live_tensors() <= live
     plan.remove(case.model)
+
+
+class Noting(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Dense(4, 4)
+        self.seen: list[float] = []
+        self.fails = False
+
+    def construct(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ZeroDivisionError
+        self.seen.append(float(x.asnumpy().sum()))
+        return ops.sin(self.dense(x))
+
+
+class Rounds(nn.Cell):
+    """Runs its blocks twice in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.CellList([Noting(), Noting()])
+
+    def construct(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_blocks_that_run_more_than_once_begin_with_their_first_call_in_every_forward(driver: str) -> None:
+    model, x = Rounds(), Tensor(np.random.RandomState(0).rand(2, 4).astype(np.float32))
+    first, second = model.blocks
+    profile = ProfiledModel(model, x, lambda y: y.sum()).profile()
+    assert [region.path for region in profile.regions] == ["blocks.0", "blocks.1"] * 2
+    applied = Applied(model, profile.regions, [plain(each) if number < 2 else recompute_all(each) for number, each in enumerate(profile.regions)], "error")  # fmt: skip
+
+    def step() -> None:
+        differentiate(lambda given: model(given).sum(), (x,), model.trainable_params(), driver)
+
+    for fails in (False, True, False):
+        second.fails = fails
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                step()
+            continue
+        first.seen.clear()
+        step()
+        once, twice, again = first.seen
+        assert once != twice == again, "the second call is the one that is recomputed"
+    applied.remove()
 
 
 def test_explain_tells_what_each_block_keeps() -> None:

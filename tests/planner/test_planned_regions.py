@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -183,6 +185,50 @@ def test_another_plan_is_asked_about_ops_that_an_earlier_one_knew(said: list[Sai
     for _ in range(3):
         model(SAME).backward()
     assert not any(policy.keeps for call in said for _, _, policy in call)
+
+
+class Rounds(Model):
+    """Runs its blocks twice in each step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return x.sum()
+
+
+def forward_that_fails(model: Rounds) -> None:
+    hook = model.blocks[1].register_forward_pre_hook(lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(SAME)
+    hook.remove()
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [lambda model: None, forward_that_fails, lambda model: model.blocks[0](SAME), lambda model: copy.deepcopy(model)(SAME),
+     lambda model: torch_checkpoint(model, SAME.clone().requires_grad_(), use_reentrant=False).backward()],
+    ids=["nothing", "a forward that does not come to its end", "a block by itself", "a copy", "a region around the model"],
+)  # fmt: skip
+def test_blocks_that_run_more_than_once_begin_with_their_first_call_in_every_forward(
+    disturb: Callable[[Rounds], object], said: list[Said]
+) -> None:
+    model = Rounds(Expert)
+    profile = ProfiledModel(model, SAME).profile()
+    assert [region.path for region in profile.regions] == ["blocks.0", "blocks.1"] * 2
+    decision = []
+    for number, region in enumerate(profile.regions):
+        needed = [index for index, op in enumerate(region.ops) if op.is_needed]
+        decision.append(base_of(region, frozenset(needed if number < 2 else []), can_swap=False).decision)
+    plan = Applied(model, profile.regions, decision, "error")
+    for _ in range(2):
+        disturb(model)
+        with torch.no_grad():
+            model(SAME)
+        said.clear()
+        model(SAME).backward()
+        assert [any(policy.keeps for _, _, policy in call) for call in said] == [True, True, False, False]
+    plan.remove()
+    assert not model._forward_pre_hooks
 
 
 def test_a_module_that_is_called_twice_is_told_apart_in_every_call(questions: Counter[str], said: list[Said]) -> None:

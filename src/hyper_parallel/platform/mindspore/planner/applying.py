@@ -50,8 +50,16 @@ class PlannedCall:
         self._unchecked = set(range(len(choices))) if checks else set()
         self._number = 0
 
+    @property
+    def num_calls(self) -> int:
+        return len(self._choices)
+
+    def begin(self) -> None:
+        """The next call is the first of a step."""
+        self._number = 0
+
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _pynative_executor.requires_grad() or is_replaying():
+        if not _is_forward():
             return module(*args, **kwargs)
         number = self._number % len(self._choices)
         self._number += 1
@@ -77,6 +85,23 @@ class PlannedCall:
         self._mismatches.note(
             "blocks of another shape", expected=" and ".join(choice.looks), got=" and ".join(found), where=choice.where
         )
+
+
+class StepBegins:
+    """What a model with blocks that run more than once calls before its forward: the last one may not have come to its end."""
+
+    def __init__(self, calls: Sequence[PlannedCall]) -> None:
+        self._calls = calls
+
+    def __call__(self, model: nn.Cell, inputs: Any) -> None:
+        if _is_forward():
+            for call in self._calls:
+                call.begin()
+
+
+def _is_forward() -> bool:
+    """Of a step: neither an evaluation nor a region's that runs again."""
+    return _pynative_executor.requires_grad() and not is_replaying()
 
 
 def looks_of(output: Any) -> tuple[str, ...]:
@@ -116,6 +141,7 @@ class Applied:
             by_path.setdefault(region.path, []).append(_choice(region, decided))
         self._model = model
         self._wrappers: dict[nn.Cell, nn.Cell] = {}
+        repeated: list[PlannedCall] = []
         for path, choices in by_path.items():
             if all(each.how == "plain" for each in choices):
                 continue
@@ -123,7 +149,9 @@ class Applied:
                 raise ArgumentError("A planned block is not in the model.", expected=path, where=type(model).__name__)
             call = PlannedCall(choices, self.mismatches, checks_ops)
             self._wrappers[cells[path]] = CheckpointWrapper(cells[path], checkpoint_fn=call)
+            repeated += [call] if call.num_calls > 1 else []
         replace(TREE, model, self._wrappers)
+        self._hooks = [model.register_forward_pre_hook(StepBegins(repeated))] if repeated else []
 
     @property
     def wrappers(self) -> list[nn.Cell]:
@@ -133,3 +161,5 @@ class Applied:
         """Put the blocks back where the wrappers are."""
         replace(TREE, self._model, {wrapper: block for block, wrapper in self._wrappers.items()})
         self._wrappers = {}
+        for hook in self._hooks:
+            hook.remove()

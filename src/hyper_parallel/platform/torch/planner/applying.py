@@ -158,8 +158,16 @@ class PlannedCall:
                 self._calls.append((policy, "swap" in decision.inputs))
         self._number = 0
 
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def begin(self) -> None:
+        """The next call is the first of a step."""
+        self._number = 0
+
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or is_replaying():
+        if not _is_forward():
             return module(*args, **kwargs)
         planned = self._calls[self._number % len(self._calls)]
         self._number += 1
@@ -174,6 +182,26 @@ class PlannedCall:
         result = checkpoint(module, *args, policy_fn=policy, swap_inputs=swap_inputs, **kwargs)
         policy.check_all_met()
         return result
+
+
+class StepBegins:
+    """What a model with blocks that run more than once calls before its forward: the last one may not have come to its end.
+
+    Not a function, so that a copy of the model has one for its own blocks.
+    """
+
+    def __init__(self, calls: Sequence[PlannedCall]) -> None:
+        self._calls = calls
+
+    def __call__(self, model: nn.Module, inputs: Any) -> None:
+        if _is_forward():
+            for call in self._calls:
+                call.begin()
+
+
+def _is_forward() -> bool:
+    """Of a step: neither an evaluation nor a region's that runs again."""
+    return torch.is_grad_enabled() and not is_replaying()
 
 
 class Applied:
@@ -201,6 +229,7 @@ class Applied:
         for index, region in enumerate(regions):
             by_path.setdefault(region.path, []).append(index)
         self._wrappers: dict[nn.Module, nn.Module] = {}
+        repeated: list[PlannedCall] = []
         for path, indices in by_path.items():
             # Where something is swapped the last block tells the engine that backward has begun: a region that saves all.
             is_announced = swaps and len(regions) - 1 in indices
@@ -219,8 +248,10 @@ class Applied:
                 is_host_bound,
             )
             self._wrappers[blocks[path]] = CheckpointWrapper(blocks[path], checkpoint_fn=call)
+            repeated += [call] if call.num_calls > 1 else []
         self._model = model
         replace(TREE, model, self._wrappers)
+        self._hooks = [model.register_forward_pre_hook(StepBegins(repeated))] if repeated else []
 
     @property
     def wrappers(self) -> list[nn.Module]:
@@ -230,6 +261,8 @@ class Applied:
         """Put the blocks back where the wrappers are."""
         unwrap(self._model, self._wrappers)
         self._wrappers = {}
+        for hook in self._hooks:
+            hook.remove()
 
 
 def unwrap(model: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:
