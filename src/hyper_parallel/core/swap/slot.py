@@ -7,6 +7,7 @@ graph gives everything back by reference counting alone.
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
@@ -77,10 +78,11 @@ class Slot:
         self.source = None
         self.read_version = None  # it holds an alias of the source
 
-    def __del__(self) -> None:
-        # Any thread, any moment: only calls that never block. The block knows its last copies (O3, O9).
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Any thread, any moment: only calls that never block. The block knows its last copies (O3, O9). When Python ends, the tier's modules
+        # may have lost their names, and its memory goes with the process.
         block, tier = getattr(self, "block", None), getattr(self, "tier", None)
-        if block is not None and tier is not None:
+        if block is not None and tier is not None and not ends():
             tier.give(block)
 
 

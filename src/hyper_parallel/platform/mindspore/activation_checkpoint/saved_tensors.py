@@ -117,10 +117,10 @@ def living_slot(engine: Any, tensor: Tensor) -> Any:
 def note_slot(engine: Any, tensor: Tensor, slot: Any) -> None:
     key = storage_address(tensor)
 
-    def forget(ref: weakref.ref[Any]) -> None:
-        known = _slots.get(key)
+    def forget(ref: weakref.ref[Any], slots: dict[int, Any] = _slots) -> None:  # given: names are gone when Python ends
+        known = slots.get(key)
         if known is not None and known[0] is ref:
-            _slots.pop(key, None)
+            slots.pop(key, None)
 
     _slots[key] = (weakref.ref(slot, forget), engine)
 

@@ -136,10 +136,10 @@ def note_slot(engine: Any, tensor: torch.Tensor, slot: Any) -> None:
     storage = tensor.untyped_storage()
     key = storage._cdata
 
-    def forget(ref: weakref.ref[Any]) -> None:
-        known = _slots.get(key)
+    def forget(ref: weakref.ref[Any], slots: dict[int, Any] = _slots) -> None:  # given: names are gone when Python ends
+        known = slots.get(key)
         if known and known[1] is ref:
-            _slots.pop(key, None)
+            slots.pop(key, None)
 
     _slots[key] = (StorageWeakRef(storage), weakref.ref(slot, forget), tensor._version, engine, _own_part(tensor))
 
