@@ -47,6 +47,7 @@ from hyper_parallel.platform.torch.planner.surroundings import (
     preserved,
     run_step,
     tensors_of,
+    trained_tensors,
 )
 
 _logger = get_logger("planner")
@@ -87,16 +88,16 @@ class ProfiledModel:
 
     def base_bytes(self) -> int:
         """Parameters, gradients, buffers, optimizer state, the batch; on an accelerator all that the process has allocated."""
+        trained = trained_tensors(self.model, self.batch)
         if self.device.type != "cpu":
-            missing = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
+            missing = [each for each in trained if each.grad is None and each.device == self.device]
             allocated = int(getattr(torch, self.device.type).memory_allocated(self.device))
             return allocated + sum(map(_num_bytes, missing)) + self.extra_bytes
         storages: dict[int, int] = {}
         for tensor in (*self.model.parameters(), *self.model.buffers(), *tensors_of(self.batch)):
             storage = local_tensor(tensor).untyped_storage()
             storages[storage._cdata] = storage.nbytes()
-        gradients = sum(_num_bytes(each) for each in self.model.parameters() if each.requires_grad)
-        return sum(storages.values()) + gradients + self.extra_bytes
+        return sum(storages.values()) + sum(map(_num_bytes, trained)) + self.extra_bytes
 
     # -- measuring ------------------------------------------------------------------------------------------------------
 
@@ -105,7 +106,7 @@ class ProfiledModel:
 
     def preserved(self) -> contextlib.AbstractContextManager[None]:
         """For several steps in a row: within, and afterwards, as `preserved` says."""
-        return preserved(self.model)
+        return preserved(self.model, self.batch)
 
     def peaks_within(self, num_steps: int, *, num_before: int) -> int | None:
         """The highest point of some steps after others, as the model is now, above where they began; None: memory ran out.
@@ -119,7 +120,7 @@ class ProfiledModel:
 
     def peak_bytes(self) -> int:
         """The highest point of one step above where it began, as the model is now; nothing is changed by it."""
-        with preserved(self.model):
+        with preserved(self.model, self.batch):
             meter = memory_meter(self.device)
             with meter.running():
                 meter.mark("step")
@@ -137,7 +138,7 @@ class ProfiledModel:
 
     def step_ms(self, num_steps: int = NUM_TIMED) -> float:
         """The median time of a step, as the model is now."""
-        with preserved(self.model):
+        with preserved(self.model, self.batch):
             times = []
             for _ in range(num_steps):
                 clock = Clock(self.device)
@@ -155,7 +156,7 @@ class ProfiledModel:
         say = progress or (lambda what: None)
         base_bytes = self.base_bytes()
         compile_visibly(self.model)
-        with preserved(self.model):
+        with preserved(self.model, self.batch):
             way, timed, spans = self._steps(say)
             say("recording ops")
             with recording(self.model, self.blocks, self.device, swaps_inputs=way is _Way.SWAP_INPUTS) as calls:
@@ -257,7 +258,7 @@ class ProfiledModel:
         """A step in which every block is run again, by the allocator; and by the clock, on an accelerator, when regions know their ops."""
         applied = Applied(self.model, regions, decision, "recompute")
         try:
-            with preserved(self.model):
+            with preserved(self.model, self.batch):
                 self.step()
                 spans = self._measured(applied.wrappers)
                 return spans, 0.0 if self.device.type == "cpu" else self.step_ms()

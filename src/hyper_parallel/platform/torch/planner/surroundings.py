@@ -25,28 +25,25 @@ _scratch: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose gradien
 
 
 @contextlib.contextmanager
-def preserved(model: nn.Module, *, with_gradients: bool = True) -> Iterator[None]:
+def preserved(model: nn.Module, batch: Any = None) -> Iterator[None]:
     """Within: gradients are zeros that are allocated already. Afterwards all is as before, also after Ctrl-C.
 
-    Gradients that were there go to the host meanwhile, and their memory is used: a step shall not have them twice. That takes seconds, and is
-    done once: a `with` block inside of another one leaves them alone.
-    `with_gradients=False`: gradients stay the user's own, for a step that is meant to happen.
+    Gradients that were there, of the batch as well, go to the host meanwhile, and their memory is used: a step shall not have them twice. That takes
+    seconds, and is done once: a `with` block inside of another one leaves them alone.
     """
-    moves_gradients = with_gradients and model not in _scratch
-    gradients = (
-        [_Gradient(parameter) for parameter in model.parameters() if parameter.requires_grad] if moves_gradients else []
-    )
+    is_outermost = model not in _scratch
+    gradients = [_Gradient(tensor) for tensor in trained_tensors(model, batch)] if is_outermost else []
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     random_states = RandomStates(devices_of(model))
     try:
         for gradient in gradients:
             gradient.begin()
-        if moves_gradients:
+        if is_outermost:
             _scratch.add(model)
         yield
     finally:
-        if moves_gradients:
+        if is_outermost:
             _scratch.discard(model)
         for gradient in gradients:
             gradient.end()
@@ -58,18 +55,24 @@ def preserved(model: nn.Module, *, with_gradients: bool = True) -> Iterator[None
         random_states.restore()
 
 
-class _Gradient:
-    """The gradient of one parameter while steps run that leave no trace."""
+def trained_tensors(model: nn.Module, batch: Any) -> list[torch.Tensor]:
+    """Those that a backward leaves a gradient on, each once: parameters, and what the batch has of that kind."""
+    found = [*model.parameters(), *(tensor for tensor in tensors_of(batch) if tensor.is_leaf)]
+    return list({id(tensor): tensor for tensor in found if tensor.requires_grad}.values())
 
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self._parameter = parameter
-        self._original = parameter.grad
+
+class _Gradient:
+    """The gradient of one tensor while steps run that leave no trace."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._original = tensor.grad
         self._copy: torch.Tensor | None = None
 
     def begin(self) -> None:
         original = self._original
         if original is None or original.layout != torch.strided or original.requires_grad:
-            self._parameter.grad = torch.zeros_like(self._parameter)
+            self._tensor.grad = torch.zeros_like(self._tensor)
             return
         with torch.no_grad():
             copied = original.clone() if original.device.type == "cpu" else original.to("cpu")
@@ -77,7 +80,7 @@ class _Gradient:
             original.zero_()
 
     def end(self) -> None:
-        self._parameter.grad = self._original
+        self._tensor.grad = self._original
         if self._copy is not None and self._original is not None:
             with torch.no_grad():
                 self._original.copy_(self._copy)
