@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel._base.errors import StateError
-from hyper_parallel.platform.torch.planner.surroundings import RandomStates, devices_of
+from hyper_parallel.platform.torch.planner.surroundings import RandomStates
 
 
 class StepState:
@@ -25,7 +25,7 @@ class StepState:
         self._gradients = [_copied(parameter.grad) for parameter in self._parameters] if with_gradients else None
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._modes = [(module, module.training) for module in model.modules()]
-        self._random = RandomStates(devices_of(model))
+        self._random = RandomStates(model)
         self._stepped: str | None = None
         self._handle = register_optimizer_step_pre_hook(self._note_optimizer) if with_gradients else None
 

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
+from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.trees import leaves, map_leaves
 
@@ -26,22 +28,27 @@ _scratch: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose gradien
 
 @contextlib.contextmanager
 def preserved(model: nn.Module, batch: Any = None) -> Iterator[None]:
-    """Within: gradients are zeros that are allocated already. Afterwards all is as before, also after Ctrl-C.
+    """Within: gradients are zeros that are allocated already, and nobody trains. Afterwards all is as before, also after Ctrl-C.
 
     Gradients that were there, of the batch as well, go to the host meanwhile, and their memory is used: a step shall not have them twice. That takes
     seconds, and is done once: a `with` block inside of another one leaves them alone.
+
+    Raises:
+        StateError: an optimizer of the model would step within.
     """
     is_outermost = model not in _scratch
-    gradients = [_Gradient(tensor) for tensor in trained_tensors(model, batch)] if is_outermost else []
+    trained = trained_tensors(model, batch) if is_outermost else []
+    gradients = [_Gradient(tensor) for tensor in trained]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
-    random_states = RandomStates(devices_of(model))
+    random_states = RandomStates(model)
     try:
         for gradient in gradients:
             gradient.begin()
         if is_outermost:
             _scratch.add(model)
-        yield
+        with _untrained(trained):
+            yield
     finally:
         if is_outermost:
             _scratch.discard(model)
@@ -59,6 +66,45 @@ def trained_tensors(model: nn.Module, batch: Any) -> list[torch.Tensor]:
     """Those that a backward leaves a gradient on, each once: parameters, and what the batch has of that kind."""
     found = [*model.parameters(), *(tensor for tensor in tensors_of(batch) if tensor.is_leaf)]
     return list({id(tensor): tensor for tensor in found if tensor.requires_grad}.values())
+
+
+@contextlib.contextmanager
+def _untrained(trained: list[torch.Tensor]) -> Iterator[None]:
+    """Within: what a user has hung on gradients that are there does not run, since it may be an optimizer that steps in backward.
+
+    What FSDP and DDP have hung there is part of a step, and runs. A step of an optimizer by any other way is refused before it changes anything.
+    """
+    hooks = [found for tensor in trained if (found := tensor._post_accumulate_grad_hooks)]
+    before = [dict(each) for each in hooks]
+    mine = {id(tensor) for tensor in trained}
+
+    def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if any(id(tensor) in mine for group in optimizer.param_groups for tensor in group["params"]):
+            raise StateError(
+                "An optimizer steps inside of the model's forward or backward: planning would train the model.",
+                expected="a step that leaves the parameters as they are",
+                got=f"{type(optimizer).__name__}.step()",
+                do="Plan before the optimizer is tied to the backward, or tie it with `register_post_accumulate_grad_hook`: that waits while planning.",
+            )
+
+    handle = register_optimizer_step_pre_hook(refuse) if trained else None
+    try:
+        for each in hooks:
+            for key in [key for key, hook in each.items() if not _is_of_framework(hook)]:
+                del each[key]
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+        for each, entries in zip(hooks, before, strict=True):
+            each.clear()  # in place, and in their order: handles of these hooks know this very dict
+            each.update(entries)
+
+
+def _is_of_framework(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").startswith(("torch.distributed.fsdp", "torch.nn.parallel"))
 
 
 class _Gradient:
@@ -88,13 +134,16 @@ class _Gradient:
 
 
 class RandomStates:
-    """All global generators that a step may draw from."""
+    """All generators that a step may draw from: the global ones, and those that modules have as attributes."""
 
-    def __init__(self, devices: set[torch.device]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._cpu = torch.get_rng_state()
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         self._devices = {
             device: getattr(torch, device.type).get_rng_state(device) for device in devices if device.type != "cpu"
         }
+        values = (value for module in model.modules() for value in vars(module).values())
+        self._own = [GeneratorState(each) for each in {each for each in values if isinstance(each, torch.Generator)}]
         self._python = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else (numpy, numpy.random.get_state())
@@ -103,14 +152,12 @@ class RandomStates:
         torch.set_rng_state(self._cpu)
         for device, state in self._devices.items():
             getattr(torch, device.type).set_rng_state(state, device)
+        for own in self._own:
+            own.restore()
         random.setstate(self._python)
         if self._numpy is not None:
             numpy, state = self._numpy
             numpy.random.set_state(state)
-
-
-def devices_of(model: nn.Module) -> set[torch.device]:
-    return {tensor.device for tensor in (*model.parameters(), *model.buffers())}
 
 
 def device_of(model: nn.Module) -> torch.device:
