@@ -34,14 +34,14 @@ def with_peaks(
     """The regions with their peaks, and that of the turn.
 
     Such that what was measured adds up: the plain step (`spans`, if it fits), and the one that runs blocks again (`again`, under
-    `decision`), for which the larger working set counts.
+    `decision`), for which the larger working set counts. Where backward does not come to a region, it has no backward, and that no peak.
     """
-    plain = None if spans is None else {span.name: span.peak_bytes for span in spans}
+    plain = {span.name: span.peak_bytes for span in spans or ()}
     managed = {span.name: span.peak_bytes for span in again}
 
     def highest(names: tuple[str, ...], kept: int, kept_again: int) -> int:
-        found = max(managed[name] for name in names) - kept_again
-        return found if plain is None else max(found, max(plain[name] for name in names) - kept)
+        found = [managed[name] - kept_again for name in names if name in managed]
+        return max(found + [plain[name] - kept for name in names if name in plain], default=0)
 
     found = []
     kept = kept_again = 0

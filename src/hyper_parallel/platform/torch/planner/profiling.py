@@ -1,6 +1,6 @@
 """Profiling one step of a model: a few real steps, each for one kind of number, and what they say together.
 
-1. a plain step, to warm up (kernels are chosen, buffers made);
+1. a plain step, to warm up (kernels are chosen, buffers made) and to see which blocks backward comes to;
 2. plain steps by the clock: how long each block takes, forward and backward;
 3. a plain step by the allocator: how high memory rises, block by block;
 4. a step with every block as a region: its ops, what they read and make, what backward needs, how long each takes;
@@ -83,6 +83,7 @@ class ProfiledModel:
         self.device = device_of(model)
         self.blocks = find_blocks(model, regions)
         self.extra_bytes = reserve_bytes + optimizer_bytes(model, optimizer, self.device)
+        self._reached: list[int | None] = []  # for each call of a block: see `_Reached`
 
     # -- what is alive when forward begins ------------------------------------------------------------------------------
 
@@ -165,8 +166,13 @@ class ProfiledModel:
         link, said = attempt(functools.partial(measure_link, self.device), self.device)
         if said is not None:
             _logger.warning("nothing will be swapped: there is no room to measure the link (%s)", said)
-        times = {name: statistics.median(each[name] for each in timed) for name in timed[0]}
+        common = [name for name in timed[0] if all(name in each for each in timed)]
+        times = {name: statistics.median(each[name] for each in timed) for name in common}
         self._check_calls(calls, times)
+        for index, call in enumerate(calls):
+            # Without a mark it may have run again nevertheless: a hook is lost on a view that the next block writes into.
+            if f"backward {index}" not in times and not call.ran_again:
+                call.forget_needed()
         note_shared(calls, self._held_storages())
         regions = [
             _region(each, index, times, self.device, link is not None, _min_bytes(self.device))
@@ -223,7 +229,7 @@ class ProfiledModel:
     def _steps_in(self, way: _Way, say: Progress) -> tuple[list[dict[str, float]], list[Span] | None]:
         with self._run_in(way) as wrappers:
             say("warming up" if way is _Way.PLAIN else "the plain step does not fit; recomputing every block")
-            self.step()
+            self._find_reached(wrappers)
             say("measuring times")
             timed = [self._timed(wrappers) for _ in range(NUM_TIMED)]
             say("measuring memory")
@@ -242,6 +248,17 @@ class ProfiledModel:
             yield list(wrapped.values())
         finally:
             unwrap(self.model, wrapped)
+
+    def _find_reached(self, wrappers: Iterable[nn.Module] = ()) -> None:
+        """A step that tells which outputs of blocks backward comes to: a branch may be detached, or not lead to the loss."""
+        reached = _Reached()
+        handles = [block.register_forward_hook(reached.watch) for block in wrappers or self.blocks.values()]
+        try:
+            self.step()
+        finally:
+            for handle in (*handles, *reached.handles):
+                handle.remove()
+        self._reached = reached.outputs
 
     def _timed(self, wrappers: Iterable[nn.Module] = ()) -> dict[str, float]:
         clock = Clock(self.device)
@@ -267,7 +284,7 @@ class ProfiledModel:
 
     def _marked(self, meter: Any, wrappers: Iterable[nn.Module] = ()) -> None:
         """One step with marks where blocks, or the wrappers around them, begin and end."""
-        marks = _Marks(meter)
+        marks = _Marks(meter, self._reached)
         # Not on a block inside a wrapper: a module with hooks gets all of its values when it runs again.
         handles = [handle for block in wrappers or self.blocks.values() for handle in marks.watch(block)]
         try:
@@ -276,6 +293,8 @@ class ProfiledModel:
             meter.mark("end")
         finally:
             for handle in handles:
+                handle.remove()
+            for handle in marks.handles:
                 handle.remove()
 
     def _held_storages(self) -> set[int]:
@@ -300,11 +319,37 @@ class ProfiledModel:
             )
 
 
-class _Marks:
-    """Hooks that tell a meter where calls of blocks begin and end. In backward a block begins where its output's gradient is known."""
+class _Reached:
+    """Hooks that note for each call of a block the first of its outputs that a gradient comes to; None: backward does not come to this call."""
 
-    def __init__(self, meter: Any) -> None:
+    def __init__(self) -> None:
+        self.outputs: list[int | None] = []
+        self.handles: list[Any] = []
+
+    def watch(self, block: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or is_replaying():
+            return
+        number = len(self.outputs)
+        self.outputs.append(None)
+        for place, tensor in enumerate(tensors_of(output)):
+            if tensor.requires_grad:
+                self.handles.append(tensor.register_hook(functools.partial(self._note, number, place)))
+
+    def _note(self, number: int, place: int, gradient: Any) -> None:
+        known = self.outputs[number]
+        self.outputs[number] = place if known is None else min(known, place)
+
+
+class _Marks:
+    """Hooks that tell a meter where calls of blocks begin and end. In backward a block begins where its output's gradient is known.
+
+    `reached`: see `_Reached`.
+    """
+
+    def __init__(self, meter: Any, reached: Sequence[int | None]) -> None:
+        self.handles: list[Any] = []
         self._meter = meter
+        self._reached = reached
         self._num_calls = 0
 
     def watch(self, block: nn.Module) -> list[Any]:
@@ -320,10 +365,14 @@ class _Marks:
         number = self._num_calls
         self._num_calls += 1
         self._meter.mark(f"after {number}")
-        for tensor in tensors_of(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: self._meter.mark(f"backward {number}"))
-                return
+        place = self._reached[number] if number < len(self._reached) else None
+        tensors = tensors_of(output)
+        if place is not None and place < len(tensors) and tensors[place].requires_grad:
+            mark = functools.partial(self._mark_backward, number)
+            self.handles.append(tensors[place].register_hook(mark))
+
+    def _mark_backward(self, number: int, gradient: Any) -> None:
+        self._meter.mark(f"backward {number}")
 
 
 def _min_bytes(device: torch.device) -> int:

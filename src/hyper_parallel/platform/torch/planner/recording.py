@@ -57,6 +57,7 @@ class RecordedCall:
     """What one call of a block did.
 
     Attributes:
+        ran_again: backward came to it, and needed what an op makes
         needed, needed_inputs: values that backward needs, of those an op made and of the arguments
         current: values that nothing in the region has written over
         shared: arguments that other calls are given, too, or that were there before the step: somebody holds them anyway
@@ -67,6 +68,7 @@ class RecordedCall:
         self.path = path
         self.call = call
         self.is_over = False
+        self.ran_again = False
         self.record: Record | None = None
         self.needed: set[Value] = set()
         self.current: set[Value] = set()
@@ -80,6 +82,10 @@ class RecordedCall:
         """The arguments that have memory, each once."""
         known = [] if self.record is None else self.record.inputs
         return [value for value in dict.fromkeys(known) if value is not None]
+
+    def forget_needed(self) -> None:
+        """Backward does not come to this call: nothing of it is kept until then, whatever autograd saves."""
+        self.needed, self.needed_inputs = set(), set()
 
     @property
     def is_dynamic(self) -> bool:
@@ -186,6 +192,7 @@ def _watched(block: nn.Module, noted: RecordedCall) -> Any:
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         if noted.is_over or noted.record is None:  # it runs again in backward: all is known by then
+            noted.ran_again = True
             return block(*args, **kwargs)
         with _RecordedOps(noted, noted.record) as ops:
             result = block(*args, **kwargs)
