@@ -95,8 +95,8 @@ def planned(profile: StepProfile, allowed_bytes: int, profiled: Any, *, names_sm
     """The plan for a budget, proved on a real model if there is one.
 
     Raises:
-        BudgetError: nothing fits; the smallest peak it names was proved as well, unless `names_smallest` says that nobody wants to know. Then
-            nobody wants to know how fast the plan is either.
+        BudgetError: nothing fits; the smallest peak it names was proved as well, if there is a model, unless `names_smallest` says that nobody wants to
+            know. Then nobody wants to know how fast the plan is either.
     """
     times = names_smallest
     try:
@@ -106,20 +106,25 @@ def planned(profile: StepProfile, allowed_bytes: int, profiled: Any, *, names_sm
         simplest = _recomputed(profile, allowed_bytes, profiled, faster_than_ms=plan.predicted.step_ms, times=times)
         return _fastest(_proved(plan, profiled, times=times), profiled) if simplest is None else simplest
     except BudgetError as error:
-        if profiled is None:
-            raise
-        simplest = _recomputed(profile, allowed_bytes, profiled, times=times)
+        simplest = None if profiled is None else _recomputed(profile, allowed_bytes, profiled, times=times)
         if simplest is not None:
             return simplest
         if not names_smallest:
             raise
-        smallest = _proved_smallest(profile, profiled, error.smallest_bytes)
+        plain_bytes = profile.peak_bytes if profile.is_plain_measured else math.inf
+        smallest, where = error.smallest_bytes, error.where
+        if profiled is not None and smallest < plain_bytes:
+            smallest = _proved_smallest(profile, profiled, smallest)
+        if plain_bytes <= smallest:  # it was seen, and so needs no margin
+            smallest = profile.peak_bytes
+            parts = format_size(profile.activation_peak_bytes), format_size(profile.base_bytes)
+            where = "the plain step: {} of activations, {} alive when forward begins".format(*parts)
         raise BudgetError(
             error.what,
             smallest_bytes=smallest,
             expected=f"a budget of at least {smallest} bytes ({format_size(smallest)})",
             got=f"{allowed_bytes} ({format_size(allowed_bytes)})",
-            where=error.where,
+            where=where,
             do=error.do,
         ) from None
 
