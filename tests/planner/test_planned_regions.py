@@ -117,9 +117,9 @@ def questions(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     asked: Counter[str] = Counter()
     answer = PlannedPolicy.planned_answer
 
-    def counted(self: Any, op: Any, where: Any, output: Any) -> Any:
+    def counted(self: Any, op: Any, module: str, where: Any, output: Any) -> Any:
         asked[str(op)] += 1
-        return answer(self, op, where, output)
+        return answer(self, op, module, where, output)
 
     monkeypatch.setattr(PlannedPolicy, "planned_answer", counted)
     return asked

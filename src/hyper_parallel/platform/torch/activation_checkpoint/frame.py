@@ -41,12 +41,16 @@ class Frame:
     """Residuals hold it; it holds no residual and no autograd node.
 
     Fields:
+        _is_planned: see `RegionFunction`; for those with a plan's policy in any case
         _record: the ops, from the call on; None after a forward of which nothing will be recomputed
         _passes: number of the backward -> what it has recomputed; guarded by `_lock`, as are replays
     """
 
+    _is_planned = False
+
     def __init__(self, function: Callable[..., Any], arguments: SavedArguments, policy: Any, options: Options) -> None:
-        self._function = RegionFunction(function, policy)
+        is_planned = self._is_planned or hasattr(policy, "planned_answer")
+        self._function = RegionFunction(function, policy, is_planned=is_planned)
         self.name = self._function.name
         self._options = options
         self._swap = RegionSwap(

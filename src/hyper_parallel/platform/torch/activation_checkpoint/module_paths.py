@@ -22,10 +22,11 @@ _SHARDING = "_fsdp_param_group.py"
 
 
 class ModulePaths:
-    """The names of the modules below one root; looked up once, again when an unknown module is met."""
+    """The names of the modules below one root; looked up once, again when an unknown module is met. `prefix`: what comes before all of them."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, prefix: str = "") -> None:
         self._root = weakref.ref(root)
+        self._prefix, self._before = prefix, f"{prefix}."
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._look()
 
@@ -33,7 +34,7 @@ class ModulePaths:
         root = self._root()
         if root is not None:
             # Unwrapped: a wrapper that `fully_shard` was applied to stands in the inner module's place.
-            modules = [(name, unwrapped(module)) for name, module in root.named_modules()]
+            modules = [(name, unwrapped(module)) for name, module in root.named_modules(prefix=self._prefix)]
             self._names = {id(module): (weakref.ref(module), name) for name, module in modules}
 
     def name(self, module: nn.Module | None) -> str:
@@ -52,6 +53,10 @@ class ModulePaths:
                 found = type(inner).__name__
                 self._names[id(inner)] = (weakref.ref(inner), found)
         return found
+
+    def below(self, name: str) -> str:
+        """A name as it is without what comes before all of them; that of a module which is not below the root stays as it is."""
+        return "" if name == self._prefix else name.removeprefix(self._before)
 
     def _find(self, module: nn.Module) -> str | None:
         entry = self._names.get(id(module))
@@ -76,6 +81,19 @@ def paths_here(module: nn.Module | None) -> ModulePaths | None:
     paths = _paths.get(root)
     if paths is None:
         paths = _paths[root] = ModulePaths(root)
+    return paths
+
+
+_paths_below: weakref.WeakKeyDictionary[nn.Module, dict[str, ModulePaths]] = weakref.WeakKeyDictionary()
+
+
+def paths_below(module: nn.Module, name: str) -> ModulePaths:
+    """The names of what is in a module, itself called `name`: whoever calls it, and wherever else its parts are, only that one differs."""
+    module = unwrapped(module)
+    found = _paths_below.setdefault(module, {})
+    paths = found.get(name)
+    if paths is None:
+        paths = found[name] = ModulePaths(module, name)
     return paths
 
 

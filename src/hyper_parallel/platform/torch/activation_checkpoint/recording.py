@@ -98,6 +98,7 @@ class Record:
         self._answers: dict[int, Any] = getattr(policy, "answers", {})
         # Views about which there is nothing to do but to run them, by the op's id.
         self.passes: dict[int, Callable[..., Any]] = _VIEWS if policy is None else getattr(policy, "passes", {})
+        self.paths = paths
         self._calls = ModuleCalls(paths, CALL)
         self._known = known or []  # what the ops of the last call looked like
         self._num_known = len(self._known)
@@ -463,7 +464,8 @@ class Record:
     ) -> None:
         policy = self._answers.get(id(op.func)) if self._choices is None else self._choices[op.index]
         if policy is None and self._planned is not None:
-            policy = self._planned(op.func, op.where, result)
+            module = op.where.module if self.paths is None else self.paths.below(op.where.module)
+            policy = self._planned(op.func, module, op.where, result)
         elif policy is None:
             context = PolicyContext(False, op.module, op.occurrence, result, op.call, op.occurrence_in_call)
             policy = ask(self._policy, context, op.func, args, kwargs)

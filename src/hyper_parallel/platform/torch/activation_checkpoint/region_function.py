@@ -14,7 +14,12 @@ from torch import nn
 
 from hyper_parallel.platform.regions.functions import bare, identity, region_name
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is_compiled
-from hyper_parallel.platform.torch.activation_checkpoint.module_paths import ModulePaths, modules_in, paths_here
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import (
+    ModulePaths,
+    modules_in,
+    paths_below,
+    paths_here,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.recording import Record
 from hyper_parallel.platform.torch.activation_checkpoint.values import KnownOp, known_ops
 
@@ -54,15 +59,19 @@ class RegionFunction:
         modules: that, and all in it
         key: unlike the name it tells two blocks of one class apart: the engine learns by it what a forward saves last
         proof: of the ops of the call before this one
+
+    `is_planned`: ops are told apart by where they are in the module, whatever is around it.
     """
 
-    def __init__(self, call: Callable[..., Any], policy: Any) -> None:
+    def __init__(self, call: Callable[..., Any], policy: Any, *, is_planned: bool = False) -> None:
         module = _module_of(call)
         self.call = call
         self.module = module
         self.modules = [] if module is None else modules_in(module)
         self._paths = paths_here(module)
         self.name = region_name(call, module, self._paths)
+        if is_planned and module is not None:
+            self._paths = paths_below(module, self.name)
         self._identity = identity(call, module)
         self.key = f"{self.name} {id(self._identity):x}"
         self._policy = policy

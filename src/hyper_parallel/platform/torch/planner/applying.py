@@ -63,25 +63,21 @@ class PlannedPolicy:
         # About views, which are never kept; `passes`: what runs them, as the region found out. See `Record`.
         self.answers: dict[int, Any] = {}
         self.passes: dict[int, Any] = {}
-        self._modules: dict[str, str] = {}
         self._names: dict[Any, str] = {}
         self.met: set[Key] | None = set()  # None when the first call is over
         self.is_as_planned = True  # so far: every op that it was asked about was one of the plan
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.planned_answer(op, ctx, ctx.op_output)
+        return self.planned_answer(op, ctx.module, ctx, ctx.op_output)
 
-    def planned_answer(self, op: Any, where: Any, output: Any) -> Any:
-        """`where`: its module, which call of that this is, and which of the op in that call."""
+    def planned_answer(self, op: Any, module: str, where: Any, output: Any) -> Any:
+        """`module`: its path below the block; `where`: which call of that this is, and which of the op in that call."""
         name = self._names.get(op)
         if name is None:
             name = self._names[op] = "" if traits_of(op).is_view else str(op)
         if not name:
             self.answers[id(op)] = self._default  # `_names` holds the op, so that no other gets its id
             return self._default
-        module = self._modules.get(where.module)
-        if module is None:
-            module = self._modules[where.module] = relative(where.module, self._path)
         key = (module, where.call, name, where.occurrence_in_call)
         choice = self._choices.get(key, "")
         if choice == "":
@@ -276,13 +272,6 @@ def unwrap(model: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:
     ]
     for parent, name, child in places:
         setattr(parent, name, blocks[child])
-
-
-def relative(module: str, path: str) -> str:
-    """A module's path as seen from a region's; what is not below it keeps its own."""
-    if module == path:
-        return ""
-    return module[len(path) + 1 :] if module.startswith(f"{path}.") else module
 
 
 def words(path: str, key: Key) -> str:

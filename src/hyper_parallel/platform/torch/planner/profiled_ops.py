@@ -9,7 +9,6 @@ import torch
 
 from hyper_parallel.platform.torch.activation_checkpoint.values import Argument, Constant, Fresh, traits_of
 from hyper_parallel.platform.torch.planner import signature
-from hyper_parallel.platform.torch.planner.applying import relative
 from hyper_parallel.platform.torch.planner.recording import RecordedCall, is_made
 
 
@@ -20,7 +19,9 @@ def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, m
     places: dict[Any, int] = {}  # of values, among the planner's ops
     last: list[int] = []  # by the number of a recorded op: its last part, or itself
     ops: list[Any] = []
-    for op, ms in zip(noted.record.ops if noted.record else [], op_ms, strict=True):
+    record = noted.record
+    paths = None if record is None else record.paths
+    for op, ms in zip(record.ops if record else [], op_ms, strict=True):
         own = len(ops)
         made = [value for value in op.makes if value.device == device]
         parts = _parts(op, made, noted, min_bytes)
@@ -28,7 +29,7 @@ def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, m
         read = [value for value in op.reads if value is not None and is_made(value)]
         reads = {places.get(value, last[value.op] if value.op < op.index else own) for value in read}
         whole = Op(
-            module=relative(op.module, noted.path),
+            module=op.module if paths is None else paths.below(op.module),
             name=str(op.func),
             call=op.call,
             occurrence=op.occurrence_in_call,

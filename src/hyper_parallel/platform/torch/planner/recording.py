@@ -100,6 +100,7 @@ class _RecordedFrame(Frame):
     """A region that tells what it knows when its forward is over, before it forgets."""
 
     noted: RecordedCall
+    _is_planned = True
 
     def _finish(self, record: Record) -> None:
         noted = self.noted
