@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from hyper_parallel._base.errors import ArgumentTypeError, describe
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import plan_memory
-from hyper_parallel.integrations.first_batch import first_batch
+from hyper_parallel.integrations.first_batch import first_batch, generators_kept
 from hyper_parallel.platform import platform_of
 
 __all__ = ["MemoryPlanCallback"]
@@ -21,7 +22,9 @@ _logger = get_logger("integrations")
 
 
 class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not typed for mypy here
-    """Plans `training_step` when training starts, and takes the plan off when it ends.
+    """Plans `training_step` when training starts, and takes the plan off when it ends, also by an exception.
+
+    Steps are planned as the trainer runs them: with its precision, its transfer of batches, and its optimizer's state counted.
 
     Args:
         budget: as of `hp.plan_memory`.
@@ -41,24 +44,61 @@ class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not ty
         self._step: Any = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        batch = trainer.strategy.batch_to_device(first_batch(trainer.train_dataloader, pl_module, "lightning.Trainer"))
-        self._step = _as_module(pl_module)
-        options = {"loss_fn": _loss, "progress": False, **self.options}
+        _check_automatic(pl_module)
+        batch = _first_batch(trainer, pl_module)
+        step = _as_module(pl_module, trainer.precision_plugin)
+        options = {"loss_fn": _loss, "optimizer": _optimizer(trainer), "progress": False, **self.options}
         with _nothing_is_logged(pl_module):
-            self.plan = plan_memory(self._step, (batch,), budget=self.budget, **options)
-        self.plan.apply(self._step)
+            self.plan = plan_memory(step, (batch,), budget=self.budget, **options)
+        self.plan.apply(step)
+        self._step = step
         if trainer.is_global_zero:
             _logger.info("%s", self.plan)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._remove()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
         if self.plan is not None and self._step is not None:
             self.plan.remove(self._step)
             self._step = None
 
 
-def _as_module(pl_module: Any) -> Any:
+def _check_automatic(pl_module: Any) -> None:
+    """A plan is made with steps that leave no trace, and a `training_step` that steps the optimizer leaves one."""
+    if not pl_module.automatic_optimization:
+        raise ArgumentError(
+            "`training_step` runs the backward and the optimizer itself, so that it cannot be planned.",
+            expected="automatic optimization",
+            got="automatic_optimization=False",
+            where=type(pl_module).__name__,
+            do="Plan the network in it: plan = hp.plan_memory(self.net, batch, loss_fn=...), then plan.apply(self.net).",
+        )
+
+
+def _first_batch(trainer: Any, pl_module: Any) -> Any:
+    """As the trainer's loop would give it to `training_step`."""
+    batch = first_batch(trainer.train_dataloader, pl_module, "lightning.Trainer")
+    with generators_kept(pl_module):
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def _optimizer(trainer: Any) -> Any:
+    """Of automatic optimization, which has one; None if the module configures none."""
+    found = [each for each in trainer.optimizers if type(each).__name__ != "_MockOptimizer"]
+    return found[0] if found else None
+
+
+def _as_module(pl_module: Any, precision: Any) -> Any:
     """`training_step` as a module's forward: that is what a step is, whatever the module's own forward does."""
     module_type = platform_of(pl_module).Module
+    # Its name can be anything, and it may be left out.
+    numbers = (0,) if is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2) else ()
 
     class TrainingStep(module_type):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
@@ -66,7 +106,8 @@ def _as_module(pl_module: Any) -> Any:
             self.module = pl_module
 
         def forward(self, batch: Any) -> Any:
-            return self.module.training_step(batch, 0)
+            with precision.train_step_context():
+                return self.module.training_step(batch, *numbers)
 
     TrainingStep.__qualname__ = f"training_step of {type(pl_module).__name__}"  # what the plan's table says
     return TrainingStep()
