@@ -144,3 +144,77 @@ def test_an_error_about_a_planned_op_names_it_as_the_model_that_runs_does() -> N
     with pytest.raises(hp.HyperParallelError, match=r"blocks\.0\.norm"):
         square(called(batch()[:3])).backward()
     plan.remove(called)
+
+
+# What is around the blocks
+
+
+class Casting(Model):
+    """Switches autocast on itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x)
+
+
+@pytest.fixture
+def compiler() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def in_part(called: Model) -> Model:
+    called.blocks = torch.compile(called.blocks, backend="eager")
+    return called
+
+
+def in_place(called: Model) -> Model:
+    called.compile(backend="eager")
+    return called
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("compiled", [lambda m: torch.compile(m, backend="eager"), in_part, in_place])
+def test_a_model_that_is_compiled_as_a_whole_is_refused(compiled: Callable[[Model], Any]) -> None:
+    called = compiled(model())
+    with pytest.raises(ValueError, match="Compile the blocks"):
+        hp.plan_memory(called, batch(), loss_fn=square, progress=False)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_plan_is_not_put_on_a_model_that_was_compiled_since() -> None:
+    called = model()
+    plan = saving_plan(called, batch(), square)
+    with pytest.raises(ValueError, match="Compile the blocks"):
+        plan.apply(in_place(called))
+    assert hp.wrappers(called) == []
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler's own look at residuals
+def test_compiling_a_planned_model_as_a_whole_says_to_compile_the_blocks() -> None:
+    called = model()
+    plan = saving_plan(called, batch(), square)
+    plan.apply(called)
+    with pytest.raises(RuntimeError, match="Compile the blocks"):
+        torch.compile(called, backend="eager")(batch())
+    plan.remove(called)
+
+
+def test_another_autocast_than_the_planned_one_is_named() -> None:
+    called = model()
+    plan = saving_plan(called, batch(), square)
+    plan.apply(called)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="autocast off, got bfloat16"):
+        called(batch())
+    plan.remove(called)
+
+
+def test_an_autocast_of_the_model_itself_is_no_other() -> None:
+    called = Casting()
+    plan = saving_plan(called, batch(), square)
+    plan.apply(called)
+    with pytest.raises(RuntimeError, match="a batch like this one"):
+        called(batch()[:3])
+    plan.remove(called)

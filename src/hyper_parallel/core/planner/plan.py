@@ -240,6 +240,8 @@ class MemoryPlan:
             ways["ahead_bytes"] = self.setting.ahead_bytes
         if self.profile.facts.get("region_overhead_ms"):
             ways["is_host_bound"] = True
+        if "autocast" in self.profile.facts:
+            ways["autocast"] = self.profile.facts["autocast"]
         applied = part.Applied(model, self.profile.regions, self.decision, on_mismatch, checks_ops=checks_ops, **ways)
         try:
             setting = self._configure() if self.has_swaps else None

@@ -7,6 +7,10 @@ from collections import Counter
 from hyper_parallel._base.errors import StateError
 
 
+class MismatchError(StateError):
+    """A model does something else than it did when it was planned."""
+
+
 class Mismatches:
     """What was met that the plan does not know, or knows otherwise; counted for `plan.stats()`."""
 
@@ -17,7 +21,7 @@ class Mismatches:
     def note(self, what: str, *, expected: str, got: str, where: str, may_raise: bool = True) -> None:
         self.counts[what] += 1
         if self.raises and may_raise:
-            raise StateError(
+            raise MismatchError(
                 "The model does not do what it did when it was planned.",
                 expected=expected,
                 got=got,

@@ -18,6 +18,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # Newer versions of PyTorch keep the settings of the compiler per thread, in such a variable; so it is known per thread where they are made.
 _is_done: ContextVar[bool] = ContextVar("hyper_parallel_is_prepared_for_compiled_code", default=False)
 _is_left_alone = False
+_COMPILED_CALL = "torch/_dynamo/eval_frame.py"
 _COMPILED_CODE = ("torch/_inductor/output_code.py", "__call__")
 
 
@@ -56,6 +57,16 @@ def compile_visibly(model: nn.Module) -> None:
 def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` made it, or was told to compile it in place."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_in_compiled_call() -> bool:
+    """Whether the caller runs inside of a call of what `torch.compile` gave, as Python that it left out."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_COMPILED_CALL):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def cuda_graph_now() -> Any:

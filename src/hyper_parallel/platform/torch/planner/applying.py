@@ -10,16 +10,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as framework_checkpoint
 
-from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.platform.regions.mismatches import Mismatches
+from hyper_parallel._base.errors import ArgumentError, StateError
+from hyper_parallel.platform.regions.mismatches import MismatchError, Mismatches
 from hyper_parallel.platform.regions.options import TAKEN
 from hyper_parallel.platform.regions.replacement import replace
 from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import CheckpointWrapper
+from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is_in_compiled_call
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
 from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.activation_checkpoint.values import traits_of
-from hyper_parallel.platform.torch.planner.signature import look_of
+from hyper_parallel.platform.torch.planner.blocks import COMPILE_BLOCKS, check_called
+from hyper_parallel.platform.torch.planner.signature import autocast_now, look_of
+from hyper_parallel.platform.torch.planner.surroundings import device_of
 
 Key = tuple[str, int, str, int]
 
@@ -138,7 +141,9 @@ class PlannedCall:
         checks_ops: bool = True,
         ahead_bytes: Sequence[int | None] = (),
         is_host_bound: bool = False,
+        surroundings: Surroundings | None = None,
     ) -> None:
+        self._surroundings = surroundings
         self._calls: list[tuple[PlannedPolicy | None, bool] | None] = []
         ahead_bytes = ahead_bytes or [None] * len(regions)
         for region, decision, ahead in zip(regions, decisions, ahead_bytes, strict=True):
@@ -175,8 +180,13 @@ class PlannedCall:
             module = functools.partial(module, **{name: kwargs.pop(name) for name in taken})
         if policy is None:
             return framework_checkpoint(module, *args, use_reentrant=False, **kwargs)
-        result = checkpoint(module, *args, policy_fn=policy, swap_inputs=swap_inputs, **kwargs)
-        policy.check_all_met()
+        try:
+            result = checkpoint(module, *args, policy_fn=policy, swap_inputs=swap_inputs, **kwargs)
+            policy.check_all_met()
+        except MismatchError as error:
+            if self._surroundings is not None:
+                self._surroundings.check(error)
+            raise
         return result
 
 
@@ -200,11 +210,43 @@ def _is_forward() -> bool:
     return torch.is_grad_enabled() and not is_replaying()
 
 
+class Surroundings:
+    """What blocks were profiled under, to tell why they do something else now. `autocast`: its dtype, "off", or None if nobody knows."""
+
+    def __init__(self, device: torch.device, autocast: str | None) -> None:
+        self._device = device
+        self._autocast = autocast
+
+    def check(self, error: MismatchError) -> None:
+        """Called where a block is.
+
+        Raises:
+            StateError: what is around it explains the error.
+        """
+        autocast = autocast_now(self._device)
+        if self._autocast not in (None, autocast):
+            raise StateError(
+                "The model runs under another autocast than it was planned under.",
+                expected=f"autocast {self._autocast}",
+                got=autocast,
+                where=error.where,
+                do="Plan inside of the `with torch.autocast(...)` that training has around its forward.",
+            ) from error
+        if is_in_compiled_call():
+            raise StateError(
+                "A planned model was compiled as a whole, and the plan does not meet the ops that it was made for.",
+                expected="compiled blocks, or no compiled code around them",
+                got="torch.compile around planned blocks",
+                where=error.where,
+                do=COMPILE_BLOCKS,
+            ) from error
+
+
 class Applied:
     """A plan on a model; `remove` undoes it. `checks_ops=False`: the first step is not compared with the profile.
 
     `ahead_bytes`: see `Setting`. `is_host_bound`: the framework's own checkpoint, which knows no ops and so costs the host less, recomputes blocks that
-    are recomputed whole.
+    are recomputed whole. `autocast`: see `Surroundings`.
     """
 
     def __init__(
@@ -217,8 +259,10 @@ class Applied:
         checks_ops: bool = True,
         ahead_bytes: Sequence[int] = (),
         is_host_bound: bool = False,
+        autocast: str | None = None,
     ) -> None:
         self.mismatches = Mismatches(on_mismatch)
+        surroundings = Surroundings(device_of(model), autocast)
         blocks = dict(model.named_modules())
         swaps = any("swap" in each.ops or "swap" in each.inputs for each in decision)
         by_path: dict[str, list[int]] = {}
@@ -226,6 +270,7 @@ class Applied:
             by_path.setdefault(region.path, []).append(index)
         self._wrappers: dict[nn.Module, nn.Module] = {}
         repeated: list[PlannedCall] = []
+        check_called(model, [path for path in by_path if path in blocks])
         for path, indices in by_path.items():
             # Where something is swapped the last block tells the engine that backward has begun: a region that saves all.
             is_announced = swaps and len(regions) - 1 in indices
@@ -242,6 +287,7 @@ class Applied:
                 checks_ops,
                 [ahead_bytes[index] for index in indices] if ahead_bytes else (),
                 is_host_bound,
+                surroundings,
             )
             self._wrappers[blocks[path]] = CheckpointWrapper(blocks[path], checkpoint_fn=call)
             repeated += [call] if call.num_calls > 1 else []

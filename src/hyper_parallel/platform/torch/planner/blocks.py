@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.platform.regions import blocks
 from hyper_parallel.platform.torch.activation_checkpoint.activation_wrapper import ActivationWrapper
+from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is_compiled
 
 _KINDS = blocks.Kinds(
     sequences=(nn.ModuleList, nn.Sequential),
@@ -23,6 +25,30 @@ def find_blocks(model: nn.Module, regions: Sequence[str | type[nn.Module]] | Non
     """Paths and modules, in the order of the model; none inside another.
 
     Raises:
-        ValueError: nothing is found, a pattern matches nothing, or a block is wrapped already.
+        ValueError: nothing is found, a pattern matches nothing, a block is wrapped already, or see `check_called`.
     """
-    return blocks.find_blocks(_KINDS, model, regions)
+    found = blocks.find_blocks(_KINDS, model, regions)
+    check_called(model, found)
+    return found
+
+
+COMPILE_BLOCKS = "Compile the blocks, not what is around them: `for block in model.layers: block.compile()`, then plan."
+
+
+def check_called(model: nn.Module, paths: Iterable[str]) -> None:
+    """Refuse a model in which something else decides how the blocks at these paths are called.
+
+    Raises:
+        ValueError: what is around them is compiled, so that Python is not asked when they run.
+    """
+    around = {path.rpartition(".")[0] for path in paths}
+    around |= {".".join(path.split(".")[:length]) for path in around for length in range(path.count(".") + 1)}
+    for name in sorted(around):
+        if is_compiled(model.get_submodule(name)):
+            raise ArgumentError(
+                "The model is compiled as a whole, and a plan is carried out in Python, around each block.",
+                expected="compiled blocks, or no compiled code around them",
+                got="torch.compile of " + (f"`{name}`" if name else "the model"),
+                where=type(model).__name__,
+                do=COMPILE_BLOCKS,
+            )

@@ -195,6 +195,7 @@ class ProfiledModel:
             link=link,
             facts={
                 **signature.facts(self),
+                "autocast": calls[0].autocast,  # a model may switch it on itself
                 "min_swap_bytes": _min_bytes(self.device),
                 "loads_by_region": True,
                 "turn_is_clear": True,

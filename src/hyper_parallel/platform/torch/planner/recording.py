@@ -25,6 +25,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_
 from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value
 from hyper_parallel.platform.torch.planner.applying import unwrap
 from hyper_parallel.platform.torch.planner.meters import Clock
+from hyper_parallel.platform.torch.planner.signature import autocast_now
 
 # Sizes of what these give depend on values: another batch of the same shape has others.
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -62,6 +63,7 @@ class RecordedCall:
         current: values that nothing in the region has written over
         shared: arguments that other calls are given, too, or that were there before the step: somebody holds them anyway
         freed_after: value -> the op after which nothing held it any more
+        autocast: what the block was called under
     """
 
     def __init__(self, path: str, call: int) -> None:
@@ -76,6 +78,7 @@ class RecordedCall:
         self.shared: set[Value] = set()
         self.freed_after: dict[Value, int] = {}
         self.times: OpTimes | None = None
+        self.autocast = "off"
 
     @property
     def inputs(self) -> list[Value]:
@@ -166,6 +169,7 @@ def recording(
         noted = RecordedCall(path, counts.get(path, 0))
         counts[path] = noted.call + 1
         calls.append(noted)
+        noted.autocast = autocast_now(device)
         frame = _RecordedFrame(_watched(block, noted), saved_arguments(args, kwargs), None, options)
         noted.record = frame._recorded()
         frame.noted = noted

@@ -20,7 +20,7 @@ def facts(profiled: ProfiledModel) -> dict[str, Any]:
         "batch_bytes": batch_bytes(profiled.batch),
         "blocks": list(profiled.blocks),
         "training": profiled.model.training,
-        "autocast": _autocast(profiled.device),
+        "autocast": autocast_now(profiled.device),
         "version": torch.__version__,
     }
 
@@ -73,6 +73,7 @@ def _look(parameter: torch.Tensor) -> str:
     return f"{look_of(parameter.dtype, parameter.shape)}{trained}"
 
 
-def _autocast(device: torch.device) -> str:
+def autocast_now(device: torch.device) -> str:
+    """Its dtype, or "off"."""
     is_on = torch.is_autocast_enabled(device.type)
     return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.") if is_on else "off"
