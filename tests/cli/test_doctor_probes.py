@@ -29,8 +29,13 @@ def ask(code: str, deadline_s: float = 60.0, **variables: str | None) -> Answer:
     return run_all([run], deadline_s)["probe"]
 
 
-def framework_after(code: str, deadline_s: float = 60.0) -> Framework:
-    return framework_of(PlatformType.PYTORCH, True, ask(code, deadline_s))
+def ask_shell(code: str, deadline_s: float) -> Answer:
+    """For a short deadline: a shell has started long before Python has."""
+    return run_all([Run("probe", ["sh", "-c", code], {})], deadline_s)["probe"]
+
+
+def framework_after(code: str) -> Framework:
+    return framework_of(PlatformType.PYTORCH, True, ask(code))
 
 
 def real(platform: PlatformType, *arguments: str) -> Answer:
@@ -73,18 +78,15 @@ def test_a_probe_that_dies_is_reported_with_its_signal_and_stage():
 
 
 def test_a_probe_that_hangs_is_reported_and_ended():
-    framework = framework_after(f"print('{SOME}', flush=True); time.sleep(600)", deadline_s=3)
+    answer = ask_shell(f"echo '{SOME}'; sleep 600", deadline_s=3)
+    framework = framework_of(PlatformType.PYTORCH, True, answer)
     assert framework.error == "no answer within 3 s"
     assert framework.stopped_at == "first operator"
 
 
 def test_processes_that_a_probe_started_end_with_it(tmp_path):
     note = tmp_path / "pid"
-    code = (
-        "import subprocess; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
-        f"open({str(note)!r}, 'w').write(str(child.pid)); time.sleep(600)"
-    )
-    ask(code, deadline_s=3)
+    ask_shell(f"sleep 600 & echo $! > '{note}'; wait", deadline_s=3)
     # The signal has been sent; the system may take a moment to act on it.
     end = time.monotonic() + 30
     while _is_running(int(note.read_text())):

@@ -45,8 +45,8 @@ def test_the_fsdp2_example_runs_under_torchrun_and_swaps() -> None:
     output = processes.run_program([*launcher, str(EXAMPLES / "fsdp2_swap.py"), "--steps", "2"], deadline_s=120)
     assert len(re.findall(r"^step \d: loss \d\.\d+$", output, re.MULTILINE)) == 2
     out, back = re.findall(r"([\d.]+) MiB", output)
-    assert float(out) > 0
-    assert out == back
+    # What is not written yet when backward asks for it is handed out from its source, and not loaded.
+    assert 0 < float(back) <= float(out)
 
 
 def test_the_fsdp2_example_has_the_same_losses_whatever_becomes_of_activations(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(rank: int) -> None:
     TWO.run(where_am_i)
     pids = TWO.pids
     with pytest.raises(RankError) as caught:
-        TWO.run(raise_on, rank)
+        TWO.run(raise_on, rank, grace_s=3)  # time for the other one to reach the barrier
     text = str(caught.value)
     assert caught.value.failures[rank] == f"raised KeyError: 'no such layer on rank {rank}'"
     assert caught.value.failures[1 - rank] == f"hangs waiting for rank {rank}"

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from hyper_parallel.core.planner import choosing
 from hyper_parallel.core.planner.choices import SWAP, load, recompute_all
 from hyper_parallel.core.planner.choosing import choose, problem_of, smallest_budget
 from hyper_parallel.core.planner.problem import Problem, evaluate, peak
@@ -107,8 +108,11 @@ def test_the_smallest_budget_can_be_met_and_one_byte_less_cannot() -> None:
         assert caught.value.smallest_bytes == smallest, seed
 
 
-def test_where_regions_cost_the_host_much_blocks_are_left_alone_or_recomputed_whole() -> None:
-    profile = transformer(6, differ=False)
+def test_where_regions_cost_the_host_much_blocks_are_left_alone_or_recomputed_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choosing, "_POLISH_S", NO_HURRY)
+    profile = transformer(3, differ=False)
     budget = budget_of(profile, 0.6)
     found = {}
     for overhead_ms in (0.0, 0.01, 50.0):
@@ -120,7 +124,7 @@ def test_where_regions_cost_the_host_much_blocks_are_left_alone_or_recomputed_wh
     expensive = found[50.0]
     whole = [recompute_all(region) for region in profile.regions]
     assert all(each.is_plain or each == again for each, again in zip(expensive.decision, whole, strict=True))
-    assert 0 < sum(each.is_plain for each in expensive.decision) < 6
+    assert 0 < sum(each.is_plain for each in expensive.decision) < 3
     loads = [load(*each) for each in zip(profile.regions, expensive.decision, strict=True)]
     assert peak(Problem(profile, budget, 0, 0), loads).num_bytes <= budget
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from hyper_parallel.core.planner import choosing
 from hyper_parallel.core.planner.choices import plain, recompute_all, save_all
 from hyper_parallel.core.planner.choosing import choose, problem_of, timeline_under
 from hyper_parallel.core.planner.profile import StepProfile
@@ -52,7 +53,10 @@ def test_the_rules_count_on_it_only_where_the_engine_can_hear_of_it(profile: Ste
     assert not is_clear(empty), "it has no residual that is told"
 
 
-def test_a_last_block_that_is_plain_is_run_as_a_region_on_the_timeline(profile: StepProfile) -> None:
+def test_a_last_block_that_is_plain_is_run_as_a_region_on_the_timeline(
+    profile: StepProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "_POLISH_S", NO_HURRY)
     budget = profile.base_bytes + int(0.6 * profile.activation_peak_bytes)
     found = choose(profile, budget, time_limit_s=NO_HURRY)
     assert any(each.swaps for each in found.decision)

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("scipy", reason="the solver is in SciPy")
 
+from hyper_parallel.core.planner import choosing
 from hyper_parallel.core.planner.budget_curve import budget_curve
 from hyper_parallel.core.planner.choices import kept_bytes, recomputed_bytes, swapped_bytes
 from hyper_parallel.core.planner.choosing import timeline_under
@@ -91,7 +92,9 @@ def planned(part: float = 0.2, name: str = "Llama", num_blocks: int = 12) -> Mem
 
 @pytest.fixture(scope="module")
 def numbers() -> Numbers:
-    return numbers_of(planned(), curve_seconds=15)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choosing, "_POLISH_S", 0.0)  # polishing to its end would take minutes
+        return numbers_of(planned(), curve_seconds=8 * cases.NO_HURRY)
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,6 @@ from typing import Any
 from support.processes import Answer, free_port, log_of
 
 _PR_SET_PDEATHSIG = 1
-_COLLECTIVE_S = 300  # longer than any test: who waits for the workers has the deadline
 
 
 def nursery(framework: Framework, control: socket.socket) -> None:
@@ -100,11 +99,11 @@ def _work(rank: int, framework: Framework, connection: Connection) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    world_size, port = pickle.loads(connection.recv_bytes())  # noqa: S301 - of our own process
+    world_size, port, call_s = pickle.loads(connection.recv_bytes())  # noqa: S301 - of our own process
     port = framework.open_world(rank, world_size, port)
     if rank == 0:
         connection.send_bytes(pickle.dumps(Answer(port)))
-    framework.join_world(rank, world_size)
+    framework.join_world(rank, world_size, framework.call_s if call_s is None else call_s)
     connection.send_bytes(pickle.dumps(Answer(None)))
     while True:
         try:
@@ -151,7 +150,12 @@ def _find(module: str, file: str | None, name: str) -> Callable[..., Any]:
 
 
 class Framework:
-    """Processes without a framework, and what one with it does besides."""
+    """Processes without a framework, and what one with it does besides.
+
+    `call_s`: how long a call waits for the other ranks, unless a pool says otherwise.
+    """
+
+    call_s = 300  # longer than any test: who waits for the workers has the deadline
 
     def load(self) -> None:
         """In the nursery: import what workers need. No threads, and no device."""
@@ -160,7 +164,7 @@ class Framework:
         """The port at which ranks meet: rank 0 gets 0 and finds a free one, the others are told."""
         return port
 
-    def join_world(self, rank: int, world_size: int) -> None:
+    def join_world(self, rank: int, world_size: int, call_s: int) -> None:
         """Wait for all ranks."""
 
     def reset(self) -> None:
@@ -188,7 +192,7 @@ class Torch(Framework):
         self._store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False)
         return int(self._store.port)
 
-    def join_world(self, rank: int, world_size: int) -> None:
+    def join_world(self, rank: int, world_size: int, call_s: int) -> None:
         import torch
         import torch.distributed as dist
 
@@ -201,7 +205,7 @@ class Torch(Framework):
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(self._store.port),
         )
-        timeout = timedelta(seconds=_COLLECTIVE_S)
+        timeout = timedelta(seconds=call_s)
         dist.init_process_group("gloo", store=self._store, rank=rank, world_size=world_size, timeout=timeout)
         dist.barrier()
 
@@ -232,6 +236,8 @@ class Torch(Framework):
 class MindSpore(Framework):
     """A process forked after the import of MindSpore, and before its first operator, works as one of its own does."""
 
+    call_s = 60
+
     def load(self) -> None:
         import mindspore  # noqa: F401
         import pytest  # noqa: F401 - test files import it
@@ -242,13 +248,13 @@ class MindSpore(Framework):
         self._port = port or free_port()  # MindSpore's store does not tell which port the kernel chose
         return self._port
 
-    def join_world(self, rank: int, world_size: int) -> None:
+    def join_world(self, rank: int, world_size: int, call_s: int) -> None:
         os.environ["HYPER_PARALLEL_PLATFORM"] = "mindspore"
         from hyper_parallel.platform.mindspore.platform import MindSporePlatform
 
         self._platform = MindSporePlatform()
         method = f"tcp://127.0.0.1:{self._port}"
-        os.environ["MS_CPU_COMM_OP_TIMEOUT"] = str(MINDSPORE_CALL_S)
+        os.environ["MS_CPU_COMM_OP_TIMEOUT"] = str(call_s)
         self._platform.init_process_group(
             init_method=method, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
         )
@@ -265,8 +271,6 @@ class MindSpore(Framework):
             del EXISTING_COMM_GROUPS[key]
         return [f"process group of ranks {key}" for key in left]
 
-
-MINDSPORE_CALL_S = 7  # how long a call waits for the other ranks: above the 3 s that the first one of a group may take
 
 _kept_groups: set[Any] = set()
 

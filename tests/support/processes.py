@@ -43,6 +43,8 @@ _NURSERY = "from support import process_worker; process_worker.main()"
 _START_S = 120.0  # to import a framework, on a machine that is busy
 _ANSWER_S = 20.0  # for what takes milliseconds
 _GRACE_S = 0.5  # after one rank has failed, for the others to say why they did
+_STACKS_S = 10.0  # for a rank to write where it is
+_NO_SERVER = "Failed to create the TCP server"  # of MindSpore: another process has taken the port meanwhile
 _MOST_OUTPUT = 4000  # characters of a rank's output in an error
 
 
@@ -68,13 +70,16 @@ class RankError(RuntimeError):
         super().__init__("\n".join(lines))
 
 
-def pool(framework: str, world_size: int) -> Pool:
-    """The workers of a framework, `world_size` of them; always the same ones as long as they are healthy."""
+def pool(framework: str, world_size: int, *, call_s: int | None = None) -> Pool:
+    """The workers of a framework, `world_size` of them; always the same ones as long as they are healthy.
+
+    `call_s`: how long a call waits for the other ranks. Else it is long enough for a machine that is busy.
+    """
     if framework not in ("torch", "mindspore", "none"):
         raise ValueError(f"No workers for this framework.\nExpected 'torch', 'mindspore' or 'none', got {framework!r}.")
-    key = framework, world_size
+    key = framework, world_size, call_s
     if key not in _pools:
-        _pools[key] = Pool(framework, world_size)
+        _pools[key] = Pool(framework, world_size, call_s)
     return _pools[key]
 
 
@@ -127,11 +132,12 @@ def worker_environment() -> dict[str, str]:
 
 
 class Pool:
-    """The workers of one framework and world size. They start with the first `run`."""
+    """The workers of one framework and world size, see `pool`. They start with the first `run`."""
 
-    def __init__(self, framework: str, world_size: int) -> None:
+    def __init__(self, framework: str, world_size: int, call_s: int | None = None) -> None:
         self.framework = framework
         self.world_size = world_size
+        self._call_s = call_s
         self._workers: list[_Worker] = []
 
     @property
@@ -143,7 +149,7 @@ class Pool:
         self,
         function: Callable[..., Any],
         *args: Any,
-        deadline_s: float = 30.0,
+        deadline_s: float = 120.0,
         grace_s: float = _GRACE_S,
         **kwargs: Any,
     ) -> list[Any]:
@@ -177,16 +183,26 @@ class Pool:
             worker.stop()
 
     def _start(self) -> None:
+        try:
+            self._meet()
+        except RankError as error:
+            if _NO_SERVER not in str(error):
+                raise
+            self.close()
+            self._meet()
+
+    def _meet(self) -> None:
         nursery = _nursery(self.framework)
         for rank in range(self.world_size):
             self._workers.append(nursery.fork(rank))
         deadline = time.monotonic() + (_START_S if self.framework == "mindspore" else _ANSWER_S)
         first, *others = self._workers
-        # The kernel chooses the port, and rank 0 has it already when the others hear of it: nobody else can take it.
-        first.send(pickle.dumps((self.world_size, 0)))
+        # The kernel chooses the port, and rank 0 has it already when the others hear of it: nobody else can take it. (On MindSpore
+        # rank 0 has found it free, and takes it a moment later.)
+        first.send(pickle.dumps((self.world_size, 0, self._call_s)))
         port = self._collect("starting rank 0", deadline, [first])[0]
         for worker in others:
-            worker.send(pickle.dumps((self.world_size, port)))
+            worker.send(pickle.dumps((self.world_size, port, self._call_s)))
         self._collect("joining the process group", deadline)
 
     def _collect(
@@ -268,13 +284,24 @@ class _Worker:
 
     def stacks(self) -> str:
         """Where all its threads are, as it writes it when it gets the signal."""
-        before = self.output()
+        before = last = self.output()
+        if self._is_stopped():
+            return before
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
-        for _ in _until(time.monotonic() + 1.0):
-            if (now := self.output()) != before and now.endswith("\n"):
+        for _ in _until(time.monotonic() + _STACKS_S, pause_s=0.1):
+            now = self.output()
+            if now == last != before:  # it comes in pieces, each of them whole lines
                 return now
-        return before
+            last = now
+        return last
+
+    def _is_stopped(self) -> bool:
+        """Whether it was told to hold still (SIGSTOP): then it writes nothing."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
 
     def stop(self) -> None:
         self.connection.close()
@@ -351,7 +378,7 @@ class _Nursery:
         return pickle.loads(answer)  # noqa: S301 - of our own process
 
 
-_pools: dict[tuple[str, int], Pool] = {}
+_pools: dict[tuple[str, int, int | None], Pool] = {}
 _nurseries: dict[str, _Nursery] = {}
 
 

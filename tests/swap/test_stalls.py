@@ -244,17 +244,22 @@ def gate() -> Iterator[threading.Event]:
     opened.set()
 
 
-def test_on_a_cpu_it_is_the_time_that_the_host_waits(tmp_path: Path, gate: threading.Event) -> None:
+def test_on_a_cpu_it_is_the_time_that_the_host_waits(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = HostDevice(lambda: gate.wait(60))
     tier = DiskTier(tmp_path, 1 << 20)
     engine: SwapEngine = SwapEngine(device, [tier], Limits(1 << 20, 1 << 20))
     handle = Handle(engine.save(bytearray(b"abc"), 3, engine.new_group("layer"), "abc", lambda: 0))
     engine.join()
     assert engine.stats.load_stall_ms == 0
-    timer = threading.Timer(0.02, gate.set)
-    timer.start()
+
+    def open_and_wait(event: DiskEvent) -> None:
+        gate.set()  # not before: nothing is measured of a load that is there when it is asked for
+        event.join()
+
+    monkeypatch.setattr(device.compute, "wait_event", open_and_wait)
     assert engine.acquire(handle) == bytearray(b"abc")
-    timer.join()
     engine.poll()
     assert engine.stats.load_stall_ms > 0
     assert engine.stats.offload_stall_ms == 0
