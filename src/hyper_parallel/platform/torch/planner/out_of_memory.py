@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel._base.errors import HyperParallelError
 
@@ -52,12 +53,29 @@ def let_go(error: BaseException) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Give memory back that nothing holds any more: cycles of the failed attempt, and what the allocator kept in other sizes."""
+    """Give memory back that nothing of use holds any more: cycles and the rest of a backward of the failed attempt, and what the
+    allocator kept in other sizes."""
+    _drop_failed_backward()
     gc.collect()
     if device.type != "cpu":
         handle = getattr(torch, device.type)
         handle.synchronize(device)
         handle.empty_cache()
+
+
+def _drop_failed_backward() -> None:
+    """Run a backward of nothing.
+
+    On a CPU backward runs in the calling thread, and what a failed one had still to do stays in that thread's queue, with the graph and all
+    its tensors, until the next one begins. The caller may be in any mode, and where this fails only memory is lost.
+    """
+    with (
+        contextlib.suppress(Exception),
+        _disable_current_modes(),  # these ops are no one's
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        torch.ones((), device="cpu", requires_grad=True).mul(2).backward()
 
 
 _lock = threading.Lock()
