@@ -15,7 +15,7 @@ import hyper_parallel as hp  # noqa: E402
 from hyper_parallel._base.errors import DamagedFileError, StateError  # noqa: E402
 from hyper_parallel.core.planner.choices import recompute_all  # noqa: E402
 from hyper_parallel.core.planner.planning import planned  # noqa: E402
-from hyper_parallel.core.planner.profile import Link  # noqa: E402
+from hyper_parallel.core.planner.profile import Link, Op, Region, StepProfile  # noqa: E402
 from hyper_parallel.core.planner.solver import BudgetError  # noqa: E402
 from hyper_parallel.platform.torch.planner import ProfiledModel  # noqa: E402
 from support import planned_models as models  # noqa: E402
@@ -33,14 +33,36 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+def with_even_times(profile: StepProfile) -> StepProfile:
+    """The profile of a machine that takes a millisecond for each megabyte: in measured times one stall would change all that is chosen."""
+
+    def op_ms(region: Region, op: Op) -> float:
+        if op.part is not None:  # its time is that of the op it is a part of
+            return 0.0
+        read = [region.ops[index].num_bytes for index in op.reads]
+        read += [region.inputs[index].value.num_bytes for index in op.reads_inputs]
+        return (op.num_bytes + sum(read)) / 1e6
+
+    def even(region: Region) -> Region:
+        ops = tuple(dataclasses.replace(op, forward_ms=op_ms(region, op)) for op in region.ops)
+        ms = sum(op.forward_ms for op in ops)
+        return dataclasses.replace(region, ops=ops, forward_ms=ms, backward_ms=2 * ms, before_ms=0.0, after_ms=0.0)
+
+    regions = tuple(map(even, profile.regions))
+    step_ms = sum(region.forward_ms + region.backward_ms for region in regions)
+    return dataclasses.replace(
+        profile, regions=regions, step_ms=step_ms, turn=dataclasses.replace(profile.turn, ms=0.0)
+    )
+
+
 class Planned:
-    """One model with its profile, so that many budgets cost one profile."""
+    """One model with its profile, so that many budgets cost one profile. Memory is measured, time is not."""
 
     def __init__(self, name: str) -> None:
         self.model, self.inputs = models.make(name), models.batch(name)
         self.plain = models.gradients(self.model, self.inputs)
         self.profiled = ProfiledModel(self.model, self.inputs)
-        profile = self.profiled.profile()
+        profile = with_even_times(self.profiled.profile())
         # Files of a few kilobytes come and go for nothing here. A link that carries a third of what is kept in the time of a forward makes
         # it worth to choose.
         residual_bytes = sum(region.residual_bytes for region in profile.regions)
