@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate.utils import send_to_device
 
-from hyper_parallel.core.planner.plan import MemoryPlan
+from hyper_parallel.core.planner.plan import MemoryPlan, check_choices
 from hyper_parallel.core.planner.planning import plan_memory
 
 __all__ = ["fit_in_memory"]
@@ -24,6 +24,7 @@ def fit_in_memory(
         budget: as of `hp.plan_memory`; so are the other options.
         on_oom: as of `plan.apply`.
     """
+    check_choices(on_oom=on_oom)
     inner = accelerator.unwrap_model(model)
     plan = plan_memory(
         inner, send_to_device(batch, accelerator.device), budget=budget,

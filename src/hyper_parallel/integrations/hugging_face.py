@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback
 
+from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel._base.log import get_logger
-from hyper_parallel.core.planner.plan import MemoryPlan
+from hyper_parallel.core.planner.plan import MemoryPlan, check_choices
 from hyper_parallel.core.planner.planning import plan_memory
 from hyper_parallel.integrations.first_batch import first_batch
 
@@ -17,7 +20,7 @@ _logger = get_logger("integrations")
 
 
 class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed for mypy here
-    """Plans when training begins, and takes the plan off when it ends.
+    """Plans when training begins, and takes the plan off when it ends; where training raises, `remove` does (and `fit_in_memory` sees to it).
 
     Args:
         budget: as of `hp.plan_memory`.
@@ -32,6 +35,7 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     """
 
     def __init__(self, budget: int | str = "auto", *, on_oom: str = "error", **options: Any) -> None:
+        check_choices(on_oom=on_oom)
         self.budget = budget
         self.on_oom = on_oom
         self.options = options
@@ -39,28 +43,54 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._model: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self._model = _inner(given["model"])
-        batch = _on_device(first_batch(given.get("train_dataloader"), self._model, "Trainer"), args.device)
+        self.remove()  # what a training that raised has left
+        _check_not_compiled(args)
+        model = _inner(given["model"])
+        batch = _on_device(first_batch(given.get("train_dataloader"), model, "Trainer"), args.device)
         options = {"loss_fn": _loss, "optimizer": given.get("optimizer"), "progress": False, **self.options}
-        self.plan = plan_memory(self._model, batch, budget=self.budget, **options)
-        self.plan.apply(self._model, on_oom=self.on_oom)
+        self.plan = plan_memory(model, batch, budget=self.budget, **options)
+        self.plan.apply(model, on_oom=self.on_oom)
+        self._model = model
         if state.is_world_process_zero:
             _logger.info("%s", self.plan)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Take the plan off, if it is on."""
         if self.plan is not None and self._model is not None:
             self.plan.remove(self._model)
             self._model = None
 
 
 def fit_in_memory(trainer: Any, budget: int | str = "auto", **options: Any) -> MemoryPlanCallback:
-    """Let a `Trainer` train inside a budget: `fit_in_memory(trainer)`, then `trainer.train()` as ever.
+    """Let a `Trainer` train inside a budget: `fit_in_memory(trainer)`, then `trainer.train()` as ever. The plan is off when that is over, also by an exception.
 
     The callback is returned; it has the plan once training has begun.
     """
     callback = MemoryPlanCallback(budget, **options)
     trainer.add_callback(callback)
+    trainer.train = functools.partial(_train, trainer.train, callback)  # no callback is told of an exception
     return callback
+
+
+def _train(train: Callable[..., Any], callback: MemoryPlanCallback, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return train(*args, **kwargs)
+    finally:
+        callback.remove()
+
+
+def _check_not_compiled(args: Any) -> None:
+    if getattr(args, "torch_compile", False):
+        raise ArgumentError(
+            "The trainer compiles the model as a whole, and a plan is carried out in Python, around each block.",
+            expected="torch_compile=False",
+            got="torch_compile=True",
+            where="TrainingArguments",
+            do="Compile the blocks before training: `for layer in model.model.layers: layer.compile()`.",
+        )
 
 
 def _inner(model: Any) -> Any:

@@ -142,9 +142,7 @@ class MemoryPlan:
             ValueError: the model is another one; the first difference is named.
             StateError: the plan is applied to it already; or "replan" where several ranks train together.
         """
-        for name, value, known in (("on_mismatch", on_mismatch, _ON_MISMATCH), ("on_oom", on_oom, _ON_OOM)):
-            if value not in known:
-                raise ArgumentError(f"`{name}` has no such choice.", expected=" or ".join(known), got=describe(value))
+        check_choices(on_mismatch=on_mismatch, on_oom=on_oom)
         if model in self._applied or model in self._managed:
             raise StateError("The plan is applied to this model already.", do="Call `plan.remove(model)` first.")
         self.attach(model, on_mismatch)
@@ -355,6 +353,17 @@ class MemoryPlan:
             ValueError: it was not; the first difference is named.
         """
         self._check_facts(_part(model, "MemoryPlan.check").all_facts(model, batch))
+
+
+def check_choices(*, on_mismatch: Any = "error", on_oom: Any = "error") -> None:
+    """What `apply` is told, before anything else is done.
+
+    Raises:
+        ValueError: there is no such choice.
+    """
+    for name, value, known in (("on_mismatch", on_mismatch, _ON_MISMATCH), ("on_oom", on_oom, _ON_OOM)):
+        if value not in known:
+            raise ArgumentError(f"`{name}` has no such choice.", expected=" or ".join(known), got=describe(value))
 
 
 def _part(model: Any, call: str) -> Any:

@@ -56,7 +56,7 @@ def plan_memory(
         loss_fn: the loss in what the model gives; without it `.loss`, or the output itself.
         regions: the blocks that are planned, as paths, patterns ("layers.*") or classes; found by themselves without it.
         optimizer: its state counts, also before its first step.
-        reserve: bytes to leave free for what nobody has allocated yet.
+        reserve: bytes to leave free for what nobody has allocated yet; the state of an `optimizer` is among it that is not known by its kind.
         verify: prove the plan with real steps, and solve again if the peak was above the budget.
         progress: show a bar; or a function that is told what happens.
 

@@ -39,10 +39,10 @@ def check_called(model: nn.Module, paths: Iterable[str]) -> None:
     """Refuse a model in which something else decides how the blocks at these paths are called.
 
     Raises:
-        ValueError: what is around them is compiled, so that Python is not asked when they run.
+        ValueError: what is around them is compiled, so that Python is not asked when they run; or gradient checkpointing is on.
     """
-    around = {path.rpartition(".")[0] for path in paths}
-    around |= {".".join(path.split(".")[:length]) for path in around for length in range(path.count(".") + 1)}
+    blocks = set(paths)
+    around = {".".join(path.split(".")[:length]) for path in blocks for length in range(path.count(".") + 1)}
     for name in sorted(around):
         if is_compiled(model.get_submodule(name)):
             raise ArgumentError(
@@ -51,4 +51,15 @@ def check_called(model: nn.Module, paths: Iterable[str]) -> None:
                 got="torch.compile of " + (f"`{name}`" if name else "the model"),
                 where=type(model).__name__,
                 do=COMPILE_BLOCKS,
+            )
+    for name in sorted(around | blocks):
+        module = model.get_submodule(name)
+        # The flag of Hugging Face's models and of others that do as they do.
+        if getattr(module, "gradient_checkpointing", False) is True and module.training:
+            raise ArgumentError(
+                "Gradient checkpointing is on, and a plan decides itself what is recomputed.",
+                expected="blocks that run once, in forward",
+                got=f"{type(module).__name__} with gradient_checkpointing=True",
+                where=name or "the model",
+                do="Switch it off before planning: `model.gradient_checkpointing_disable()`; of a Trainer, gradient_checkpointing=False.",
             )

@@ -82,8 +82,8 @@ class ProfiledModel:
         self.loss_fn = loss_fn
         self.device = device_of(model)
         self.blocks = find_blocks(model, regions)
-        self.extra_bytes = reserve_bytes + optimizer_bytes(model, optimizer, self.device)
         self._reached: list[int | None] = []  # for each call of a block: see `_Reached`
+        self.extra_bytes = reserve_bytes + optimizer_bytes(optimizer, self.device, is_reserved=reserve_bytes > 0)
 
     # -- what is alive when forward begins ------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class ProfiledModel:
                 "The model does not run the same blocks in each step.",
                 expected=f"{marked} calls of blocks, as in the step before",
                 got=str(len(calls)),
-                do="Switch off what skips blocks at random (layer drop) while planning.",
+                do="Switch off what skips blocks at random (layer drop), or runs them again in backward (torch.utils.checkpoint).",
             )
 
 
@@ -478,8 +478,8 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def optimizer_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> int:
-    """What an optimizer will hold beside what is allocated already.
+def optimizer_bytes(optimizer: Any, device: torch.device, *, is_reserved: bool = False) -> int:
+    """What an optimizer will hold beside what is allocated already. `is_reserved`: what cannot be told is counted elsewhere.
 
     Raises:
         ValueError: its state is not there yet and cannot be told from its kind.
@@ -504,12 +504,14 @@ def optimizer_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> i
     if found:
         return found if device.type == "cpu" else 0  # an accelerator's allocator has counted it
     copies = _copies_of_parameters(optimizer)
+    if copies is None and is_reserved:
+        return 0
     if copies is None:
         raise ArgumentError(
             "How much this optimizer will hold is not known.",
             expected="an optimizer that has taken a step, or one of " + ", ".join(sorted(_COPIES)),
             got=type(optimizer).__name__,
-            do="Take one step with it before planning, or give its bytes as reserve= instead.",
+            do="Take one step with it before planning, or give its bytes as reserve=.",
         )
     return copies * sum(map(_num_bytes, trained))
 

@@ -1,0 +1,106 @@
+"""Hugging Face's Trainer inside a budget: what does not go together is refused in words, and nothing is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+hf = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import hyper_parallel as hp  # noqa: E402
+from hyper_parallel.integrations.accelerate import fit_in_memory as fit_in_accelerate  # noqa: E402
+from hyper_parallel.integrations.hugging_face import MemoryPlanCallback, fit_in_memory  # noqa: E402
+from support import planned_models as models  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("on_disk")
+
+
+class Stopping(hf.TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, *args: Any, **given: Any) -> None:
+        raise ZeroDivisionError
+
+
+def trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
+    tokens = torch.arange(models.LENGTH) % models.VOCABULARY
+    args = hf.TrainingArguments(
+        output_dir=str(folder), max_steps=1, per_device_train_batch_size=2, report_to=[], save_strategy="no", disable_tqdm=True,
+        use_cpu=True, dataloader_pin_memory=False, logging_strategy="no", **options,
+    )  # fmt: skip
+    data = [{"input_ids": tokens, "labels": tokens}] * 4
+    return hf.Trainer(models.make("llama"), args, train_dataset=data, callbacks=list(callbacks))
+
+
+@pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}], ids=["not reentrant", "reentrant"])
+def test_gradient_checkpointing_is_named_with_how_to_switch_it_off(kwargs: Any) -> None:
+    model = models.make("llama")
+    model.gradient_checkpointing_enable(kwargs)
+    with pytest.raises(ValueError, match=r"model\.gradient_checkpointing_disable\(\)"):
+        hp.plan_memory(model, models.batch("llama"), progress=False)
+    model.gradient_checkpointing_disable()
+    plan = hp.plan_memory(model, models.batch("llama"), progress=False)
+    model.gradient_checkpointing_enable(kwargs)
+    with pytest.raises(ValueError, match=r"model\.gradient_checkpointing_disable\(\)"):
+        plan.apply(model)
+    assert hp.wrappers(model) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gradient_checkpointing": True}, "gradient_checkpointing_disable"),
+        ({"torch_compile": True, "torch_compile_backend": "eager"}, "Compile the blocks"),
+        ({"optim": "adafactor"}, "reserve="),
+    ],
+)
+def test_options_that_a_plan_cannot_go_with_are_refused_with_what_to_do(
+    options: Any, said: str, tmp_path: Path
+) -> None:
+    trained = trainer(tmp_path, **options)
+    fit_in_memory(trained, "60%")
+    with pytest.raises(ValueError, match=said):
+        trained.train()
+    assert hp.wrappers(trained.model) == []
+
+
+def test_an_optimizer_that_nobody_knows_is_counted_by_what_is_reserved(tmp_path: Path) -> None:
+    trained = trainer(tmp_path, optim="adafactor")
+    callback = fit_in_memory(trained, "60%", reserve="1MiB")
+    trained.train()
+    assert callback.plan is not None
+    parameter_bytes = sum(each.numel() * each.element_size() for each in trained.model.parameters())
+    assert callback.plan.base_bytes >= 2 * parameter_bytes + 2**20
+
+
+def test_a_wrong_choice_is_told_before_anything_is_planned() -> None:
+    with pytest.raises(ValueError, match="`on_oom` has no such choice"):
+        MemoryPlanCallback("60%", on_oom="replam")
+    with pytest.raises(ValueError, match="`on_oom` has no such choice"):
+        fit_in_accelerate(None, None, None, on_oom="replam")
+
+
+def test_an_exception_in_training_takes_the_plan_off(tmp_path: Path) -> None:
+    stopping = Stopping()
+    trained = trainer(tmp_path, stopping)
+    callback = fit_in_memory(trained, "60%")
+    with pytest.raises(ZeroDivisionError):
+        trained.train()
+    assert callback.plan is not None
+    assert hp.wrappers(trained.model) == []
+    trained.remove_callback(stopping)
+    trained.train()
+    assert hp.wrappers(trained.model) == []
+
+
+def test_a_callback_by_itself_plans_again_after_an_exception(tmp_path: Path) -> None:
+    stopping, callback = Stopping(), MemoryPlanCallback("60%")
+    trained = trainer(tmp_path, callback, stopping)
+    with pytest.raises(ZeroDivisionError):
+        trained.train()
+    assert hp.wrappers(trained.model) != []
+    trained.remove_callback(stopping)
+    trained.train()
+    assert hp.wrappers(trained.model) == []
