@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,3 +93,20 @@ def test_what_cannot_be_is_told(backend: Backend, model: Any, batch: Any) -> Non
         plan_of(model, batch, "60%", regions=["layers.*"])
     with pytest.raises(ValueError, match="another model"):
         plan_of(model, batch, "75%", verify=False).apply(backend.sequence(backend.linear(64, 64)))
+
+
+def test_a_copy_is_without_the_plan_and_no_second_plan_goes_on_top(backend: Backend, model: Any, batch: Any) -> None:
+    plan, second = plan_of(model, batch, "75%", verify=False), plan_of(model, batch, "75%", verify=False)
+    plan.apply(model)
+    num_wrappers = len(hp.wrappers(model))
+    assert num_wrappers > 0
+    copied = copy.deepcopy(model)
+    assert hp.wrappers(copied) == []
+    plan.apply(copied)
+    assert same(backend.train_step(copied, batch), backend.train_step(model, batch))
+    plan.remove(copied)
+    with pytest.raises(StateError, match="A plan is applied to this model already"):
+        second.apply(model)
+    assert len(hp.wrappers(model)) == num_wrappers
+    plan.remove(model)
+    assert hp.wrappers(model) == []

@@ -140,7 +140,7 @@ class MemoryPlan:
 
         Raises:
             ValueError: the model is another one; the first difference is named.
-            StateError: the plan is applied to it already; or "replan" where several ranks train together.
+            StateError: this plan, or another one, is applied to it already; or "replan" where several ranks train together.
         """
         check_choices(on_mismatch=on_mismatch, on_oom=on_oom)
         if model in self._applied or model in self._managed:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
 
 
 class Kinds(NamedTuple):
@@ -53,6 +53,25 @@ def find_blocks(kinds: Kinds, model: Any, regions: Sequence[str | type] | None =
                 do="Plan the model before wrapping it, or `remove` the plan that was applied.",
             )
     return found
+
+
+def check_unplanned(planned: Iterable[str], paths: Iterable[str]) -> None:
+    """Refuse blocks at paths that are under a plan, or have something in them or around them that is. `planned`: where one is.
+
+    Raises:
+        StateError: the first one is named.
+    """
+    planned = list(planned)
+    for path in paths:
+        for name in planned:
+            if f"{path}.".startswith(f"{name}.") or f"{name}.".startswith(f"{path}."):
+                raise StateError(
+                    "A plan is applied to this model already.",
+                    expected="blocks without a plan",
+                    got="one that is planned",
+                    where=name,
+                    do="Take that plan off first: `plan.remove(model)`.",
+                )
 
 
 def _repeated(kinds: Kinds, path: str, module: Any) -> Iterator[tuple[str, Any]]:

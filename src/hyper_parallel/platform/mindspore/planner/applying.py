@@ -15,13 +15,14 @@ from mindspore.graph.api import _pynative_executor
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.platform.mindspore.activation_checkpoint.activation_swap import AsyncSaveOnCpu
-from hyper_parallel.platform.mindspore.activation_checkpoint.checkpoint_wrapper import CheckpointWrapper
 from hyper_parallel.platform.mindspore.activation_checkpoint.region import checkpoint
 from hyper_parallel.platform.mindspore.activation_checkpoint.replacement import TREE
 from hyper_parallel.platform.mindspore.activation_checkpoint.replays import is_replaying
 from hyper_parallel.platform.mindspore.activation_checkpoint.storages import storage_address
+from hyper_parallel.platform.mindspore.planner.planned_block import PlannedBlock, planned_blocks
 from hyper_parallel.platform.mindspore.planner.signature import look_of
 from hyper_parallel.platform.mindspore.planner.surroundings import tensors_of
+from hyper_parallel.platform.regions.blocks import check_unplanned
 from hyper_parallel.platform.regions.mismatches import Mismatches
 from hyper_parallel.platform.regions.options import TAKEN
 from hyper_parallel.platform.regions.replacement import replace
@@ -98,6 +99,9 @@ class StepBegins:
             for call in self._calls:
                 call.begin()
 
+    def __reduce__(self) -> Any:
+        return StepBegins, ((),)  # as the blocks of a copy are the plain ones
+
 
 def _is_forward() -> bool:
     """Of a step: neither an evaluation nor a region's that runs again."""
@@ -139,6 +143,7 @@ class Applied:
         by_path: dict[str, list[_Choice]] = {}
         for region, decided in zip(regions, decision, strict=True):
             by_path.setdefault(region.path, []).append(_choice(region, decided))
+        check_unplanned(planned_blocks(model), by_path)
         self._model = model
         self._wrappers: dict[nn.Cell, nn.Cell] = {}
         repeated: list[PlannedCall] = []
@@ -148,7 +153,7 @@ class Applied:
             if path not in cells:
                 raise ArgumentError("A planned block is not in the model.", expected=path, where=type(model).__name__)
             call = PlannedCall(choices, self.mismatches, checks_ops)
-            self._wrappers[cells[path]] = CheckpointWrapper(cells[path], checkpoint_fn=call)
+            self._wrappers[cells[path]] = PlannedBlock(cells[path], call)
             repeated += [call] if call.num_calls > 1 else []
         replace(TREE, model, self._wrappers)
         self._hooks = [model.register_forward_pre_hook(StepBegins(repeated))] if repeated else []

@@ -11,16 +11,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as framework_checkpoint
 
 from hyper_parallel._base.errors import ArgumentError, StateError
+from hyper_parallel.platform.regions.blocks import check_unplanned
 from hyper_parallel.platform.regions.mismatches import MismatchError, Mismatches
 from hyper_parallel.platform.regions.options import TAKEN
 from hyper_parallel.platform.regions.replacement import replace
-from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import CheckpointWrapper
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is_in_compiled_call
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
 from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.activation_checkpoint.values import traits_of
 from hyper_parallel.platform.torch.planner.blocks import COMPILE_BLOCKS, check_called
+from hyper_parallel.platform.torch.planner.planned_block import PlannedBlock, planned_blocks
 from hyper_parallel.platform.torch.planner.signature import autocast_now, look_of
 from hyper_parallel.platform.torch.planner.surroundings import device_of
 
@@ -191,10 +192,7 @@ class PlannedCall:
 
 
 class StepBegins:
-    """What a model with blocks that run more than once calls before its forward: the last one may not have come to its end.
-
-    Not a function, so that a copy of the model has one for its own blocks.
-    """
+    """What a model with blocks that run more than once calls before its forward: the last one may not have come to its end."""
 
     def __init__(self, calls: Sequence[PlannedCall]) -> None:
         self._calls = calls
@@ -203,6 +201,10 @@ class StepBegins:
         if _is_forward():
             for call in self._calls:
                 call.begin()
+
+    def __reduce__(self) -> Any:
+        # The blocks of a copy are plain ones, and need no package to be loaded. So does this hook: `{}.get(model, inputs)` gives the inputs back.
+        return getattr, ({}, "get")
 
 
 def _is_forward() -> bool:
@@ -270,6 +272,7 @@ class Applied:
             by_path.setdefault(region.path, []).append(index)
         self._wrappers: dict[nn.Module, nn.Module] = {}
         repeated: list[PlannedCall] = []
+        check_unplanned(planned_blocks(model), by_path)
         check_called(model, [path for path in by_path if path in blocks])
         for path, indices in by_path.items():
             # Where something is swapped the last block tells the engine that backward has begun: a region that saves all.
@@ -289,7 +292,7 @@ class Applied:
                 is_host_bound,
                 surroundings,
             )
-            self._wrappers[blocks[path]] = CheckpointWrapper(blocks[path], checkpoint_fn=call)
+            self._wrappers[blocks[path]] = PlannedBlock(blocks[path], call)
             repeated += [call] if call.num_calls > 1 else []
         self._model = model
         replace(TREE, model, self._wrappers)
