@@ -184,6 +184,10 @@ def test_every_command_and_every_setting_is_on_its_page() -> None:
 
 def test_the_tests_that_the_page_of_combinations_names_are_there() -> None:
     named = set(re.findall(r"`(\w+\.py)`", (DOCS / "combinations.md").read_text(encoding="utf-8")))
-    there = {path.name for folder in ("tests/activation", "benchmarks") for path in (ROOT / folder).glob("*.py")}
+    there = {
+        path.name
+        for folder in ("tests/activation", "tests/planner", "benchmarks")
+        for path in (ROOT / folder).glob("*.py")
+    }
     assert len(named) > 10
     assert named - there == set()
