@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError, describe
 from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
-from hyper_parallel.core.planner.budget import is_percentage
+from hyper_parallel.core.planner.budget import check_budget, is_percentage
 from hyper_parallel.core.planner.choosing import smallest_budget
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, _part
-from hyper_parallel.core.planner.planning import first_margin, planned, reserve_bytes
+from hyper_parallel.core.planner.planning import check_loss_fn, first_margin, planned, reserve_bytes
 from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.progress import Progress, progress_of
 from hyper_parallel.core.planner.solver import BudgetError
@@ -139,6 +139,8 @@ def largest(
             expected='bytes, a size such as "24GiB", or "auto"',
             got=describe(budget),
         )
+    check_budget(budget)
+    check_loss_fn(loss_fn)
     sizes = _Sizes(
         _part(model, "largest"), model, make_batch, budget, loss_fn,
         {"regions": regions, "optimizer": optimizer, "reserve_bytes": reserve_bytes(reserve)},

@@ -128,7 +128,7 @@ class ManagedModel:
             state.close()
 
     def _until_it_fits(self, function: Callable[[], Any], state: Any, inputs: Callable[[], Any], what: str) -> Any:
-        said = ""
+        said, num_plans = "", 0
         for tried in range(_MAX_PLANS + 1):
             result, failure = self._part.attempt(function, self._device)
             if failure is None:
@@ -140,13 +140,10 @@ class ManagedModel:
             state.restore()
             _logger.info("a %s ran out of memory; planning anew for %s", what, self._part.look(batch))
             self._replan(batch, _LESS**tried)
+            num_plans += 1
         raise self._part.OutOfMemoryError(
             f"{said}\nMemory ran out in a {what}, "
-            + (
-                "before the model ran."
-                if not self.num_replans
-                else f"and again under {_MAX_PLANS} plans made anew for it."
-            )
+            + (f"and again under {num_plans} plans made anew for it." if num_plans else "before the model ran.")
         )
 
     def _replan(self, batch: Any, part_of_room: float) -> None:

@@ -9,11 +9,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
+from hyper_parallel._base.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DamagedFileError,
+    HyperParallelError,
+    StateError,
+    describe,
+)
 from hyper_parallel.core.planner import plan_file
 from hyper_parallel.core.planner.choices import Decision, RegionDecision
+from hyper_parallel.core.planner.choices import check as check_decision
 from hyper_parallel.core.planner.host_need import HostNeed, host_need
-from hyper_parallel.core.planner.profile import StepProfile
+from hyper_parallel.core.planner.profile import StepProfile, checked
 from hyper_parallel.core.planner.settings import Setting
 from hyper_parallel.core.planner.table import plan_table
 from hyper_parallel.core.swap.config import SwapSetting, configure_swap, current_config
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
 
 _ON_MISMATCH = ("error", "recompute")
 _ON_OOM = ("error", "replan")
+_PLAN_AGAIN = "Plan again, and save the plan anew."
 
 
 @dataclass(frozen=True)
@@ -291,8 +300,9 @@ class MemoryPlan:
 
         The model is left as it was, with the plan applied only if it was before.
         """
-        from hyper_parallel.core.planner.planning import verified
+        from hyper_parallel.core.planner.planning import check_loss_fn, verified
 
+        check_loss_fn(loss_fn)
         was_applied = model in self._applied or model in self._managed
         replans = was_applied and model in self._managed and self._managed[model].retries_forward
         if was_applied:
@@ -325,8 +335,6 @@ class MemoryPlan:
         Raises:
             FileNotFoundError, DamagedFileError: there is no plan in the file.
         """
-        from hyper_parallel._base.errors import DamagedFileError
-
         data = plan_file.read(path)
         try:
             profile = StepProfile.from_dict({**data["profile"], "facts": data["facts"]})
@@ -336,14 +344,24 @@ class MemoryPlan:
                 else RegionDecision(False, tuple(each["ops"]), tuple(each["inputs"]))
                 for each, region in zip(data["decision"], profile.regions, strict=True)
             )
-            measured = None if data["measured"] is None else Measured(**data["measured"])
+            for region, each in zip(profile.regions, decision, strict=True):
+                check_decision(region, each)
+            measured = None if data["measured"] is None else checked(Measured(**data["measured"]))
             return MemoryPlan(
-                profile, decision, Setting.from_dict(data["setting"]), data["budget_bytes"], Predicted(**data["predicted"]),
+                profile, decision, Setting.from_dict(data["setting"]), data["budget_bytes"], checked(Predicted(**data["predicted"])),
                 measured, data["gap"],
             )  # fmt: skip
+        except HyperParallelError as error:
+            raise DamagedFileError(
+                f"A plan file cannot be carried out. {error.what}",
+                expected=error.expected,
+                got=error.got,
+                where=", ".join(filter(None, (error.where, str(path)))),
+                do=_PLAN_AGAIN,
+            ) from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedFileError(
-                "A plan file lacks something.", got=f"{type(error).__name__}: {error}", where=str(path)
+                "A plan file lacks something.", got=f"{type(error).__name__}: {error}", where=str(path), do=_PLAN_AGAIN
             ) from error
 
     def check(self, model: Any, batch: Any) -> None:

@@ -8,10 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel._base.errors import ArgumentError, DamagedFileError
+from hyper_parallel._base.errors import ArgumentError, DamagedFileError, describe
 
 FORMAT = "hyper_parallel memory plan"
 VERSION = 1
+_KINDS: dict[str, tuple[Any, str]] = {
+    "facts": (dict, "a table"),
+    "budget_bytes": (int, "a whole number"),
+    "gap": ((int, float), "a number"),
+    "setting": (dict, "a table"),
+    "decision": (list, "a list"),
+    "profile": (dict, "a table"),
+}
 
 
 def write(path: str | os.PathLike[str], data: dict[str, Any]) -> None:
@@ -42,11 +50,20 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     if data.get("version") != VERSION:
         raise ArgumentError(
             "A plan file is of another version.",
-            expected=str(VERSION),
-            got=str(data.get("version")),
+            expected=f"the number {VERSION}",
+            got=describe(data.get("version")),
             where=str(path),
             do="Plan again with this version of the package.",
         )
+    for name, (kind, words) in _KINDS.items():
+        if not isinstance(data.get(name), kind):
+            raise DamagedFileError(
+                "A plan file lacks something.",
+                expected=words,
+                got=describe(data.get(name)),
+                where=f"{name}, {path}",
+                do="Plan again, and save the plan anew.",
+            )
     return data
 
 

@@ -8,9 +8,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel._base.errors import ArgumentError, describe
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
+from hyper_parallel.core.planner.budget import check_budget
 from hyper_parallel.core.planner.choices import plain, recompute_all
 from hyper_parallel.core.planner.choosing import choose, overhead_ms, unmanaged
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, Predicted, _part
@@ -29,6 +30,7 @@ _TOO_SLOW = 1.04  # real steps to predicted ones: more than what clocks and temp
 _NEAR = 1.02  # of two measured plans: which is the faster may be otherwise tomorrow
 # Where all regions together take the host more than this share of a step, steps of one plan were seen to differ by so much within minutes.
 _HOST_SHARE, _HOST_DRIFT = 0.05, 1.1
+_ONE_BLOCK = 'Raise the budget, or name smaller blocks, such as regions=["encoder.layer.*"]: {} is the only one, and is planned as a whole.'
 
 
 def plan_memory(
@@ -74,6 +76,8 @@ def plan_memory(
         True
     """
     part = _part(model, "plan_memory")
+    check_budget(budget)
+    check_loss_fn(loss_fn)
     profiled = part.ProfiledModel(
         model,
         batch,
@@ -119,13 +123,14 @@ def planned(profile: StepProfile, allowed_bytes: int, profiled: Any, *, names_sm
             smallest = profile.peak_bytes
             parts = format_size(profile.activation_peak_bytes), format_size(profile.base_bytes)
             where = "the plain step: {} of activations, {} alive when forward begins".format(*parts)
+        paths = {region.path for region in profile.regions}
         raise BudgetError(
             error.what,
             smallest_bytes=smallest,
             expected=f"a budget of at least {smallest} bytes ({format_size(smallest)})",
             got=f"{allowed_bytes} ({format_size(allowed_bytes)})",
             where=where,
-            do=error.do,
+            do=error.do if len(paths) > 1 else _ONE_BLOCK.format(*paths),
         ) from None
 
 
@@ -377,6 +382,7 @@ def explain(
         2
     """
     part = _part(model, "explain")
+    check_loss_fn(loss_fn)
     profiled = part.ProfiledModel(model, batch, loss_fn, regions=regions)
     with progress_of(progress, "profiling", num_steps=6) as say:
         return Explanation(profiled.profile(say))
@@ -394,6 +400,16 @@ class Explanation:
     def as_dict(self) -> dict[str, Any]:
         """Everything that was measured, for JSON."""
         return self.profile.as_dict()
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raises TypeError where it cannot be called: before anything is measured."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise ArgumentTypeError(
+            "`loss_fn` gives the loss in what the model gives.",
+            expected="a function of the model's output, or None",
+            got=describe(loss_fn),
+        )
 
 
 def reserve_bytes(reserve: int | str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True)
@@ -204,16 +204,34 @@ class StepProfile:
         link = None if data["link"] is None else Link(**data["link"])
         rest = {name: data[name] for name in ("base_bytes", "peak_bytes", "step_ms", "facts")}
         rest["is_plain_measured"] = data.get("is_plain_measured", True)
-        return StepProfile(regions=regions, turn=Turn(**data["turn"]), link=link, **rest)
+        turn = checked(Turn(**data["turn"]))
+        return checked(StepProfile(regions=regions, turn=turn, link=link and checked(link), **rest))
+
+
+_KINDS: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str}
+_Data = TypeVar("_Data")
+
+
+def checked(data: _Data) -> _Data:
+    """What came from a file, if its numbers are numbers: a dataclass takes anything.
+
+    Raises:
+        TypeError: one is not.
+    """
+    for each in dataclasses.fields(data):  # type: ignore[arg-type]  # of all dataclasses
+        kind, value = _KINDS.get(str(each.type)), getattr(data, each.name)
+        if kind is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+            raise TypeError(f"`{each.name}` of {type(data).__name__} is {value!r}")
+    return data
 
 
 def _region(data: dict[str, Any]) -> Region:
     rest = {name: value for name, value in data.items() if name not in ("ops", "inputs")}
-    inputs = tuple(Input(Value(**each["value"]), each["may_swap"]) for each in data["inputs"])
-    return Region(ops=tuple(_op(each) for each in data["ops"]), inputs=inputs, **rest)
+    inputs = tuple(checked(Input(checked(Value(**each["value"])), each["may_swap"])) for each in data["inputs"])
+    return checked(Region(ops=tuple(_op(each) for each in data["ops"]), inputs=inputs, **rest))
 
 
 def _op(data: dict[str, Any]) -> Op:
     lists: dict[str, Any] = {name: tuple(data[name]) for name in ("reads", "reads_inputs", "choices", "looks")}
     rest = {name: value for name, value in data.items() if name not in lists and name != "makes"}
-    return Op(makes=tuple(Value(**each) for each in data["makes"]), **lists, **rest)
+    return checked(Op(makes=tuple(checked(Value(**each)) for each in data["makes"]), **lists, **rest))

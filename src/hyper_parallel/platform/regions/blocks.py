@@ -98,6 +98,12 @@ def _has_parameters(kinds: Kinds, module: Any) -> bool:
 def _named(kinds: Kinds, model: Any, regions: Sequence[str | type]) -> dict[str, Any]:
     if isinstance(regions, (str, type)):
         regions = [regions]
+    if not isinstance(regions, Iterable):
+        raise ArgumentTypeError(
+            "`regions` names the blocks of a model.",
+            expected="a list of paths, patterns or module classes",
+            got=describe(regions),
+        )
     modules = {name: module for name, module in kinds.modules(model) if name}
     chosen: set[str] = set()
     for region in regions:
