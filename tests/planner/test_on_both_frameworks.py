@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,3 +112,13 @@ def test_a_copy_is_without_the_plan_and_no_second_plan_goes_on_top(backend: Back
     assert len(hp.wrappers(model)) == num_wrappers
     plan.remove(model)
     assert hp.wrappers(model) == []
+
+
+def test_an_applied_plan_does_not_keep_its_model_alive(backend: Backend, model: Any, batch: Any) -> None:
+    outer = backend.sequence(model)
+    plan = plan_of(outer, batch, "75%").apply(outer)
+    assert not plan.is_empty
+    seen = weakref.ref(outer)
+    del outer
+    gc.collect()
+    assert seen() is None

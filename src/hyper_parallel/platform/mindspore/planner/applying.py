@@ -7,6 +7,7 @@ so that there is nothing to choose op by op.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -144,7 +145,7 @@ class Applied:
         for region, decided in zip(regions, decision, strict=True):
             by_path.setdefault(region.path, []).append(_choice(region, decided))
         check_unplanned(planned_blocks(model), by_path)
-        self._model = model
+        self._model = weakref.ref(model)  # a plan does not keep a model alive
         self._wrappers: dict[nn.Cell, nn.Cell] = {}
         repeated: list[PlannedCall] = []
         for path, choices in by_path.items():
@@ -164,7 +165,9 @@ class Applied:
 
     def remove(self) -> None:
         """Put the blocks back where the wrappers are."""
-        replace(TREE, self._model, {wrapper: block for block, wrapper in self._wrappers.items()})
+        model = self._model()
+        if model is not None:
+            replace(TREE, model, {wrapper: block for block, wrapper in self._wrappers.items()})
         self._wrappers = {}
         for hook in self._hooks:
             hook.remove()

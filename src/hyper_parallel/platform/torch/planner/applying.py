@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -294,7 +295,7 @@ class Applied:
             )
             self._wrappers[blocks[path]] = PlannedBlock(blocks[path], call)
             repeated += [call] if call.num_calls > 1 else []
-        self._model = model
+        self._model = weakref.ref(model)  # a plan does not keep a model alive
         replace(TREE, model, self._wrappers)
         self._hooks = [model.register_forward_pre_hook(StepBegins(repeated))] if repeated else []
 
@@ -304,7 +305,9 @@ class Applied:
 
     def remove(self) -> None:
         """Put the blocks back where the wrappers are."""
-        unwrap(self._model, self._wrappers)
+        model = self._model()
+        if model is not None:
+            unwrap(model, self._wrappers)
         self._wrappers = {}
         for hook in self._hooks:
             hook.remove()
