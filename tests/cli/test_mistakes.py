@@ -141,8 +141,8 @@ def test_a_budget_that_cannot_be_met_is_exit_code_3_and_says_which_can(folder) -
 
 def test_an_interrupt_says_so_and_ends_with_130(folder) -> None:
     process = start(folder, "plan", "mine_of_mistakes:slow")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "building\n"
+    assert process.stderr is not None
+    assert process.stderr.readline() == "building\n"
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     try:

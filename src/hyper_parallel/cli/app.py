@@ -152,7 +152,7 @@ def plan(
 
     The function returns (model, batch), (model, batch, loss_fn) or a dict of `plan_memory`'s arguments.
     """
-    from hyper_parallel.cli.build import check_folder
+    from hyper_parallel.cli.build import check_folder, quiet_stdout
     from hyper_parallel.cli.plan import plan_build
 
     check_folder(out)
@@ -161,7 +161,8 @@ def plan(
     if out is not None:
         made.save(out)
     if report is not None:
-        made.report(report)
+        with quiet_stdout():
+            made.report(report)
     if as_json:
         _print_json(made.as_dict())
     else:
@@ -215,14 +216,15 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Show a saved plan: its table, and a page with the memory of one step before and after."""
-    from hyper_parallel.cli.build import check_file, check_folder
+    from hyper_parallel.cli.build import check_file, check_folder, quiet_stdout
     from hyper_parallel.core.planner.plan import MemoryPlan
 
     target = file.with_suffix(".html") if out is None else out
     check_folder(target)
     check_file(file)
     saved = MemoryPlan.load(file)
-    saved.report(target)
+    with quiet_stdout():
+        saved.report(target)
     if as_json:
         _print_json({**saved.as_dict(), "report": str(target)})
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import difflib
 import importlib
 import os
@@ -35,9 +36,11 @@ def built(build: str, second: str = "batch") -> Built:
         ValueError, TypeError: there is no such function, or it returns something else than a model and a batch.
         BuildError: it raised.
     """
-    function = _function(build)
+    with users_stdout():
+        function = _function(build)
     try:
-        made = function()
+        with users_stdout():
+            made = function()
     except Exception as error:
         raise BuildError(
             "The function that builds the model raised an error.",
@@ -151,13 +154,40 @@ def check_file(path: Path) -> None:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """What libraries print themselves goes nowhere: HiGHS sometimes leaves a line of its own on standard output, in the middle of a document."""
-    sys.stdout.flush()
-    saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    """What libraries print themselves goes nowhere: HiGHS sometimes leaves a line of its own on standard output, in the middle of a document.
+
+    What Python prints, the user's model among others, goes to standard error.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, 1)
-        yield
+        with _stdout_to(nowhere):
+            yield
     finally:
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def users_stdout() -> Iterator[None]:
+    """While the user's own code runs: standard output is for our document, and what is printed goes to standard error."""
+    with _stdout_to(2):
+        yield
+
+
+@contextlib.contextmanager
+def _stdout_to(target: int) -> Iterator[None]:
+    _flush()
+    saved = os.dup(1)
+    try:
+        os.dup2(target, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _flush()  # what is still in a buffer belongs to the target
         os.dup2(saved, 1)
         os.close(saved)
-        os.close(nowhere)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # where C's library is not found under no name
+        ctypes.CDLL(None).fflush(None)

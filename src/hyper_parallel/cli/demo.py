@@ -67,7 +67,8 @@ def run_demo(console: Console, budget: str, num_steps: int, report: Path) -> Out
             plan.measured = type(plan.measured)(plan.measured.peak_bytes, planned.step_ms)
     outcome = Outcome(plan, plain, planned, report)
     same = "equal, bit for bit" if outcome.is_equal else "DIFFERENT"
-    write_report(plan, report, notes=[("losses of both runs", same)])
+    with quiet_stdout():
+        write_report(plan, report, notes=[("losses of both runs", same)])
     _show(console, outcome)
     return outcome
 
