@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,20 @@ def test_a_copy_of_a_planned_model_is_a_plain_model(copied: Callable[[nn.Module]
     plan.remove(other)
     plan.remove(model)
     assert hp.wrappers(other) == hp.wrappers(model) == []
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file])
+def test_a_copy_of_a_model_that_runs_a_block_twice_does_not_know_of_the_plan(
+    copied: Callable[[nn.Module], Any],
+) -> None:
+    model = models.make("mlp")
+    model.blocks.append(model.blocks[0])
+    plan = plan_of(model).apply(model)
+    other = copied(model)
+    assert b"hyper_parallel" not in pickle.dumps(other._forward_pre_hooks)
+    assert same_gradients(model, other)
+    plan.remove(model)
+    assert not model._forward_pre_hooks
 
 
 def test_a_shallow_copy_of_a_planned_block_is_a_block_of_its_own() -> None:

@@ -204,7 +204,7 @@ class StepBegins:
                 call.begin()
 
     def __reduce__(self) -> Any:
-        # The blocks of a copy are plain ones, and need no package to be loaded. So does this hook: `{}.get(model, inputs)` gives the inputs back.
+        # The blocks of a copy are plain and can be loaded without this package, and so can this hook: `{}.get(model, inputs)` gives the inputs back.
         return getattr, ({}, "get")
 
 
