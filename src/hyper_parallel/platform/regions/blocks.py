@@ -14,6 +14,7 @@ class Kinds(NamedTuple):
     """A framework's modules."""
 
     sequences: tuple[type, ...]  # of modules
+    mappings: tuple[type, ...]  # of names to modules
     not_called: tuple[type, ...]  # containers without a forward
     wrapper: type
     children: Callable[[Any], Iterable[tuple[str, Any]]]  # each once, by name
@@ -25,7 +26,8 @@ def find_blocks(kinds: Kinds, model: Any, regions: Sequence[str | type] | None =
     """Paths and modules, in the order of the model; none inside another.
 
     Without `regions`: the members of every list or sequence of modules in which a class with submodules of its own stands at least
-    twice; without such a list, the model's own children that have parameters.
+    twice, and of every such dict in whose members there is no such list (it may hold whole models, by name); without any, the model's own
+    children that have parameters.
 
     Raises:
         ValueError: nothing is found, a pattern matches nothing, or a block is wrapped already.
@@ -78,17 +80,23 @@ def _repeated(kinds: Kinds, path: str, module: Any) -> Iterator[tuple[str, Any]]
     """Members of lists with repeated classes; what is below such a member is part of it."""
     for name, child in kinds.children(module):
         below = f"{path}.{name}" if path else name
+        found: list[tuple[str, Any]] = []
         if isinstance(child, kinds.sequences):
-            classes = Counter(type(each) for _, each in kinds.children(child))
-            members = [
-                (f"{below}.{key}", each)
-                for key, each in kinds.children(child)
-                if classes[type(each)] > 1 and _has_parameters(kinds, each) and any(True for _ in kinds.children(each))
-            ]
-            if members:
-                yield from members
-                continue
-        yield from _repeated(kinds, below, child)
+            found = _members(kinds, below, child)
+        found = found or list(_repeated(kinds, below, child))
+        if not found and isinstance(child, kinds.mappings):
+            found = _members(kinds, below, child)
+        yield from found
+
+
+def _members(kinds: Kinds, path: str, container: Any) -> list[tuple[str, Any]]:
+    """Those of a class that stands in it at least twice and has submodules of its own."""
+    classes = Counter(type(each) for _, each in kinds.children(container))
+    return [
+        (f"{path}.{key}", each)
+        for key, each in kinds.children(container)
+        if classes[type(each)] > 1 and _has_parameters(kinds, each) and any(True for _ in kinds.children(each))
+    ]
 
 
 def _has_parameters(kinds: Kinds, module: Any) -> bool:

@@ -20,6 +20,7 @@ def _children(cell: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
 
 _KINDS = blocks.Kinds(
     sequences=(nn.CellList, nn.SequentialCell),
+    mappings=(nn.CellDict,),
     not_called=(nn.CellList, nn.CellDict),
     wrapper=ActivationWrapper,
     children=_children,

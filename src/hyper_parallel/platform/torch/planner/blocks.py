@@ -13,6 +13,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is
 
 _KINDS = blocks.Kinds(
     sequences=(nn.ModuleList, nn.Sequential),
+    mappings=(nn.ModuleDict,),
     not_called=(nn.ModuleList, nn.ModuleDict),
     wrapper=ActivationWrapper,
     children=nn.Module.named_children,
