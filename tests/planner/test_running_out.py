@@ -237,6 +237,33 @@ def test_a_step_that_runs_out_in_backward_is_repeated_by_run(num_ops: int, on_oo
     plan.remove(training.model)
 
 
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_the_gradient_of_a_batch_is_that_of_a_larger_machine(has_gradient: bool) -> None:
+    def gradient(run: Callable[[Callable[[], Any]], Any], training: Training, arm: Callable[[], None]) -> torch.Tensor:
+        inputs = batch_of(1, LONG).requires_grad_()
+        inputs.grad = torch.ones_like(inputs) if has_gradient else None
+        to_do = [arm]
+
+        def step() -> None:
+            training.model(inputs).backward()
+            while to_do:
+                to_do.pop()()
+            training.model(inputs).backward()
+
+        torch.manual_seed(3)
+        run(step)
+        return inputs.grad
+
+    expected = gradient(plainly, Training(), lambda: None)
+    training = Training()
+    plan, _ = planned(training)
+    plan.apply(training.model, on_mismatch="recompute")
+    with FailingBackward(training.model, 20) as room:
+        assert torch.equal(gradient(plan.run, training, room.arm), expected)
+    assert room.num_failures == 1
+    plan.remove(training.model)
+
+
 def test_run_covers_a_forward_that_runs_out_as_well() -> None:
     expected = trained_with_enough_memory()
     training = Training()

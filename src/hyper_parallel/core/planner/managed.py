@@ -64,7 +64,7 @@ class ManagedModel:
         self._is_planning = False  # M4
         self._inputs: Any = None  # of the last forward in `run`
         self._surroundings: Callable[[], Any] = contextlib.nullcontext  # of that forward: autocast
-        self._is_in_run = False
+        self._run: Any = None  # the state before the step that `run` runs
         self._forward = part.PatchedForward(model, self.forward)
         self._open = contextlib.ExitStack()
         if retries_forward:
@@ -88,7 +88,8 @@ class ManagedModel:
             return original(*args, **kwargs)
         batch = self._part.batch_of(args, kwargs)
         self._choose(batch)
-        if self._is_in_run:
+        if self._run is not None:
+            self._run.note_given((args, kwargs))
             self._inputs = batch
             self._surroundings = self._part.surroundings_of(self._device)
         if not self.retries_forward:
@@ -115,14 +116,13 @@ class ManagedModel:
 
     def run(self, step_fn: Callable[[], Any]) -> Any:
         """M3: what `step_fn` gives."""
-        if self._is_in_run:
+        if self._run is not None:
             raise StateError("`plan.run` was called inside of `plan.run`.", do="Run one step at a time.")
-        state = self._part.StepState(self._model(), with_gradients=True)
-        self._is_in_run = True
+        state = self._run = self._part.StepState(self._model(), with_gradients=True)
         try:
             return self._until_it_fits(step_fn, state, lambda: self._inputs, "step")
         finally:
-            self._is_in_run = False
+            self._run = None
             self._inputs = None
             self._surroundings = contextlib.nullcontext
             state.close()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel._base.errors import StateError
-from hyper_parallel.platform.torch.planner.surroundings import RandomStates
+from hyper_parallel.platform.torch.planner.surroundings import RandomStates, tensors_of
 
 
 class StepState:
@@ -26,8 +26,15 @@ class StepState:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._modes = [(module, module.training) for module in model.modules()]
         self._random = RandomStates(model)
+        self._given: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._stepped: str | None = None
         self._handle = register_optimizer_step_pre_hook(self._note_optimizer) if with_gradients else None
+
+    def note_given(self, arguments: Any) -> None:
+        """What the model is called with: of a tensor that requires a gradient, what it has before the step's first backward."""
+        for tensor in tensors_of(arguments):
+            if tensor.requires_grad and tensor.is_leaf:
+                self._given.setdefault(id(tensor), (tensor, _copied(tensor.grad)))
 
     def close(self) -> None:
         """The step is over, or given up."""
@@ -57,6 +64,8 @@ class StepState:
         if self._gradients is not None:
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = _put_back(parameter.grad, gradient, parameter)
+        for tensor, gradient in self._given.values():
+            tensor.grad = _put_back(tensor.grad, gradient, tensor)
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
@@ -73,7 +82,7 @@ def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _put_back(
-    current: torch.Tensor | None, before: torch.Tensor | None, parameter: nn.Parameter
+    current: torch.Tensor | None, before: torch.Tensor | None, parameter: torch.Tensor
 ) -> torch.Tensor | None:
     if before is None:
         return None
