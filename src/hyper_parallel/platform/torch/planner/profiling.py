@@ -110,12 +110,8 @@ class ProfiledModel:
         return preserved(self.model, self.batch)
 
     def peaks_within(self, num_steps: int, *, num_before: int) -> int | None:
-        """The highest point of some steps after others, as the model is now, above where they began; None: memory ran out.
-
-        What earlier steps left in the allocator's cache is given back first: a block of it that is up to 1 MiB too large would be used, and counted, as it is.
-        """
-        if self.device.type != "cpu":
-            getattr(torch, self.device.type).empty_cache()
+        """The highest point of some steps after others, as the model is now, above where they began; None: memory ran out."""
+        self._empty_cache()
         found = attempt(lambda: [self.peak_bytes() for _ in range(num_before + num_steps)], self.device)[0]
         return None if found is None else max(found[num_before:])
 
@@ -267,10 +263,16 @@ class ProfiledModel:
         return clock.spans()
 
     def _measured(self, wrappers: Iterable[nn.Module] = ()) -> list[Span]:
+        self._empty_cache()
         meter = memory_meter(self.device)
         with meter.running():
             self._marked(meter, wrappers)
         return meter.spans()
+
+    def _empty_cache(self) -> None:
+        """Before memory is measured: of what other steps left there, a block that is up to 1 MiB too large would be used, and counted, as it is."""
+        if self.device.type != "cpu":
+            getattr(torch, self.device.type).empty_cache()
 
     def _measured_again(self, regions: list[Any], decision: list[Any]) -> tuple[list[Span], float]:
         """A step in which every block is run again, by the allocator; and by the clock, on an accelerator, when regions know their ops."""
