@@ -187,17 +187,20 @@ class Bench:
         return measure(self._meter, self.built.loss, self.built.batch, steps, warm)
 
     def _by_turns(self, context: Callable[[], Any], other: Callable[[], Any]) -> float:
-        """The time of a step in one context, to that in another."""
-        ratios = []
-        for _ in range(self._options.turns):
-            own_ms, other_ms = (self._in(each) for each in (context, other))
-            ratios.append(own_ms / other_ms)
-        return statistics.median(ratios)
+        """The time of a step in one context, to that in another: medians of all steps, as some have a collection of garbage in them."""
+        own_ms: list[float] = []
+        other_ms: list[float] = []
+        for number in range(self._options.turns):
+            turn = [(context, own_ms), (other, other_ms)]
+            for each, times in turn if number % 2 else reversed(turn):  # what drifts is on both sides
+                times += self._steps_in(each)
+        return statistics.median(own_ms) / statistics.median(other_ms)
 
-    def _in(self, context: Callable[[], Any]) -> float:
+    def _steps_in(self, context: Callable[[], Any]) -> list[float]:
+        built = self.built
         with context():
-            step_ms: float = self._measured(self._options.beside, 1)["step_ms"]
-            return step_ms
+            self._meter.step(built.loss, built.batch)
+            return [self._meter.step(built.loss, built.batch)["step_ms"] for _ in range(self._options.beside)]
 
     def _compared(self, measured: Row) -> Row:
         """With the plain runs directly before and after."""
@@ -301,7 +304,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warm", type=int, default=2)
-    parser.add_argument("--beside", type=int, default=2, help="plain steps between two ways, and steps of a turn")
+    parser.add_argument("--beside", type=int, default=3, help="plain steps between two ways, and steps of a turn")
     parser.add_argument("--turns", type=int, default=5, help="of a plan for `min` and full checkpoint")
     parser.add_argument(
         "--prove-smallest", action="store_true", help="where a budget is refused, look with real steps for the smallest"

@@ -7,8 +7,10 @@ import statistics
 from collections.abc import Sequence
 
 from hyper_parallel.core.planner.choices import SWAP, RegionDecision, kept_bytes
-from hyper_parallel.core.planner.profile import Region, alike
+from hyper_parallel.core.planner.profile import Region, Value, alike
 from hyper_parallel.platform.regions.spans import Span
+
+_MOST_ROUNDED = 0.02  # of all that is kept: more than that is something else, and stays in the peaks
 
 
 def with_common_times(regions: Sequence[Region]) -> list[Region]:
@@ -66,6 +68,39 @@ def with_peaks(
         # What the last region swaps comes back at once: its way out and back could hide behind nothing.
         found[-1] = _without_swap(found[-1])
     return found, max(turn, 0)
+
+
+def as_allocated(
+    regions: Sequence[Region], spans: Sequence[Span], again: Sequence[Span], decision: Sequence[RegionDecision]
+) -> list[Region]:
+    """The regions with every size as an allocator counts it that hands out blocks a little larger than what it was asked for.
+
+    By how much is seen where forward ends: what the plain step (`spans`) holds there above its residuals, and the one that runs blocks again (`again`, under
+    `decision`) does not. All that is kept has its share of it, so that blocks that were alike still are.
+    """
+    end = f"after {len(regions) - 1}"
+    levels = [next((span.level_bytes for span in each if span.name == end), None) for each in (spans, again)]
+    kept = sum(region.residual_bytes for region in regions)
+    kept_again = sum(
+        kept_bytes(region, each) + region.note_bytes for region, each in zip(regions, decision, strict=True)
+    )
+    if levels[0] is None or levels[1] is None or kept <= kept_again:
+        return list(regions)
+    share = (levels[0] - levels[1]) / (kept - kept_again) - 1
+    if not 0 < share <= _MOST_ROUNDED:
+        return list(regions)
+
+    def allocated(value: Value) -> Value:
+        return dataclasses.replace(value, num_bytes=round(value.num_bytes * (1 + share)))
+
+    return [
+        dataclasses.replace(
+            region,
+            ops=tuple(dataclasses.replace(op, makes=tuple(map(allocated, op.makes))) for op in region.ops),
+            inputs=tuple(dataclasses.replace(each, value=allocated(each.value)) for each in region.inputs),
+        )
+        for region in regions
+    ]
 
 
 def _without_swap(region: Region) -> Region:

@@ -148,7 +148,7 @@ class ProfiledModel:
     def profile(self, progress: Progress | None = None) -> Any:
         """A `StepProfile` of the plain step."""
         from hyper_parallel.core.planner.profile import StepProfile, Turn
-        from hyper_parallel.core.planner.spans import with_common_times, with_peaks
+        from hyper_parallel.core.planner.spans import as_allocated, with_common_times, with_peaks
 
         say = progress or (lambda what: None)
         base_bytes = self.base_bytes()
@@ -178,6 +178,8 @@ class ProfiledModel:
         decision = [_run_again(region, swaps_inputs=way is _Way.SWAP_INPUTS) for region in regions]
         again, again_ms = self._measured_again(regions, decision)
         regions = with_common_times(regions if way is _Way.PLAIN else _without_replay(regions, decision))
+        if spans is not None and self.device.type != "cpu":  # a CPU's meter counts what was asked for
+            regions = as_allocated(regions, spans, again, decision)
         regions, turn_bytes = with_peaks(regions, spans, again, decision)
         turn_ms = times.get(f"after {len(calls) - 1}", 0.0) + times.get("turn", 0.0)
         # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the noise in them.
