@@ -19,7 +19,8 @@ from hyper_parallel.platform.regions.arguments import SavedArguments
 from hyper_parallel.platform.regions.options import Options
 from hyper_parallel.platform.regions.passes import Pass
 from hyper_parallel.platform.torch.activation_checkpoint.inputs import Inputs
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import is_plain
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES, is_plain
+from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.recomputation import Recomputation
 from hyper_parallel.platform.torch.activation_checkpoint.recording import Record, RecordingMode
 from hyper_parallel.platform.torch.activation_checkpoint.region_function import RegionFunction
@@ -30,6 +31,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.saved_values import Swa
 from hyper_parallel.platform.torch.activation_checkpoint.second_call import SecondCall
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import check_not_traced
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import shown
+from hyper_parallel.platform.torch.activation_checkpoint.unwatched_pattern import Watched, looks_of
 from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value
 
 _INPUT, _OUTSIDE = Origin.INPUT, Origin.OUTSIDE
@@ -64,6 +66,7 @@ class Frame:
         self._recomputation = Recomputation(self._function, self._inputs, self._second_call, policy, options)
         self._recomputed: list[weakref.ref[Recomputed]] = []
         self._from_inputs: list[weakref.ref[FromInput]] = []
+        self._observer = getattr(policy, "observer", None)  # who wants to know what a call does: see `unwatched_region`
         self._lock = threading.RLock()  # in backward every device has a thread of its own
         self._passes: dict[int, Pass] = {}
 
@@ -75,7 +78,8 @@ class Frame:
             record.add_input(tensor)
         if self._options.preserve_rng_state:
             self._second_call.note_random_states()
-        packer = _Packer(self)
+        looks = None if self._observer is None else looks_of(self._inputs.tensors)
+        packer = _Packer(self) if self._observer is None else _NotingPacker(self)
         try:
             with (
                 torch.autograd.graph.saved_tensors_hooks(packer.pack, _unpack),
@@ -86,7 +90,26 @@ class Frame:
             packer.frame = None  # autograd keeps the hooks as long as the graph
         with torch.no_grad():
             self._finish(record)
+            if isinstance(packer, _NotingPacker):
+                self._tell(record, packer, looks)
         return result
+
+    def _tell(self, record: Record, packer: _NotingPacker, looks: Any) -> None:
+        """What this call has shown, while its record is there."""
+        second_call, recomputation = self._second_call, self._recomputation
+        call = Watched(
+            record=record,
+            function=self._function,
+            inputs=self._inputs,
+            looks=looks,
+            saved=packer.saved,
+            dropped={each.value for each in _living(self._recomputed)},
+            runs=recomputation.runs,
+            takes=recomputation.takes,
+            begin=second_call.random_states,
+            is_ordinary=second_call.surroundings.transform is None and not second_call.surroundings.is_compiling,
+        )
+        self._observer.observe(call)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps in place of a residual."""
@@ -114,6 +137,10 @@ class Frame:
             value.num_writes = num_writes
         self._recomputed.append(weakref.ref(recomputed))
         return recomputed
+
+    def value_of(self, tensor: torch.Tensor) -> Value | None:
+        """While the forward runs."""
+        return None if self._record is None else self._record.current(tensor)
 
     def _told(self, value: Value) -> Arrival | None:
         """Tell the engine of a residual that stays here, if the forward swaps anything."""
@@ -292,6 +319,23 @@ class _Packer:
         if frame is None or not ((type(tensor) is _Tensor and tensor.layout is _strided) or is_plain(tensor)):
             return Kept(tensor, "region" if frame is None else frame.name)
         return frame.pack(tensor)
+
+
+class _NotingPacker(_Packer):
+    """Notes the value of each tensor that autograd saves, and how the tensor looks; None for one that is not ordinary."""
+
+    __slots__ = ("saved",)
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame)
+        self.saved: list[tuple[Value | None, View] | None] = []
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        frame = self.frame
+        if frame is not None:
+            is_ordinary = type(tensor) in PLAIN_TYPES and tensor.layout is _strided
+            self.saved.append((frame.value_of(tensor), View.of(tensor)) if is_ordinary else None)
+        return super().pack(tensor)
 
 
 def _unpack(packed: Any) -> torch.Tensor:

@@ -104,6 +104,10 @@ class Inputs:
         """Whether the forward is over."""
         return bool(self._kept)
 
+    def are_all_kept(self) -> bool:
+        """Whether backward can have each of them, when the forward is over."""
+        return all(each.unpack is not None for each in self._kept)
+
     def are_ordinary(self) -> bool:
         """Whether all are tensors with a storage of their own, and none is distributed."""
         return all(each.view is not None and each.view.outer is None for each in self._kept)
@@ -139,7 +143,7 @@ class Inputs:
             return tensor
         # A leaf would be treated differently: autocast remembers leaves it has cast, and they cannot be written.
         with torch._C._DisableTorchDispatch():
-            return _no_leaf(tensor)
+            return no_leaf(tensor)
 
 
 class _Packed:
@@ -170,7 +174,7 @@ def _laid_out(tensor: torch.Tensor, view: View, num_bytes: int) -> torch.Tensor:
     return laid_out
 
 
-def _no_leaf(tensor: torch.Tensor) -> torch.Tensor:
+def no_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor as the result of something, and no view."""
     if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided:
         # To autograd this is an op like any other, and it is many times faster than a function of our own.

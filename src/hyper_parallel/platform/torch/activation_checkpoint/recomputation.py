@@ -41,6 +41,11 @@ _logger = get_logger("region")
 _PLACEHOLDER_READ = ("Cannot access data pointer", "unallocated storage", "data is not allocated yet")
 
 
+def reads_placeholder(error: RuntimeError) -> bool:
+    """Whether a kernel wanted memory that a placeholder does not have."""
+    return not isinstance(error, StateError) and any(text in str(error) for text in _PLACEHOLDER_READ)
+
+
 class Recomputation:
     """How the values of one call are made again.
 
@@ -69,6 +74,12 @@ class Recomputation:
         """What is taken from where it is kept."""
         takes: frozenset[Value] = self._plan.takes
         return takes
+
+    @property
+    def runs(self) -> frozenset[int]:
+        """The ops that run."""
+        runs: frozenset[int] = self._plan.runs
+        return runs
 
     def plan(self, record: Record, residuals: list[Recomputed]) -> None:
         """Find out what must run, and what is taken, for these."""
@@ -191,7 +202,7 @@ class Recomputation:
         except NeedsEverything as reader:
             cause: object = reader
         except RuntimeError as error:
-            if isinstance(error, StateError) or not any(text in str(error) for text in _PLACEHOLDER_READ):
+            if not reads_placeholder(error):
                 raise
             cause = error
         else:

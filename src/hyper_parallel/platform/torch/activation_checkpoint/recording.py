@@ -107,7 +107,7 @@ class Record:
         self._choices = choices  # what a plan said about the ops of `known`: nor is it asked while ops look like those
         self._keeps_random_state = keeps_random_state
         self._keeps_writes = keeps_writes  # whether a policy may keep what an in-place op wrote
-        self._has_empty = False  # whether an op gave memory without contents
+        self.has_empty = False  # whether an op gave memory without contents
         self._current: dict[int, Value] = {}
         self._storages = WeakStorages()
 
@@ -185,7 +185,7 @@ class Record:
             self._note_news()
             op = RecordedOp(index, func, self._read(tensors), rest, self._calls.innermost(3).count(func))
             op.template = CallTemplate(args, kwargs)
-        if self._has_empty:
+        if self.has_empty:
             self._look_for_unseen(op.reads, [])
         if traits.is_random and self._keeps_random_state:
             with drawing:
@@ -271,7 +271,7 @@ class Record:
         state: GeneratorState | None = None,
     ) -> RecordedOp:
         reads = self._read(arguments.tensors)
-        if self._has_empty:
+        if self.has_empty:
             self._look_for_unseen(reads, arguments.written)
         index = len(self.ops)
         known = self._known[index] if index < self._num_known else None
@@ -313,7 +313,7 @@ class Record:
     def _note_empty(self, op: RecordedOp) -> None:
         for value in op.makes:
             if value.num_bytes > 0:
-                value.is_empty = self._has_empty = True
+                value.is_empty = self.has_empty = True
 
     def _look_for_unseen(self, reads: list[Value | None], written: list[int]) -> None:
         """Memory that no op has written is read: a kernel has written it that no mode sees, and that must run again."""

@@ -30,6 +30,7 @@ class SecondCall:
 
     Attributes:
         surroundings, parameters: those of the first call
+        random_states: of generators, when it began
     """
 
     def __init__(self, function: RegionFunction, inputs: Inputs) -> None:
@@ -37,12 +38,12 @@ class SecondCall:
         self.parameters = ParametersOfModule(function.module, function.modules)
         self._function = function
         self._inputs = inputs
-        self._random: list[GeneratorState] = []
+        self.random_states: list[GeneratorState] = []
         self._host_randomness: HostRandomness | None = None
 
     def note_random_states(self) -> None:
         """The first call begins."""
-        self._random = states_of([tensor for tensor in self._inputs.tensors if not tensor.is_cpu])
+        self.random_states = states_of([tensor for tensor in self._inputs.tensors if not tensor.is_cpu])
         self._host_randomness = HostRandomness()
 
     def note_host_randomness(self) -> None:
@@ -63,7 +64,7 @@ class SecondCall:
     def run(self, replay: Replay, current: Pass) -> None:
         """Call the function, in a backward; `replay` says what each op does."""
         record = replay.record
-        generators = {state.generator for state in self._random}
+        generators = {state.generator for state in self.random_states}
         generators |= {op.state.generator for op in record.ops if op.state is not None}
         # First of all: to get them may mean another replay, of the region around this one.
         with torch.enable_grad():
@@ -83,7 +84,7 @@ class SecondCall:
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(pack, _unpack_kept),
         ):
-            for state in self._random:
+            for state in self.random_states:
                 state.restore()
             try:
                 with ReplayMode(replay), _no_torch_script(self._function.name):

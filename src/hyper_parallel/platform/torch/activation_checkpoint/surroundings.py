@@ -170,6 +170,16 @@ class ParametersOfModule:
                 tensors.append(tensor if is_own else tensor.detach())
                 require_grad.append(tensor.requires_grad)
 
+    def require_grad(self) -> tuple[bool, ...]:
+        """Of each parameter."""
+        return tuple(self._had[3])
+
+    def versions(self) -> list[int]:
+        """How often each parameter of the call, and each buffer of now, was written."""
+        buffers = () if self._module is None else modules_in(self._module)
+        tensors = [*self._had[2], *(t for each in buffers for t in each._buffers.values() if t is not None)]
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
     def by_storage(self) -> dict[int | None, torch.Tensor]:
         """The parameters of the call and the buffers of now, by the address of their storage."""
         found = {storage_key(tensor): tensor for tensor in self._had[2]}

@@ -20,6 +20,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
 from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
+from hyper_parallel.platform.torch.activation_checkpoint.unwatched_region import UnwatchedRegion
 from hyper_parallel.platform.torch.activation_checkpoint.values import traits_of
 from hyper_parallel.platform.torch.planner.blocks import COMPILE_BLOCKS, check_called
 from hyper_parallel.platform.torch.planner.planned_block import PlannedBlock, planned_blocks
@@ -69,6 +70,7 @@ class PlannedPolicy:
         self.answers: dict[int, Any] = {}
         self.passes: dict[int, Any] = {}
         self._names: dict[Any, str] = {}
+        self.observer: UnwatchedRegion | None = None  # calls the region, if it need not be watched
         self.met: set[Key] | None = set()  # None when the first call is over
         self.is_as_planned = True  # so far: every op that it was asked about was one of the plan
 
@@ -144,6 +146,7 @@ class PlannedCall:
         ahead_bytes: Sequence[int | None] = (),
         is_host_bound: bool = False,
         surroundings: Surroundings | None = None,
+        is_unwatched: bool = False,
     ) -> None:
         self._surroundings = surroundings
         self._calls: list[tuple[PlannedPolicy | None, bool] | None] = []
@@ -158,6 +161,8 @@ class PlannedCall:
                 policy.ends_forward = is_announced and region is regions[-1]
                 if not checks_ops:
                     policy.met = None
+                if is_unwatched and not decision.is_plain:
+                    policy.observer = UnwatchedRegion(is_dynamic=region.is_dynamic)
                 self._calls.append((policy, "swap" in decision.inputs))
         self._number = 0
 
@@ -183,7 +188,10 @@ class PlannedCall:
         if policy is None:
             return framework_checkpoint(module, *args, use_reentrant=False, **kwargs)
         try:
-            result = checkpoint(module, *args, policy_fn=policy, swap_inputs=swap_inputs, **kwargs)
+            if policy.observer is not None:
+                result = policy.observer.call(module, policy, args, kwargs)
+            else:
+                result = checkpoint(module, *args, policy_fn=policy, swap_inputs=swap_inputs, **kwargs)
             policy.check_all_met()
         except MismatchError as error:
             if self._surroundings is not None:
@@ -249,7 +257,8 @@ class Applied:
     """A plan on a model; `remove` undoes it. `checks_ops=False`: the first step is not compared with the profile.
 
     `ahead_bytes`: see `Setting`. `is_host_bound`: the framework's own checkpoint, which knows no ops and so costs the host less, recomputes blocks that
-    are recomputed whole. `autocast`: see `Surroundings`.
+    are recomputed whole. `is_unwatched`: where nothing is swapped, forwards run without a dispatch mode once they were seen; without it, where the step is
+    host-bound. `autocast`: see `Surroundings`.
     """
 
     def __init__(
@@ -262,12 +271,14 @@ class Applied:
         checks_ops: bool = True,
         ahead_bytes: Sequence[int] = (),
         is_host_bound: bool = False,
+        is_unwatched: bool | None = None,
         autocast: str | None = None,
     ) -> None:
         self.mismatches = Mismatches(on_mismatch)
         surroundings = Surroundings(device_of(model), autocast)
         blocks = dict(model.named_modules())
         swaps = any("swap" in each.ops or "swap" in each.inputs for each in decision)
+        is_unwatched = not swaps and (is_host_bound if is_unwatched is None else is_unwatched)
         by_path: dict[str, list[int]] = {}
         for index, region in enumerate(regions):
             by_path.setdefault(region.path, []).append(index)
@@ -292,6 +303,7 @@ class Applied:
                 [ahead_bytes[index] for index in indices] if ahead_bytes else (),
                 is_host_bound,
                 surroundings,
+                is_unwatched,
             )
             self._wrappers[blocks[path]] = PlannedBlock(blocks[path], call)
             repeated += [call] if call.num_calls > 1 else []

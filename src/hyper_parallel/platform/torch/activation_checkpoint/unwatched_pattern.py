@@ -1,0 +1,289 @@
+"""What one watched call of a region shows about the calls after it: in which order autograd saves, and what a second run does with each op.
+
+Pure data of one call; see `unwatched_region` for what is done with it, and rules 13 to 17 in the README of core/activation_checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hyper_parallel.platform.torch.activation_checkpoint.inputs import Inputs
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES, storage_key
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules
+from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
+from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState
+from hyper_parallel.platform.torch.activation_checkpoint.recording import Record
+from hyper_parallel.platform.torch.activation_checkpoint.region_function import RegionFunction
+from hyper_parallel.platform.torch.activation_checkpoint.values import (
+    Argument,
+    Constant,
+    Origin,
+    RecordedOp,
+    Value,
+)
+
+
+class NotThePattern(BaseException):  # not an Exception: the function under replay may catch those
+    """A second run does something else than the watched call did."""
+
+
+class SavedTensor(NamedTuple):
+    """The n-th tensor that autograd saves.
+
+    Attributes:
+        is_dropped: it is made again; else it is kept
+        is_taken: a second run takes it as the result of the op that made it
+    """
+
+    view: View
+    is_dropped: bool
+    is_taken: bool
+
+
+class Taken(NamedTuple):
+    """A result that is the n-th saved tensor, or looks otherwise at the same memory.
+
+    Attributes:
+        view: how it looks then; None: as the saved tensor does
+        num_bytes: of that memory, if there is a view
+    """
+
+    number: int
+    view: View | None = None
+    num_bytes: int = 0
+
+
+class LeftOut(NamedTuple):
+    """A result that nothing needs: a placeholder."""
+
+    view: View
+    num_bytes: int
+    device: torch.device
+
+
+class Step(NamedTuple):
+    """What a second run does with an op.
+
+    Attributes:
+        runs: it runs; else `outputs` are its results: `Taken`, `LeftOut`, `Constant`, lists of these, or `Argument` for what it was given
+        offset: how far its generator had come since the region began, where a random op before it does not run
+    """
+
+    func: Any
+    runs: bool
+    outputs: Any = None
+    generator: torch.Generator | None = None
+    offset: int | None = None
+
+
+class Pattern(NamedTuple):
+    """See the head of the file.
+
+    Attributes:
+        is_dynamic: sizes in the region depend on values, and differ from call to call
+        looks: of the arguments that are tensors
+        require_grad: of the parameters
+    """
+
+    saved: tuple[SavedTensor, ...]
+    steps: tuple[Step, ...]
+    function: RegionFunction
+    is_dynamic: bool
+    looks: tuple[Any, ...]
+    require_grad: tuple[bool, ...]
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a call with these arguments should be like the watched one."""
+        return looks_of(tensors) == self.looks
+
+    @property
+    def leaves_out(self) -> bool:
+        return any(not step.runs for step in self.steps)
+
+
+def looks_of(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...] | None:
+    """What the ops of a region depend on; None: not all are ordinary tensors."""
+    if not all(type(each) in PLAIN_TYPES and each.layout is torch.strided for each in tensors):
+        return None
+    return tuple((each.size(), each.stride(), each.dtype, each.device, each.requires_grad) for each in tensors)
+
+
+class Watched(NamedTuple):
+    """A call of which every op was seen, when its forward is over.
+
+    Attributes:
+        saved: for each tensor that autograd saved, in order: its value, and how it looks; None: no ordinary tensor
+        dropped: the values that are made again
+        runs, takes: what the replay does
+        begin: the generators when it began
+    """
+
+    record: Record
+    function: RegionFunction
+    inputs: Inputs
+    looks: tuple[Any, ...] | None
+    saved: Sequence[tuple[Value | None, View] | None]
+    dropped: Collection[Value]
+    runs: Collection[int]
+    takes: Collection[Value]
+    begin: Sequence[GeneratorState]
+    is_ordinary: bool
+
+
+def pattern_of(call: Watched, *, is_dynamic: bool) -> Pattern | None:
+    """What the call shows; None: the calls after it must be watched, too."""
+    record, function = call.record, call.function
+    has_oddities = (
+        record.runs_everything
+        or record.has_launches
+        or record.has_empty
+        or bool(record.before_write)
+        or bool(record.views_that_communicate)
+    )
+    if has_oddities or not call.is_ordinary or call.looks is None or None in call.saved:
+        return None
+    if function.module is None or function.has_hooks() or function.is_compiled() or has_sharded_modules():
+        return None
+    if not call.inputs.are_all_kept() or not _reads_its_own(record, function):
+        return None
+    saved = [each for each in call.saved if each is not None]
+    try:
+        steps = tuple(_steps(call, saved, is_dynamic))
+    except _CannotBeLeftOutError:
+        return None
+    taken = {each.number for step in steps for each in _leaves(step.outputs) if isinstance(each, Taken)}
+    return Pattern(
+        saved=tuple(
+            SavedTensor(view, value in call.dropped, number in taken) for number, (value, view) in enumerate(saved)
+        ),
+        steps=steps,
+        function=function,
+        is_dynamic=is_dynamic,
+        looks=call.looks,
+        require_grad=tuple(each.requires_grad for each in _parameters(function)),
+    )
+
+
+class _CannotBeLeftOutError(Exception):
+    """A result is needed that autograd does not save as it is, or a generator cannot be set."""
+
+
+def _steps(call: Watched, saved: list[tuple[Value | None, View]], is_dynamic: bool) -> Iterable[Step]:
+    kept: dict[Value, Taken] = {}
+    for number, (value, view) in enumerate(saved):
+        if value is None or value.origin is not Origin.MADE or value in call.dropped or not hasattr(value, "view"):
+            continue
+        if value.view == view:
+            if value not in kept or kept[value].view is not None:
+                kept[value] = Taken(number)
+        elif value not in kept:
+            kept[value] = Taken(number, value.view, value.num_bytes)
+    written = {value.key for op in call.record.ops for _, value in op.targets}
+    held = {value.key for value, _ in saved if value is not None} | {value.key for value in call.takes}
+    if written & held or any(value.origin is not Origin.MADE for op in call.record.ops for _, value in op.targets):
+        raise _CannotBeLeftOutError
+    begin = {state.generator: state.state for state in call.begin}
+    is_behind: set[torch.Generator] = set()  # generators that ops draw from which do not run
+    for op in call.record.ops:
+        runs = op.index in call.runs or op.must_run
+        outputs = None if runs else _outputs(op, kept, call.takes, is_dynamic)
+        generator, offset = None, None
+        if op.state is not None:
+            generator = op.state.generator
+            if generator not in begin:
+                raise _CannotBeLeftOutError
+            if outputs is not None:
+                is_behind.add(generator)
+            elif generator in is_behind:
+                offset = _offset(op.state, begin[generator], is_dynamic)
+        yield Step(op.func, outputs is None, outputs, generator, offset)
+
+
+def _outputs(op: RecordedOp, kept: dict[Value, Taken], takes: Collection[Value], is_dynamic: bool) -> Any:
+    """The results of an op that does not run; None: it does after all, as nobody knows how they will look."""
+
+    def given(output: Any) -> Any:
+        if isinstance(output, Value):
+            if output in takes:
+                if output not in kept:
+                    raise _CannotBeLeftOutError
+                return kept[output]
+            if is_dynamic and output in kept:
+                return kept[output]
+            return LeftOut(output.view, output.num_bytes, output.device)
+        if isinstance(output, Argument):
+            if output.position != 0:
+                raise _CannotBeLeftOutError
+            return output
+        if isinstance(output, Constant):
+            return output
+        return type(output)([given(each) for each in output])
+
+    found = given(op.outputs)
+    if not is_dynamic:
+        return found
+    leaves = list(_leaves(found))
+    if all(isinstance(each, Taken) or _is_nothing(each) for each in leaves):
+        return found
+    if any(isinstance(each, Value) and each in takes for each in _leaves(op.outputs)):
+        raise _CannotBeLeftOutError
+    return None
+
+
+def _is_nothing(output: Any) -> bool:
+    """Whether a result is the same whatever the sizes."""
+    if isinstance(output, LeftOut):
+        return output.num_bytes == 0
+    return isinstance(output, Constant) and output.value is None
+
+
+def _leaves(outputs: Any) -> Iterable[Any]:
+    if isinstance(outputs, (list, tuple)) and not hasattr(outputs, "_fields"):
+        for each in outputs:
+            yield from _leaves(each)
+    elif outputs is not None:
+        yield outputs
+
+
+def _offset(state: GeneratorState, begin: torch.Tensor, is_dynamic: bool) -> int:
+    """Generators of a CPU cannot be told to go on from elsewhere; what a random op draws depends on its size."""
+    if is_dynamic or state.generator.device.type != "cuda":
+        raise _CannotBeLeftOutError
+    before, now = (each.view(torch.int64) for each in (begin, state.state))
+    if before[0] != now[0]:
+        raise _CannotBeLeftOutError
+    return int(now[1] - before[1])
+
+
+def _parameters(function: RegionFunction) -> Iterable[torch.Tensor]:
+    return (
+        tensor for module in function.modules for tensor in module._parameters.values() if tensor is not None
+    )
+
+
+def _reads_its_own(record: Record, function: RegionFunction) -> bool:
+    """Whether what it reads from outside are parameters and buffers, which have a version that is looked at, or was made for this call alone."""
+    own = {storage_key(each) for each in _parameters(function)}
+    own |= {storage_key(each) for module in function.modules for each in module._buffers.values() if each is not None}
+    return all(
+        value.key in own or value.is_gone()
+        for op in record.ops
+        for value in op.reads
+        if value is not None and value.origin is Origin.OUTSIDE
+    ) and all(value is not None for op in record.ops for value in op.reads)
+
+
+__all__ = [
+    "LeftOut",
+    "NotThePattern",
+    "Pattern",
+    "SavedTensor",
+    "Step",
+    "Taken",
+    "Watched",
+    "looks_of",
+    "pattern_of",
+]

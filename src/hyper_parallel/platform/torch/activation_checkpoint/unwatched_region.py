@@ -1,0 +1,485 @@
+"""A region whose forward runs without a dispatch mode: only what autograd saves comes to Python.
+
+A mode costs the host more than the ops themselves; where an accelerator waits for the host, that is what a region costs. What a call keeps, and what its
+second run leaves out, is known from an earlier call that was watched (`unwatched_pattern`). That this one does the same is checked in the second
+run, op by op; where it does not, every op runs again, and the next call is watched. Rules 13 to 17 in the README of core/activation_checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel._base.errors import StateError
+from hyper_parallel._base.log import get_logger
+from hyper_parallel.platform.regions.arguments import SavedArguments
+from hyper_parallel.platform.regions.host_randomness import HostRandomness
+from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
+from hyper_parallel.platform.torch.activation_checkpoint.inputs import no_leaf
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES, storage_key, version_of
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules
+from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
+    Attributes,
+    NeedsEverything,
+    View,
+    has_placeholder,
+    is_placeholder,
+    placeholder,
+    view_of_placeholder,
+)
+from hyper_parallel.platform.torch.activation_checkpoint.random_state import drawing, set_back, states_of
+from hyper_parallel.platform.torch.activation_checkpoint.recomputation import reads_placeholder
+from hyper_parallel.platform.torch.activation_checkpoint.recording import RegionMode
+from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
+from hyper_parallel.platform.torch.activation_checkpoint.replaying import AllFound
+from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import changed_in_place
+from hyper_parallel.platform.torch.activation_checkpoint.saved_values import aliased
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import (
+    ParametersOfModule,
+    Surroundings,
+    check_not_traced,
+    check_surroundings,
+    replaying,
+)
+from hyper_parallel.platform.torch.activation_checkpoint.swap_device import shown
+from hyper_parallel.platform.torch.activation_checkpoint.unwatched_pattern import (
+    LeftOut,
+    NotThePattern,
+    Pattern,
+    Taken,
+    Watched,
+    pattern_of,
+)
+from hyper_parallel.platform.torch.activation_checkpoint.values import TRAITS, Argument, Constant, Traits, traits_of
+
+_logger = get_logger("region")
+_MOST_MISSES = 3  # calls that were not as the pattern says: then all are watched
+_NO_PASS = -1  # what PyTorch gives as the number of the backward outside of one
+_NOTHING = contextlib.nullcontext()
+_strided = torch.strided
+
+
+class UnwatchedRegion:
+    """The calls of one region under one policy, which keeps some ops and swaps none.
+
+    Set as the policy's `observer`, so that watched calls tell what they have seen. `is_dynamic`: sizes in it depend on values.
+    """
+
+    def __init__(self, *, is_dynamic: bool) -> None:
+        self._is_dynamic = is_dynamic
+        self._pattern: Pattern | None = None
+        self._num_misses = 0
+
+    @property
+    def is_unwatched(self) -> bool:
+        """Whether the next call will be, if it is like the last."""
+        return self._pattern is not None
+
+    def observe(self, call: Watched) -> None:
+        """A watched call is over."""
+        if self._num_misses < _MOST_MISSES:
+            self._pattern = pattern_of(call, is_dynamic=self._is_dynamic)
+
+    def miss(self) -> None:
+        """A call did something else than the pattern says."""
+        self._pattern = None
+        self._num_misses += 1
+
+    def call(self, function: Callable[..., Any], policy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        pattern = self._pattern
+        if pattern is not None and _may_be_unwatched():
+            arguments = saved_arguments(args, kwargs)
+            if pattern.fits(arguments.tensors):
+                frame = _Frame(self, function, pattern, arguments)
+                if frame.is_ordinary:
+                    return frame.forward(args, kwargs)
+        return checkpoint(function, *args, policy_fn=policy, **kwargs)
+
+
+def _may_be_unwatched() -> bool:
+    from hyper_parallel.core.swap.config import current_config
+
+    check_surroundings("A region")
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        and current_config().check is None
+        and not has_sharded_modules()
+    )
+
+
+class _Frame:
+    """One call. Residuals that were dropped hold it; it holds none of them, and no autograd node.
+
+    Fields:
+        _taken: what the second run takes, until it has; then only those residuals hold it that need it themselves
+        _passes: number of the backward -> what it has made again and not given yet; guarded by `_lock`, as are second runs
+    """
+
+    def __init__(
+        self, region: UnwatchedRegion, function: Callable[..., Any], pattern: Pattern, arguments: SavedArguments
+    ) -> None:
+        known = pattern.function
+        self.name = known.name
+        self.is_as_seen = True
+        self._region = region
+        self._function = function
+        self._pattern = pattern
+        self._arguments = arguments
+        self._inputs = [_Given(each) for each in arguments.tensors]
+        self._surroundings = Surroundings()
+        self._parameters = ParametersOfModule(known.module, known.modules)
+        self._versions = self._parameters.versions()
+        self._random = states_of([each for each in arguments.tensors if not each.is_cpu])
+        self._host_randomness: HostRandomness | None = HostRandomness()
+        self._num_saved = 0
+        self._dropped: list[weakref.ref[_Dropped]] = []
+        self._taken: dict[int, _Held | weakref.ref[_Held]] = {}
+        self._lock = threading.RLock()
+        self._passes: dict[int, dict[int, torch.Tensor]] = {}
+        arguments.forget_tensors()
+
+    @property
+    def is_ordinary(self) -> bool:
+        around = self._surroundings
+        is_plain = around.transform is None and not around.is_compiling
+        return is_plain and self._parameters.require_grad() == self._pattern.require_grad
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        packer = _Packer(self)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(packer.pack, _unpack):
+                result = self._function(*args, **kwargs)
+        finally:
+            packer.frame = None  # autograd keeps the hooks as long as the graph
+        randomness = self._host_randomness
+        if randomness is not None:
+            randomness.note_use()
+            if not randomness.was_used:
+                self._host_randomness = None
+        if self._num_saved != len(self._pattern.saved):
+            self._miss()
+        return result
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        number = self._num_saved
+        self._num_saved = number + 1
+        saved = self._pattern.saved
+        if number >= len(saved) or type(tensor) not in PLAIN_TYPES or tensor.layout is not _strided:
+            self._miss()
+            return _Held(tensor, self.name)
+        view, is_dropped, is_taken = saved[number]
+        seen = view.or_own(tensor)
+        if seen is not view and not (
+            self._pattern.is_dynamic and seen.dtype is view.dtype and len(seen.size) == len(view.size)
+        ):
+            self._miss()  # whatever it is: it is kept
+            return _Held(tensor, self.name)
+        if is_dropped:
+            dropped = _Dropped(self, number, seen)
+            self._dropped.append(weakref.ref(dropped))
+            return dropped
+        held = _Held(tensor, self.name)
+        if is_taken:
+            self._taken[number] = held
+        return held
+
+    def _miss(self) -> None:
+        if self.is_as_seen:
+            self.is_as_seen = False
+            self._region.miss()
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def made_again(self, number: int) -> torch.Tensor:
+        """What was dropped, for one residual in one backward."""
+        current = torch._C._current_graph_task_id()
+        with self._lock:
+            found = self._passes.get(current)
+            if found is None or number not in found:
+                if found is None and current != _NO_PASS:
+                    torch.autograd.Variable._execution_engine.queue_callback(_EndOfPass(self, current))
+                with shown(f"recompute {self.name}"):
+                    found = self._passes[current] = self._run_again()
+            tensor = found.pop(number)
+            if current == _NO_PASS:
+                self.end_pass(current)
+        return tensor
+
+    def end_pass(self, number: int) -> None:
+        with self._lock:
+            self._passes.pop(number, None)
+
+    def _run_again(self) -> dict[int, torch.Tensor]:
+        wanted = {each.number: each.view for ref in self._dropped if (each := ref()) is not None}
+        if self._parameters.versions() != self._versions:
+            raise changed_in_place(f"a parameter or a buffer that {self.name} is recomputed with")
+        found = self._as_seen(wanted)
+        if found is None:
+            found = self._everything(wanted)
+        self._taken = {
+            number: weakref.ref(held) if isinstance(held, _Held) else held for number, held in self._taken.items()
+        }
+        return found
+
+    def _as_seen(self, wanted: dict[int, View]) -> dict[int, torch.Tensor] | None:
+        """The second run as the pattern says; None: it does something else."""
+        if not self.is_as_seen or self._pattern.function.has_hooks():
+            return None
+        held = {number: each if isinstance(each, _Held) else each() for number, each in self._taken.items()}
+        if None in held.values():
+            return None  # gone with what a backward before this one has used
+        run = _SecondRun(wanted, self._pattern, {n: each.tensor() for n, each in held.items() if each is not None})
+        try:
+            self._call_again(run, _SecondMode(run))
+        except (NotThePattern, NeedsEverything) as reason:
+            cause: object = reason
+        except RuntimeError as error:
+            if not reads_placeholder(error):
+                raise
+            cause = error
+        else:
+            if run.is_over():
+                return run.found
+            cause = "it ended before all was met"
+        _logger.info("%s: not as in the call that was watched (%s); every op is run again", self.name, cause)
+        self._miss()
+        return None
+
+    def _everything(self, wanted: dict[int, View]) -> dict[int, torch.Tensor]:
+        run = _SecondRun(wanted, None, {})
+        self._call_again(run, _NOTHING)
+        if not run.is_over():
+            raise StateError(
+                "Recomputation did not come to all that the forward had saved.",
+                expected=f"{self._num_saved} tensors",
+                got=str(run.num_saved),
+                where=self.name,
+                do="Make the function do the same each time; random numbers come from PyTorch's, Python's or NumPy's own generators.",
+            )
+        return run.found
+
+    def _call_again(self, run: _SecondRun, mode: Any) -> None:
+        with torch.enable_grad():
+            args, kwargs = self._arguments.rebuild(lambda index: self._inputs[index].again(self.name))
+        attributes = Attributes(self._pattern.function.module)
+        if run.leaves_out:
+            attributes.remember()
+        with (
+            replaying(),
+            set_back({state.generator for state in self._random}),
+            _NOTHING if self._host_randomness is None else self._host_randomness.again(),
+            attributes,
+            self._parameters.again(),
+            self._surroundings.again(),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(run.pack, run.unpack),
+        ):
+            for state in self._random:
+                state.restore()
+            run.begin()
+            try:
+                with mode:
+                    self._function(*args, **kwargs)
+            except AllFound:
+                pass
+
+
+class _SecondRun:
+    """What happens to ops and to what autograd saves while the function runs again. Without a pattern every op runs.
+
+    Fields:
+        _unmet: taken results, by the number of the saved tensor that they are -> their storage; none may be left, or it was another tensor
+    """
+
+    def __init__(self, wanted: dict[int, View], pattern: Pattern | None, taken: dict[int, torch.Tensor]) -> None:
+        self.found: dict[int, torch.Tensor] = {}
+        self.num_saved = 0
+        self.leaves_out = pattern is not None and pattern.leaves_out
+        self._wanted = wanted
+        self._steps = () if pattern is None else pattern.steps
+        self._is_dynamic = pattern is not None and pattern.is_dynamic
+        self._has_pattern = pattern is not None
+        self._taken = taken
+        self._unmet: dict[int, int | None] = {}
+        self._num_ops = 0
+        self._offsets: dict[torch.Generator, int] = {}
+
+    def begin(self) -> None:
+        """Generators are as they were when the region began."""
+        generators = {step.generator for step in self._steps if step.offset is not None}
+        self._offsets = {each: each.get_offset() for each in generators if each is not None}
+
+    def is_over(self) -> bool:
+        return len(self.found) == len(self._wanted) and not self._unmet
+
+    def op(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number = self._num_ops
+        self._num_ops = number + 1
+        if number >= len(self._steps) or self._steps[number].func is not traits.func:
+            raise NotThePattern(f"{traits.func}, op {number}")
+        step = self._steps[number]
+        if not step.runs:
+            return self._given(step.outputs, args)
+        if step.offset is None or step.generator is None:
+            return traits.call(*args, **kwargs)
+        with drawing:
+            step.generator.set_offset(self._offsets[step.generator] + step.offset)
+            return traits.call(*args, **kwargs)
+
+    def _given(self, outputs: Any, args: tuple[Any, ...]) -> Any:
+        if isinstance(outputs, Taken):
+            tensor = self._taken[outputs.number]
+            storage = tensor.untyped_storage()
+            if outputs.view is not None and storage.nbytes() != outputs.num_bytes:
+                raise NotThePattern("a saved tensor has another size")
+            self._unmet[outputs.number] = storage._cdata
+            # Not an alias: its version counter is for those who have saved it.
+            return (outputs.view or View.of(tensor)).on(storage, tensor.device)
+        if isinstance(outputs, LeftOut):
+            return placeholder(*outputs)
+        if isinstance(outputs, Constant):
+            return outputs.value
+        if isinstance(outputs, Argument):
+            return args[outputs.position]
+        return type(outputs)([self._given(each, args) for each in outputs])
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        number = self.num_saved
+        self.num_saved = number + 1
+        if number in self._unmet and storage_key(tensor) != self._unmet.pop(number):
+            raise NotThePattern(f"saved tensor {number} is another one")
+        view = self._wanted.get(number)
+        if view is not None and number not in self.found:
+            self.found[number] = self._checked(tensor, view)
+        if self.is_over():
+            raise AllFound
+        # The graph of a second run is never used, but by who runs backward inside of the region.
+        return None if self._has_pattern else aliased(tensor)
+
+    def _checked(self, tensor: torch.Tensor, view: View) -> torch.Tensor:
+        if self._has_pattern and is_placeholder(tensor):
+            raise NeedsEverything("what autograd saves")
+        if type(tensor) in PLAIN_TYPES and view.or_own(tensor) is view:
+            return aliased(tensor)
+        if self._has_pattern:
+            raise NotThePattern("a saved tensor looks different")
+        raise StateError(
+            "Recomputation gave another result than forward.",
+            expected=f"{str(view.dtype).removeprefix('torch.')}{list(view.size)}",
+            got=f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}",
+            do="Make the function give the same each time, or leave this block out of the plan (regions=).",
+        )
+
+    def unpack(self, packed: torch.Tensor | None) -> torch.Tensor:
+        if packed is None:
+            raise NotThePattern("a backward inside the region")
+        return packed
+
+
+class _SecondMode(RegionMode):
+    """Sees every op of a second run."""
+
+    def __init__(self, run: _SecondRun) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        traits = TRAITS.get(id(func)) or traits_of(func)
+        if not traits.is_view and not traits.is_invisible:
+            return self._run.op(traits, args, kwargs or {})
+        if types and has_placeholder(args):
+            return view_of_placeholder(func, args, kwargs or {})
+        return traits.call(*args, **kwargs) if kwargs else traits.call(*args)
+
+
+class _Packer:
+    """The pack hook. It forgets the frame when the forward is over: autograd keeps hooks as long as the graph."""
+
+    __slots__ = ("frame",)
+
+    def __init__(self, frame: _Frame) -> None:
+        self.frame: _Frame | None = frame
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        return _Held(tensor, "region") if self.frame is None else self.frame.pack(tensor)
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    check_not_traced("region")
+    tensor: torch.Tensor = packed.tensor()
+    return tensor
+
+
+class _Held:
+    """A residual that is kept: a parameter as it is, all else without what leads to its node."""
+
+    __slots__ = ("__weakref__", "_label", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, label: str) -> None:
+        self._label = label
+        is_parameter = type(tensor) is nn.Parameter and tensor.is_leaf
+        self._tensor = tensor if is_parameter else aliased(tensor)
+        self._version = version_of(tensor)
+
+    def tensor(self) -> torch.Tensor:
+        version = version_of(self._tensor)
+        if version != self._version:
+            raise changed_in_place(self._label, self._version, version)
+        return self._tensor
+
+
+class _Dropped:
+    """A residual that is made again."""
+
+    __slots__ = ("__weakref__", "_frame", "number", "view")
+
+    def __init__(self, frame: _Frame, number: int, view: View) -> None:
+        self._frame = frame
+        self.number = number
+        self.view = view
+
+    def tensor(self) -> torch.Tensor:
+        return self._frame.made_again(self.number)
+
+
+class _Given:
+    """An argument of the region."""
+
+    __slots__ = ("_is_leaf", "_requires_grad", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = aliased(tensor)
+        self._version = version_of(tensor)
+        self._requires_grad = tensor.requires_grad
+        self._is_leaf = tensor.is_leaf
+
+    def again(self, where: str) -> torch.Tensor:
+        version = version_of(self._tensor)
+        if version != self._version:
+            raise changed_in_place(f"an input of {where}", self._version, version)
+        tensor = aliased(self._tensor).requires_grad_(self._requires_grad)
+        return tensor if self._is_leaf else no_leaf(tensor)
+
+
+class _EndOfPass:
+    """Called by autograd when a backward is over."""
+
+    def __init__(self, frame: _Frame, number: int) -> None:
+        self._frame = weakref.ref(frame)
+        self._number = number
+
+    def __call__(self) -> None:
+        frame = self._frame()
+        if frame is not None:
+            frame.end_pass(self._number)
