@@ -21,6 +21,7 @@ from torch import nn
 
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.platform.torch.activation_checkpoint import AsyncSaveOnCpu, swap_wrapper
+from hyper_parallel.platform.torch.activation_checkpoint.unwatched_region import UnwatchedRegion
 from support.region_ops import DIFFERENTIABLE_TWICE, FEATURE, OPS, SIZE, Cache, State
 
 # -- what a program is ----------------------------------------------------------------------------------------------------
@@ -300,6 +301,43 @@ class ModuleRunner(Runner):
             self._modules[id(region)] = region, _Called()
         module = self._modules[id(region)][1]
         return super().call(region, state, module, args, {**kwargs, "number": module.use(function, state)})
+
+
+class UnwatchedRunner(ModuleRunner):
+    """Runs programs whose regions are modules that are watched once: from the second run on no mode sees their forwards, where that can be.
+
+    What a policy wants swapped is saved. `num_unwatched`: calls that were not watched.
+    """
+
+    def __init__(self, checkpoint: Callable[..., Any], *, is_dynamic: bool) -> None:
+        super().__init__(checkpoint)
+        self.num_unwatched = 0
+        self._is_dynamic = is_dynamic
+        self._policies: dict[int, Any] = {}
+
+    def call(self, region: Region, state: State, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if region.manner.swap_inputs or region.manner.around != "nothing" or not region.manner.early_stop:
+            return super().call(region, state, function, args, kwargs)
+        if id(region) not in self._modules:
+            self._modules[id(region)] = region, _Called()
+            self._policies[id(region)] = self._saving(region.manner)
+        module, policy = self._modules[id(region)][1], self._policies[id(region)]
+        self.num_unwatched += policy.observer.is_unwatched
+        return policy.observer.call(module, policy, args, {**kwargs, "number": module.use(function, state)})
+
+    def _saving(self, manner: Manner) -> Any:
+        given = self.policy(manner)
+
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if callable(given):
+                answer = given(ctx, op, *args, **kwargs)
+                return CheckpointPolicy.MUST_SAVE if answer.swaps else answer
+            saves = given is not None and op in given
+            return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.MUST_RECOMPUTE
+
+        policy.is_pure = True  # type: ignore[attr-defined]
+        policy.observer = UnwatchedRegion(is_dynamic=self._is_dynamic)  # type: ignore[attr-defined]
+        return policy
 
 
 class _Called(nn.Module):

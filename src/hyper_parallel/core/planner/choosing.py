@@ -108,6 +108,11 @@ def overhead_ms(profile: StepProfile) -> float:
     return float(profile.facts.get("region_overhead_ms", 0.0))
 
 
+def overhead_without_copies_ms(profile: StepProfile) -> float:
+    """The same in a plan that swaps nothing: its regions need not watch every op of a forward that they have seen."""
+    return float(profile.facts.get("unwatched_overhead_ms", overhead_ms(profile)))
+
+
 def unmanaged(profile: StepProfile, budget_bytes: int, margin_bytes: int) -> Choice | None:
     """Blocks that are left alone or recomputed whole: the framework's own checkpoint does that, and costs no overhead. None: too large."""
     regions = profile.regions

@@ -13,7 +13,7 @@ from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.budget import check_budget
 from hyper_parallel.core.planner.choices import plain, recompute_all
-from hyper_parallel.core.planner.choosing import choose, overhead_ms, unmanaged
+from hyper_parallel.core.planner.choosing import choose, overhead_ms, overhead_without_copies_ms, unmanaged
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, Predicted, _part
 from hyper_parallel.core.planner.problem import Problem, evaluate
 from hyper_parallel.core.planner.profile import StepProfile
@@ -180,7 +180,8 @@ def _steady(fastest: MemoryPlan, rivals: Sequence[MemoryPlan], profiled: Any) ->
         return None
     profile, budget = fastest.profile, fastest.budget_bytes
     whole_ms = evaluate(Problem(profile, budget, 0, 0), tuple(map(recompute_all, profile.regions))).step_ms
-    host_ms = overhead_ms(profile) * len(profile.regions)
+    region_ms = overhead_ms(profile) if fastest.has_swaps else overhead_without_copies_ms(profile)
+    host_ms = region_ms * len(profile.regions)
     may_be_slower = host_ms > _HOST_SHARE * profile.step_ms and _taken_ms(fastest) * _HOST_DRIFT > whole_ms
     limit_ms = _taken_ms(fastest) * (_HOST_DRIFT if may_be_slower else _NEAR)
     plan, choice = None, unmanaged(profile, budget, first_margin(profile))
@@ -215,12 +216,13 @@ def _with_costlier_regions(plan: MemoryPlan, profiled: Any) -> list[MemoryPlan]:
 
 
 def _without_copies(plan: MemoryPlan, profiled: Any, *, faster_than_ms: float) -> list[MemoryPlan]:
-    """Regions that save and recompute as if they cost the host nothing: the profile timed regions that recompute everything, and these run fewer ops again.
+    """Regions that save and recompute, which cost the host less than those that swap; where the profile has not timed these, as if they cost nothing: it
+    timed regions that recompute everything, and these run fewer ops again.
 
     What a step takes is then the prediction, too.
     """
     profile = plan.profile
-    facts = {name: fact for name, fact in profile.facts.items() if name != "region_overhead_ms"}
+    facts = {**profile.facts, "region_overhead_ms": profile.facts.get("unwatched_overhead_ms", 0.0)}
     margin = first_margin(profile)
     with contextlib.suppress(BudgetError):
         free = solved(dataclasses.replace(profile, facts=facts), plan.budget_bytes, margin_bytes=margin, swaps=False)

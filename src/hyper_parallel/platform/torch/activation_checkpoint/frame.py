@@ -29,7 +29,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.residuals import FromIn
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Kept, TensorSwap, changed_in_place
 from hyper_parallel.platform.torch.activation_checkpoint.saved_values import Swappable, aliased
 from hyper_parallel.platform.torch.activation_checkpoint.second_call import SecondCall
-from hyper_parallel.platform.torch.activation_checkpoint.surroundings import check_not_traced
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import check_not_traced, num_begun
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import shown
 from hyper_parallel.platform.torch.activation_checkpoint.unwatched_pattern import Watched, looks_of
 from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value
@@ -66,7 +66,9 @@ class Frame:
         self._recomputation = Recomputation(self._function, self._inputs, self._second_call, policy, options)
         self._recomputed: list[weakref.ref[Recomputed]] = []
         self._from_inputs: list[weakref.ref[FromInput]] = []
-        self._observer = getattr(policy, "observer", None)  # who wants to know what a call does: see `unwatched_region`
+        self._observer: Any = getattr(
+            policy, "observer", None
+        )  # who wants to know what a call does: see `unwatched_region`
         self._lock = threading.RLock()  # in backward every device has a thread of its own
         self._passes: dict[int, Pass] = {}
 
@@ -79,6 +81,7 @@ class Frame:
         if self._options.preserve_rng_state:
             self._second_call.note_random_states()
         looks = None if self._observer is None else looks_of(self._inputs.tensors)
+        begun = num_begun()
         packer = _Packer(self) if self._observer is None else _NotingPacker(self)
         try:
             with (
@@ -91,12 +94,12 @@ class Frame:
         with torch.no_grad():
             self._finish(record)
             if isinstance(packer, _NotingPacker):
-                self._tell(record, packer, looks)
+                self._tell(record, packer, looks, has_inner=num_begun() != begun)
         return result
 
-    def _tell(self, record: Record, packer: _NotingPacker, looks: Any) -> None:
+    def _tell(self, record: Record, packer: _NotingPacker, looks: Any, *, has_inner: bool) -> None:
         """What this call has shown, while its record is there."""
-        second_call, recomputation = self._second_call, self._recomputation
+        recomputation, around = self._recomputation, self._second_call.surroundings
         call = Watched(
             record=record,
             function=self._function,
@@ -106,8 +109,8 @@ class Frame:
             dropped={each.value for each in _living(self._recomputed)},
             runs=recomputation.runs,
             takes=recomputation.takes,
-            begin=second_call.random_states,
-            is_ordinary=second_call.surroundings.transform is None and not second_call.surroundings.is_compiling,
+            begin=self._second_call.random_states,
+            is_ordinary=around.transform is None and not around.is_compiling and not has_inner,
         )
         self._observer.observe(call)
 

@@ -39,8 +39,17 @@ class replaying:  # noqa: N801 - used like a function
         _thread.replays -= 1
 
 
+def num_begun() -> int:
+    """How many regions and swapping blocks this thread has begun: whether one is inside of another."""
+    return getattr(_thread, "begun", 0)
+
+
 def check_surroundings(what: str) -> None:
-    """Refuse what would fail later, in words that lead nowhere, or give a graph that swaps and recomputes once and never again."""
+    """Called where a region, or a block that swaps, begins.
+
+    Refuse what would fail later, in words that lead nowhere, or give a graph that swaps and recomputes once and never again.
+    """
+    _thread.begun = getattr(_thread, "begun", 0) + 1
     # `torch.func.grad` and its kin have no hooks for what they save.
     stack = torch._C._functorch.get_interpreter_stack()
     if stack and any(each.key() == torch._C._functorch.TransformType.Grad for each in stack):
@@ -174,20 +183,15 @@ class ParametersOfModule:
         """Of each parameter."""
         return tuple(self._had[3])
 
-    def versions(self) -> list[int]:
-        """How often each parameter of the call, and each buffer of now, was written."""
-        buffers = () if self._module is None else modules_in(self._module)
-        tensors = [*self._had[2], *(t for each in buffers for t in each._buffers.values() if t is not None)]
-        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters of the call and the buffers of now."""
+        modules = () if self._module is None else modules_in(self._module)
+        buffers = [tensor for each in modules for tensor in each._buffers.values() if tensor is not None]
+        return self._had[2] + buffers
 
     def by_storage(self) -> dict[int | None, torch.Tensor]:
         """The parameters of the call and the buffers of now, by the address of their storage."""
-        found = {storage_key(tensor): tensor for tensor in self._had[2]}
-        for each in () if self._module is None else modules_in(self._module):
-            for tensor in each._buffers.values():
-                if tensor is not None:
-                    found[storage_key(tensor)] = tensor
-        return found
+        return {storage_key(tensor): tensor for tensor in self.tensors()}
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

@@ -259,9 +259,7 @@ def _offset(state: GeneratorState, begin: torch.Tensor, is_dynamic: bool) -> int
 
 
 def _parameters(function: RegionFunction) -> Iterable[torch.Tensor]:
-    return (
-        tensor for module in function.modules for tensor in module._parameters.values() if tensor is not None
-    )
+    return (tensor for module in function.modules for tensor in module._parameters.values() if tensor is not None)
 
 
 def _reads_its_own(record: Record, function: RegionFunction) -> bool:

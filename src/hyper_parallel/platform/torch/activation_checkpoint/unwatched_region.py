@@ -45,6 +45,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.surroundings import (
     Surroundings,
     check_not_traced,
     check_surroundings,
+    num_begun,
     replaying,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import shown
@@ -118,6 +119,7 @@ class _Frame:
     """One call. Residuals that were dropped hold it; it holds none of them, and no autograd node.
 
     Fields:
+        _views: of all that autograd saved; None where a second run may save something else
         _taken: what the second run takes, until it has; then only those residuals hold it that need it themselves
         _passes: number of the backward -> what it has made again and not given yet; guarded by `_lock`, as are second runs
     """
@@ -135,10 +137,13 @@ class _Frame:
         self._inputs = [_Given(each) for each in arguments.tensors]
         self._surroundings = Surroundings()
         self._parameters = ParametersOfModule(known.module, known.modules)
-        self._versions = self._parameters.versions()
+        self._outside = self._parameters.tensors()
+        self._versions = list(map(version_of, self._outside))
         self._random = states_of([each for each in arguments.tensors if not each.is_cpu])
         self._host_randomness: HostRandomness | None = HostRandomness()
         self._num_saved = 0
+        self._views: list[View | None] = []
+        self._num_begun = num_begun()
         self._dropped: list[weakref.ref[_Dropped]] = []
         self._taken: dict[int, _Held | weakref.ref[_Held]] = {}
         self._lock = threading.RLock()
@@ -173,18 +178,22 @@ class _Frame:
         number = self._num_saved
         self._num_saved = number + 1
         saved = self._pattern.saved
-        if number >= len(saved) or type(tensor) not in PLAIN_TYPES or tensor.layout is not _strided:
+        is_ordinary = type(tensor) in PLAIN_TYPES and tensor.layout is _strided
+        # What a region inside of this one saves comes here in the second run, and not now: from here on numbers say nothing.
+        if number >= len(saved) or not is_ordinary or num_begun() != self._num_begun:
             self._miss()
+            self._views.append(None)
             return _Held(tensor, self.name)
         view, is_dropped, is_taken = saved[number]
         seen = view.or_own(tensor)
+        self._views.append(seen)
         if seen is not view and not (
             self._pattern.is_dynamic and seen.dtype is view.dtype and len(seen.size) == len(view.size)
         ):
             self._miss()  # whatever it is: it is kept
             return _Held(tensor, self.name)
         if is_dropped:
-            dropped = _Dropped(self, number, seen)
+            dropped = _Dropped(self, number)
             self._dropped.append(weakref.ref(dropped))
             return dropped
         held = _Held(tensor, self.name)
@@ -219,9 +228,7 @@ class _Frame:
             self._passes.pop(number, None)
 
     def _run_again(self) -> dict[int, torch.Tensor]:
-        wanted = {each.number: each.view for ref in self._dropped if (each := ref()) is not None}
-        if self._parameters.versions() != self._versions:
-            raise changed_in_place(f"a parameter or a buffer that {self.name} is recomputed with")
+        wanted = {each.number for ref in self._dropped if (each := ref()) is not None}
         found = self._as_seen(wanted)
         if found is None:
             found = self._everything(wanted)
@@ -230,16 +237,17 @@ class _Frame:
         }
         return found
 
-    def _as_seen(self, wanted: dict[int, View]) -> dict[int, torch.Tensor] | None:
+    def _as_seen(self, wanted: set[int]) -> dict[int, torch.Tensor] | None:
         """The second run as the pattern says; None: it does something else."""
         if not self.is_as_seen or self._pattern.function.has_hooks():
             return None
         held = {number: each if isinstance(each, _Held) else each() for number, each in self._taken.items()}
         if None in held.values():
             return None  # gone with what a backward before this one has used
-        run = _SecondRun(wanted, self._pattern, {n: each.tensor() for n, each in held.items() if each is not None})
+        taken = {number: each.tensor() for number, each in held.items() if each is not None}
+        run = _SecondRun(self.name, wanted, self._views, self._seen_versions(), self._pattern, taken)
         try:
-            self._call_again(run, _SecondMode(run))
+            self._call_again(run)
         except (NotThePattern, NeedsEverything) as reason:
             cause: object = reason
         except RuntimeError as error:
@@ -254,9 +262,9 @@ class _Frame:
         self._miss()
         return None
 
-    def _everything(self, wanted: dict[int, View]) -> dict[int, torch.Tensor]:
-        run = _SecondRun(wanted, None, {})
-        self._call_again(run, _NOTHING)
+    def _everything(self, wanted: set[int]) -> dict[int, torch.Tensor]:
+        run = _SecondRun(self.name, wanted, self._views, self._seen_versions(), None, {})
+        self._call_again(run)
         if not run.is_over():
             raise StateError(
                 "Recomputation did not come to all that the forward had saved.",
@@ -267,7 +275,14 @@ class _Frame:
             )
         return run.found
 
-    def _call_again(self, run: _SecondRun, mode: Any) -> None:
+    def _seen_versions(self) -> dict[int | None, set[int]]:
+        """Of parameters and buffers, by their storage."""
+        found: dict[int | None, set[int]] = {}
+        for tensor, version in zip(self._outside, self._versions, strict=True):
+            found.setdefault(storage_key(tensor), set()).add(version)
+        return found
+
+    def _call_again(self, run: _SecondRun) -> None:
         with torch.enable_grad():
             args, kwargs = self._arguments.rebuild(lambda index: self._inputs[index].again(self.name))
         attributes = Attributes(self._pattern.function.module)
@@ -287,7 +302,7 @@ class _Frame:
                 state.restore()
             run.begin()
             try:
-                with mode:
+                with _SecondMode(run):
                     self._function(*args, **kwargs)
             except AllFound:
                 pass
@@ -300,7 +315,18 @@ class _SecondRun:
         _unmet: taken results, by the number of the saved tensor that they are -> their storage; none may be left, or it was another tensor
     """
 
-    def __init__(self, wanted: dict[int, View], pattern: Pattern | None, taken: dict[int, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        name: str,
+        wanted: set[int],
+        views: list[View | None],
+        versions: dict[int | None, set[int]],
+        pattern: Pattern | None,
+        taken: dict[int, torch.Tensor],
+    ) -> None:
+        self._name = name
+        self._views = views
+        self._versions = versions
         self.found: dict[int, torch.Tensor] = {}
         self.num_saved = 0
         self.leaves_out = pattern is not None and pattern.leaves_out
@@ -324,16 +350,29 @@ class _SecondRun:
     def op(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = self._num_ops
         self._num_ops = number + 1
+        if not self._has_pattern:
+            self._check_versions(traits, args)
+            return traits.call(*args, **kwargs)
         if number >= len(self._steps) or self._steps[number].func is not traits.func:
             raise NotThePattern(f"{traits.func}, op {number}")
         step = self._steps[number]
         if not step.runs:
             return self._given(step.outputs, args)
+        self._check_versions(traits, args)
         if step.offset is None or step.generator is None:
             return traits.call(*args, **kwargs)
         with drawing:
             step.generator.set_offset(self._offsets[step.generator] + step.offset)
             return traits.call(*args, **kwargs)
+
+    def _check_versions(self, traits: Traits, args: tuple[Any, ...]) -> None:
+        """Parameters and buffers that an op reads are as the forward saw them."""
+        versions = self._versions
+        for tensor in args:
+            if type(tensor) in PLAIN_TYPES:
+                seen = versions.get(tensor.untyped_storage()._cdata)
+                if seen is not None and version_of(tensor) not in seen:
+                    raise changed_in_place(f"{self._name}, {traits.func}", min(seen), version_of(tensor))
 
     def _given(self, outputs: Any, args: tuple[Any, ...]) -> Any:
         if isinstance(outputs, Taken):
@@ -357,25 +396,30 @@ class _SecondRun:
         self.num_saved = number + 1
         if number in self._unmet and storage_key(tensor) != self._unmet.pop(number):
             raise NotThePattern(f"saved tensor {number} is another one")
-        view = self._wanted.get(number)
-        if view is not None and number not in self.found:
-            self.found[number] = self._checked(tensor, view)
+        if number < len(self._views):
+            self._check_look(tensor, self._views[number], is_wanted=number in self._wanted)
+        if number in self._wanted and number not in self.found:
+            self.found[number] = aliased(tensor)
         if self.is_over():
             raise AllFound
         # The graph of a second run is never used, but by who runs backward inside of the region.
         return None if self._has_pattern else aliased(tensor)
 
-    def _checked(self, tensor: torch.Tensor, view: View) -> torch.Tensor:
+    def _check_look(self, tensor: torch.Tensor, view: View | None, *, is_wanted: bool) -> None:
+        """What autograd saves must look as in the forward, also where that has been kept: else this is another one."""
         if self._has_pattern and is_placeholder(tensor):
-            raise NeedsEverything("what autograd saves")
-        if type(tensor) in PLAIN_TYPES and view.or_own(tensor) is view:
-            return aliased(tensor)
+            if is_wanted:
+                raise NeedsEverything("what autograd saves")
+            return
+        if view is None or (type(tensor) in PLAIN_TYPES and view.or_own(tensor) is view):
+            return
         if self._has_pattern:
             raise NotThePattern("a saved tensor looks different")
         raise StateError(
             "Recomputation gave another result than forward.",
             expected=f"{str(view.dtype).removeprefix('torch.')}{list(view.size)}",
             got=f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}",
+            where=self._name,
             do="Make the function give the same each time, or leave this block out of the plan (regions=).",
         )
 
@@ -442,12 +486,11 @@ class _Held:
 class _Dropped:
     """A residual that is made again."""
 
-    __slots__ = ("__weakref__", "_frame", "number", "view")
+    __slots__ = ("__weakref__", "_frame", "number")
 
-    def __init__(self, frame: _Frame, number: int, view: View) -> None:
+    def __init__(self, frame: _Frame, number: int) -> None:
         self._frame = frame
         self.number = number
-        self.view = view
 
     def tensor(self) -> torch.Tensor:
         return self._frame.made_again(self.number)

@@ -184,6 +184,10 @@ class ProfiledModel:
         turn_ms = times.get(f"after {len(calls) - 1}", 0.0) + times.get("turn", 0.0)
         # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the noise in them.
         step_ms = turn_ms + sum(each.before_ms + each.forward_ms + each.backward_ms for each in regions)
+        overhead = {"region_overhead_ms": _overhead_ms(regions, decision, step_ms, again_ms)}
+        if overhead["region_overhead_ms"] > 0:
+            unwatched_ms = self._unwatched_ms(regions, decision)
+            overhead["unwatched_overhead_ms"] = _overhead_ms(regions, decision, step_ms, unwatched_ms)
         profile = StepProfile(
             regions=tuple(regions),
             base_bytes=base_bytes,
@@ -197,7 +201,7 @@ class ProfiledModel:
                 "min_swap_bytes": _min_bytes(self.device),
                 "loads_by_region": True,
                 "turn_is_clear": True,
-                "region_overhead_ms": _overhead_ms(regions, decision, step_ms, again_ms),
+                **overhead,
                 "shared_input_bytes": _shared_input_bytes(calls),
             },
             is_plain_measured=spans is not None,
@@ -284,6 +288,17 @@ class ProfiledModel:
                 self.step()
                 spans = self._measured(applied.wrappers)
                 return spans, 0.0 if self.device.type == "cpu" else self.step_ms()
+        finally:
+            applied.remove()
+
+    def _unwatched_ms(self, regions: list[Any], decision: list[Any]) -> float:
+        """The time of a step in which every block is run again, and no forward is watched."""
+        applied = Applied(self.model, regions, decision, "recompute", is_unwatched=True)
+        try:
+            with preserved(self.model, self.batch):
+                self.step()  # this one is
+                self.step()
+                return self.step_ms()
         finally:
             applied.remove()
 

@@ -1,0 +1,118 @@
+"""Plans whose regions are not watched: what an applied plan does where an accelerator waits for the host."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+
+from hyper_parallel.core.planner.choices import RECOMPUTE, SAVE, RegionDecision, plain
+from hyper_parallel.core.planner.solver_block import base_of
+from hyper_parallel.platform.torch.planner import ProfiledModel
+from hyper_parallel.platform.torch.planner.applying import Applied
+
+
+class Experts(nn.Module):
+    """Each token goes to one of four experts: how many one gets depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(16), nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 16)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self.norm(x).flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            out.index_add_(0, rows, expert(flat[rows]) * weights[rows, None])
+        return x + out.view_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + F.gelu(self.out(a.transpose(1, 2).reshape(2, 8, 16)))
+
+
+def model_of(kind: type[nn.Module], device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(*(kind() for _ in range(3)))).to(device)
+
+
+def deciding(region: Any, saved: tuple[str, ...]) -> RegionDecision:
+    """Save these ops, and recompute what else can be."""
+    wanted = {
+        index: SAVE if any(word in op.name for word in saved) else RECOMPUTE
+        for index, op in enumerate(region.ops)
+        if op.is_needed
+    }
+    kept = frozenset(index for index, choice in wanted.items() if choice == SAVE)
+    decision: RegionDecision = base_of(region, kept, can_swap=False).decision
+    return decision
+
+
+def steps(model: nn.Module, device: str, num: int = 4) -> list[torch.Tensor]:
+    """Losses and gradients of some steps, each with another batch."""
+    found = []
+    for seed in range(num):
+        torch.manual_seed(seed)
+        loss = model(torch.randn(2, 8, 16, device=device)).square().mean()
+        loss.backward()
+        found.append(loss.detach())
+    return [*found, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def observers(applied: Applied) -> list[Any]:
+    calls = [call for wrapper in applied.wrappers for call in wrapper._planned_call._calls]
+    return [call[0].observer for call in calls if call is not None and call[0] is not None]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", [Attention, Experts])
+@pytest.mark.parametrize("saved", [(), ("mm",), ("mm", "attention", "norm")])
+def test_a_plan_whose_regions_are_not_watched_gives_the_gradients_of_the_plain_model(
+    kind: type[nn.Module], saved: tuple[str, ...], device: str
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    model = model_of(kind, device)
+    expected = steps(copy.deepcopy(model), device)
+    batch = torch.randn(2, 8, 16, device=device)
+    regions = ProfiledModel(model, batch, lambda out: out.square().mean()).profile().regions
+    decision = [*(deciding(region, saved) for region in regions[:-1]), plain(regions[-1])]
+    applied = Applied(model, regions, decision, "error", is_unwatched=True)
+    try:
+        found = steps(model, device)
+        assert [each.is_unwatched for each in observers(applied)] == [True, True]
+    finally:
+        applied.remove()
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_plan_that_swaps_watches_its_regions_and_one_that_is_not_bound_by_the_host_too() -> None:
+    model = model_of(Attention, "cpu")
+    batch = torch.randn(2, 8, 16)
+    regions = ProfiledModel(model, batch, lambda out: out.square().mean()).profile().regions
+    decision = [deciding(region, ("mm",)) for region in regions]
+    for is_host_bound in (True, False):
+        applied = Applied(model, regions, decision, "error", is_host_bound=is_host_bound)
+        assert [each is not None for each in observers(applied)] == [is_host_bound] * 3
+        applied.remove()
+    swapping = [
+        RegionDecision(False, tuple("swap" if each == SAVE else each for each in decision[0].ops), decision[0].inputs),
+        *decision[1:],
+    ]
+    applied = Applied(model, regions, swapping, "error", is_host_bound=True)
+    assert observers(applied) == [None] * 3
+    applied.remove()
