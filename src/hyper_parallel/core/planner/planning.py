@@ -12,11 +12,11 @@ from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, descri
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.budget import check_budget
-from hyper_parallel.core.planner.choices import plain, recompute_all
+from hyper_parallel.core.planner.choices import RECOMPUTE, plain, recompute_all
 from hyper_parallel.core.planner.choosing import choose, overhead_ms, overhead_without_copies_ms, unmanaged
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, Predicted, _part
 from hyper_parallel.core.planner.problem import Problem, evaluate
-from hyper_parallel.core.planner.profile import StepProfile
+from hyper_parallel.core.planner.profile import Region, StepProfile
 from hyper_parallel.core.planner.progress import Progress, progress_of
 from hyper_parallel.core.planner.settings import candidates
 from hyper_parallel.core.planner.solver import BudgetError
@@ -223,16 +223,29 @@ def _without_copies(plan: MemoryPlan, profiled: Any, *, faster_than_ms: float) -
     """
     profile = plan.profile
     facts = {**profile.facts, "region_overhead_ms": profile.facts.get("unwatched_overhead_ms", 0.0)}
+    regions = profile.regions
+    if "unwatched_overhead_ms" in profile.facts:
+        regions = tuple(map(_keeping_residuals_only, regions))
     margin = first_margin(profile)
     with contextlib.suppress(BudgetError):
-        free = solved(dataclasses.replace(profile, facts=facts), plan.budget_bytes, margin_bytes=margin, swaps=False)
+        other = dataclasses.replace(profile, facts=facts, regions=regions)
+        free = solved(other, plan.budget_bytes, margin_bytes=margin, swaps=False)
         if free.predicted.step_ms >= faster_than_ms:
             return []
-        other = MemoryPlan(profile, free.decision, free.setting, plan.budget_bytes, free.predicted, gap=free.gap)
-        other = _proved(other, profiled)
-        other.predicted = dataclasses.replace(other.predicted, step_ms=_taken_ms(other))
-        return [other]
+        rival = MemoryPlan(profile, free.decision, free.setting, plan.budget_bytes, free.predicted, gap=free.gap)
+        rival = _proved(rival, profiled)
+        rival.predicted = dataclasses.replace(rival.predicted, step_ms=_taken_ms(rival))
+        return [rival]
     return []
+
+
+def _keeping_residuals_only(region: Region) -> Region:
+    """The region without the choice to keep what autograd does not: a forward that is not watched cannot."""
+    ops = [
+        op if op.is_needed or RECOMPUTE not in op.choices else dataclasses.replace(op, choices=(RECOMPUTE,))
+        for op in region.ops
+    ]
+    return dataclasses.replace(region, ops=tuple(ops))
 
 
 def _taken_ms(plan: MemoryPlan) -> float:

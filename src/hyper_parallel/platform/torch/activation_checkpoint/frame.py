@@ -99,7 +99,7 @@ class Frame:
 
     def _tell(self, record: Record, packer: _NotingPacker, looks: Any, *, has_inner: bool) -> None:
         """What this call has shown, while its record is there."""
-        recomputation, around = self._recomputation, self._second_call.surroundings
+        around = self._second_call.surroundings
         call = Watched(
             record=record,
             function=self._function,
@@ -107,8 +107,6 @@ class Frame:
             looks=looks,
             saved=packer.saved,
             dropped={each.value for each in _living(self._recomputed)},
-            runs=recomputation.runs,
-            takes=recomputation.takes,
             begin=self._second_call.random_states,
             is_ordinary=around.transform is None and not around.is_compiling and not has_inner,
         )

@@ -75,12 +75,6 @@ class Recomputation:
         takes: frozenset[Value] = self._plan.takes
         return takes
 
-    @property
-    def runs(self) -> frozenset[int]:
-        """The ops that run."""
-        runs: frozenset[int] = self._plan.runs
-        return runs
-
     def plan(self, record: Record, residuals: list[Recomputed]) -> None:
         """Find out what must run, and what is taken, for these."""
         ReplayPlan, plan_replay, _ = _core()  # noqa: N806 - a class

@@ -117,7 +117,6 @@ class Watched(NamedTuple):
     Attributes:
         saved: for each tensor that autograd saved, in order: its value, and how it looks; None: no ordinary tensor
         dropped: the values that are made again
-        runs, takes: what the replay does
         begin: the generators when it began
     """
 
@@ -127,8 +126,6 @@ class Watched(NamedTuple):
     looks: tuple[Any, ...] | None
     saved: Sequence[tuple[Value | None, View] | None]
     dropped: Collection[Value]
-    runs: Collection[int]
-    takes: Collection[Value]
     begin: Sequence[GeneratorState]
     is_ordinary: bool
 
@@ -168,28 +165,29 @@ def pattern_of(call: Watched, *, is_dynamic: bool) -> Pattern | None:
 
 
 class _CannotBeLeftOutError(Exception):
-    """A result is needed that autograd does not save as it is, or a generator cannot be set."""
+    """Memory is written that is kept, or a generator cannot be set."""
 
 
 def _steps(call: Watched, saved: list[tuple[Value | None, View]], is_dynamic: bool) -> Iterable[Step]:
-    kept: dict[Value, Taken] = {}
-    for number, (value, view) in enumerate(saved):
-        if value is None or value.origin is not Origin.MADE or value in call.dropped or not hasattr(value, "view"):
-            continue
-        if value.view == view:
-            if value not in kept or kept[value].view is not None:
-                kept[value] = Taken(number)
-        elif value not in kept:
-            kept[value] = Taken(number, value.view, value.num_bytes)
+    from hyper_parallel.core.activation_checkpoint.replay_plan import plan_replay
+
+    kept = _kept(call, saved)
+    # What a policy keeps and autograd does not save is not there in a call that nobody watches: it is made again.
+    plan = plan_replay(
+        call.record.ops,
+        call.dropped,
+        lambda value: value in kept or value.origin in (Origin.INPUT, Origin.OUTSIDE),
+        stops=True,
+    )
     written = {value.key for op in call.record.ops for _, value in op.targets}
-    held = {value.key for value, _ in saved if value is not None} | {value.key for value in call.takes}
+    held = {value.key for value, _ in saved if value is not None} | {value.key for value in kept}
     if written & held or any(value.origin is not Origin.MADE for op in call.record.ops for _, value in op.targets):
         raise _CannotBeLeftOutError
     begin = {state.generator: state.state for state in call.begin}
     is_behind: set[torch.Generator] = set()  # generators that ops draw from which do not run
     for op in call.record.ops:
-        runs = op.index in call.runs or op.must_run
-        outputs = None if runs else _outputs(op, kept, call.takes, is_dynamic)
+        runs = op.index in plan.runs or op.must_run
+        outputs = None if runs else _outputs(op, kept, plan.takes, is_dynamic)
         generator, offset = None, None
         if op.state is not None:
             generator = op.state.generator
@@ -202,16 +200,26 @@ def _steps(call: Watched, saved: list[tuple[Value | None, View]], is_dynamic: bo
         yield Step(op.func, outputs is None, outputs, generator, offset)
 
 
-def _outputs(op: RecordedOp, kept: dict[Value, Taken], takes: Collection[Value], is_dynamic: bool) -> Any:
+def _kept(call: Watched, saved: list[tuple[Value | None, View]]) -> dict[Value, Taken]:
+    """What ops made and autograd keeps, with how it gets from there to a second run."""
+    kept: dict[Value, Taken] = {}
+    for number, (value, view) in enumerate(saved):
+        if value is None or value.origin is not Origin.MADE or value in call.dropped or not hasattr(value, "view"):
+            continue
+        if value.view == view:
+            if value not in kept or kept[value].view is not None:
+                kept[value] = Taken(number)
+        elif value not in kept:
+            kept[value] = Taken(number, value.view, value.num_bytes)
+    return kept
+
+
+def _outputs(op: RecordedOp, kept: dict[Value, Taken], takes: Collection[Any], is_dynamic: bool) -> Any:
     """The results of an op that does not run; None: it does after all, as nobody knows how they will look."""
 
     def given(output: Any) -> Any:
         if isinstance(output, Value):
-            if output in takes:
-                if output not in kept:
-                    raise _CannotBeLeftOutError
-                return kept[output]
-            if is_dynamic and output in kept:
+            if output in kept and (output in takes or is_dynamic):
                 return kept[output]
             return LeftOut(output.view, output.num_bytes, output.device)
         if isinstance(output, Argument):
