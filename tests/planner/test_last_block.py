@@ -30,7 +30,7 @@ def test_it_is_a_region_of_ours_that_says_that_it_ends_the_forward_also_where_th
     whole = [recompute_all(each) for each in regions]
 
     def calls(*decisions: object, is_announced: bool) -> list[object]:
-        call = PlannedCall(regions, decisions, Mismatches("error"), is_announced, is_host_bound=True)
+        call = PlannedCall(regions, decisions, Mismatches("error"), is_announced, by_framework=True)
         return [None if each is None else each[0] for each in call._calls]
 
     assert calls(*whole, is_announced=False) == [None, None], "the framework's own checkpoint"

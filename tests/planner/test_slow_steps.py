@@ -81,8 +81,9 @@ def test_where_regions_cost_the_host_too_much_blocks_are_left_alone_or_recompute
 ) -> None:
     steps = Steps(monkeypatch, more_ms=profile.step_ms)
     plan = planned(profile)
-    first, second = steps.measured
+    first, second, third = steps.measured
     assert plan is second, "and recomputing every block is predicted to be slower"
+    assert not any(each.swaps for each in third.decision), "regions that copy nothing cost the host less, and are tried"
     assert not any(each.is_plain or each == whole(first, i) for i, each in enumerate(first.decision[:-1]))
     assert all(each.is_plain or each == whole(plan, i) for i, each in enumerate(plan.decision))
     assert plan.profile.facts["region_overhead_ms"] == pytest.approx(profile.step_ms, rel=0.2)
@@ -120,9 +121,10 @@ def test_regions_that_only_save_and_recompute_are_tried_where_the_host_is_the_sl
 def test_real_steps_have_the_last_word(profile: StepProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, more_ms=profile.step_ms, simple_more_ms=100 * profile.step_ms)
     plan = planned(profile)
-    first, second = steps.measured
+    first, second, third = steps.measured
     assert plan is first
     assert all(each.is_plain or each == whole(second, i) for i, each in enumerate(second.decision))
+    assert not any(each.swaps for each in third.decision)
 
 
 @pytest.mark.parametrize(("more", "is_simple"), [(-0.02, True), (0.0, True), (0.03, False)])

@@ -100,19 +100,25 @@ def test_a_plan_whose_regions_are_not_watched_gives_the_gradients_of_the_plain_m
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_plan_that_swaps_watches_its_regions_and_one_that_is_not_bound_by_the_host_too() -> None:
+def test_a_plan_that_swaps_watches_its_regions_and_so_does_one_on_a_cpu() -> None:
     model = model_of(Attention, "cpu")
     batch = torch.randn(2, 8, 16)
     regions = ProfiledModel(model, batch, lambda out: out.square().mean()).profile().regions
-    decision = [deciding(region, ("mm",)) for region in regions]
-    for is_host_bound in (True, False):
-        applied = Applied(model, regions, decision, "error", is_host_bound=is_host_bound)
-        assert [each is not None for each in observers(applied)] == [is_host_bound] * 3
+    saving = [deciding(region, ("mm",)) for region in regions]
+    swaps = tuple("swap" if each == SAVE else each for each in saving[0].ops)
+    swapping = [RegionDecision(False, swaps, saving[0].inputs), *saving[1:]]
+    for decision, asked, found in ((saving, None, False), (saving, True, True), (swapping, True, False)):
+        applied = Applied(model, regions, decision, "error", is_unwatched=asked)
+        assert [each is not None for each in observers(applied)] == [found] * 3
         applied.remove()
-    swapping = [
-        RegionDecision(False, tuple("swap" if each == SAVE else each for each in decision[0].ops), decision[0].inputs),
-        *decision[1:],
-    ]
-    applied = Applied(model, regions, swapping, "error", is_host_bound=True)
-    assert observers(applied) == [None] * 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_plan_that_swaps_nothing_is_not_watched_on_an_accelerator_cuda() -> None:
+    model = model_of(Attention, "cuda")
+    batch = torch.randn(2, 8, 16, device="cuda")
+    regions = ProfiledModel(model, batch, lambda out: out.square().mean()).profile().regions
+    applied = Applied(model, regions, [deciding(region, ("mm",)) for region in regions], "error")
+    steps(model, "cuda", num=2)
+    assert [each.is_unwatched for each in observers(applied)] == [True] * 3
     applied.remove()

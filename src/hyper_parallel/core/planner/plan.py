@@ -246,7 +246,7 @@ class MemoryPlan:
         if self.setting.ahead_bytes:
             ways["ahead_bytes"] = self.setting.ahead_bytes
         if self.profile.facts.get("region_overhead_ms"):
-            ways["is_host_bound"] = True
+            ways["by_framework"] = True
         if "autocast" in self.profile.facts:
             ways["autocast"] = self.profile.facts["autocast"]
         applied = part.Applied(model, self.profile.regions, self.decision, on_mismatch, checks_ops=checks_ops, **ways)

@@ -162,9 +162,10 @@ def _fastest(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
     is_known = "region_overhead_ms" in plan.profile.facts
     if not is_known or _taken_ms(plan) == math.inf or all(each.is_plain for each in plan.decision):
         return plan
-    if _taken_ms(plan) > plan.predicted.step_ms * _TOO_SLOW and any(each.is_managed for each in plan.decision):
+    is_slow = _taken_ms(plan) > plan.predicted.step_ms * _TOO_SLOW and any(each.is_managed for each in plan.decision)
+    if is_slow:
         rivals += _with_costlier_regions(plan, profiled)
-    if overhead_ms(plan.profile) > 0:
+    if overhead_ms(plan.profile) > 0 or (is_slow and plan.has_swaps):
         rivals += _without_copies(plan, profiled, faster_than_ms=min(map(_taken_ms, rivals)))
     fastest = min(rivals, key=_taken_ms)
     return _steady(fastest, rivals, profiled) or fastest

@@ -48,12 +48,12 @@ class Taken(NamedTuple):
 
     Attributes:
         view: how it looks then; None: as the saved tensor does
-        num_bytes: of that memory, if there is a view
+        num_bytes: of that memory
     """
 
     number: int
-    view: View | None = None
-    num_bytes: int = 0
+    view: View | None
+    num_bytes: int
 
 
 class LeftOut(NamedTuple):
@@ -70,6 +70,7 @@ class Step(NamedTuple):
     Attributes:
         runs: it runs; else `outputs` are its results: `Taken`, `LeftOut`, `Constant`, lists of these, or `Argument` for what it was given
         offset: how far its generator had come since the region began, where a random op before it does not run
+        is_fixed: what it takes must be as large as in the watched call: its other results depend on that
     """
 
     func: Any
@@ -77,6 +78,7 @@ class Step(NamedTuple):
     outputs: Any = None
     generator: torch.Generator | None = None
     offset: int | None = None
+    is_fixed: bool = False
 
 
 class Pattern(NamedTuple):
@@ -197,7 +199,8 @@ def _steps(call: Watched, saved: list[tuple[Value | None, View]], is_dynamic: bo
                 is_behind.add(generator)
             elif generator in is_behind:
                 offset = _offset(op.state, begin[generator], is_dynamic)
-        yield Step(op.func, outputs is None, outputs, generator, offset)
+        is_fixed = is_dynamic and not all(isinstance(each, Taken) or _is_nothing(each) for each in _leaves(outputs))
+        yield Step(op.func, outputs is None, outputs, generator, offset, is_fixed)
 
 
 def _kept(call: Watched, saved: list[tuple[Value | None, View]]) -> dict[Value, Taken]:
@@ -208,7 +211,7 @@ def _kept(call: Watched, saved: list[tuple[Value | None, View]]) -> dict[Value, 
             continue
         if value.view == view:
             if value not in kept or kept[value].view is not None:
-                kept[value] = Taken(number)
+                kept[value] = Taken(number, None, value.num_bytes)
         elif value not in kept:
             kept[value] = Taken(number, value.view, value.num_bytes)
     return kept
@@ -231,14 +234,8 @@ def _outputs(op: RecordedOp, kept: dict[Value, Taken], takes: Collection[Any], i
         return type(output)([given(each) for each in output])
 
     found = given(op.outputs)
-    if not is_dynamic:
-        return found
-    leaves = list(_leaves(found))
-    if all(isinstance(each, Taken) or _is_nothing(each) for each in leaves):
-        return found
-    if any(isinstance(each, Value) and each in takes for each in _leaves(op.outputs)):
-        raise _CannotBeLeftOutError
-    return None
+    # Where sizes change it runs, unless what is taken tells how large all else is.
+    return found if not is_dynamic or any(isinstance(each, Taken) for each in _leaves(found)) else None
 
 
 def _is_nothing(output: Any) -> bool:

@@ -357,7 +357,7 @@ class _SecondRun:
             raise NotThePattern(f"{traits.func}, op {number}")
         step = self._steps[number]
         if not step.runs:
-            return self._given(step.outputs, args)
+            return self._given(step.outputs, args, is_fixed=step.is_fixed)
         self._check_versions(traits, args)
         if step.offset is None or step.generator is None:
             return traits.call(*args, **kwargs)
@@ -374,11 +374,11 @@ class _SecondRun:
                 if seen is not None and version_of(tensor) not in seen:
                     raise changed_in_place(f"{self._name}, {traits.func}", min(seen), version_of(tensor))
 
-    def _given(self, outputs: Any, args: tuple[Any, ...]) -> Any:
+    def _given(self, outputs: Any, args: tuple[Any, ...], *, is_fixed: bool) -> Any:
         if isinstance(outputs, Taken):
             tensor = self._taken[outputs.number]
             storage = tensor.untyped_storage()
-            if outputs.view is not None and storage.nbytes() != outputs.num_bytes:
+            if (is_fixed or outputs.view is not None) and storage.nbytes() != outputs.num_bytes:
                 raise NotThePattern("a saved tensor has another size")
             self._unmet[outputs.number] = storage._cdata
             # Not an alias: its version counter is for those who have saved it.
@@ -389,7 +389,7 @@ class _SecondRun:
             return outputs.value
         if isinstance(outputs, Argument):
             return args[outputs.position]
-        return type(outputs)([self._given(each, args) for each in outputs])
+        return type(outputs)([self._given(each, args, is_fixed=is_fixed) for each in outputs])
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
         number = self.num_saved

@@ -144,8 +144,9 @@ class PlannedCall:
         is_announced: bool,
         checks_ops: bool = True,
         ahead_bytes: Sequence[int | None] = (),
-        is_host_bound: bool = False,
         surroundings: Surroundings | None = None,
+        *,
+        by_framework: bool = False,
         is_unwatched: bool = False,
     ) -> None:
         self._surroundings = surroundings
@@ -154,7 +155,7 @@ class PlannedCall:
         for region, decision, ahead in zip(regions, decisions, ahead_bytes, strict=True):
             if decision.is_plain and not is_announced:
                 self._calls.append(None)
-            elif is_host_bound and not is_announced and decision.is_whole:
+            elif by_framework and not is_announced and decision.is_whole:
                 self._calls.append((None, False))
             else:
                 policy = PlannedPolicy(region, decision, mismatches, ahead)
@@ -256,9 +257,9 @@ class Surroundings:
 class Applied:
     """A plan on a model; `remove` undoes it. `checks_ops=False`: the first step is not compared with the profile.
 
-    `ahead_bytes`: see `Setting`. `is_host_bound`: the framework's own checkpoint, which knows no ops and so costs the host less, recomputes blocks that
-    are recomputed whole. `is_unwatched`: where nothing is swapped, forwards run without a dispatch mode once they were seen; without it, where the step is
-    host-bound. `autocast`: see `Surroundings`.
+    `ahead_bytes`: see `Setting`. `by_framework`: blocks that are recomputed whole are so by the framework's own checkpoint, which knows no ops and so costs the
+    host less. `is_unwatched`: where nothing is swapped, forwards run without a dispatch mode once they were seen. Without a word on it, each is so on an
+    accelerator where nothing is swapped. `autocast`: see `Surroundings`.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class Applied:
         *,
         checks_ops: bool = True,
         ahead_bytes: Sequence[int] = (),
-        is_host_bound: bool = False,
+        by_framework: bool | None = None,
         is_unwatched: bool | None = None,
         autocast: str | None = None,
     ) -> None:
@@ -278,7 +279,9 @@ class Applied:
         surroundings = Surroundings(device_of(model), autocast)
         blocks = dict(model.named_modules())
         swaps = any("swap" in each.ops or "swap" in each.inputs for each in decision)
-        is_unwatched = not swaps and (is_host_bound if is_unwatched is None else is_unwatched)
+        is_light = not swaps and device_of(model).type != "cpu"
+        by_framework = is_light if by_framework is None else by_framework
+        is_unwatched = is_light if is_unwatched is None else is_unwatched and not swaps
         by_path: dict[str, list[int]] = {}
         for index, region in enumerate(regions):
             by_path.setdefault(region.path, []).append(index)
@@ -301,9 +304,9 @@ class Applied:
                 is_announced,
                 checks_ops,
                 [ahead_bytes[index] for index in indices] if ahead_bytes else (),
-                is_host_bound,
                 surroundings,
-                is_unwatched,
+                by_framework=by_framework,
+                is_unwatched=is_unwatched,
             )
             self._wrappers[blocks[path]] = PlannedBlock(blocks[path], call)
             repeated += [call] if call.num_calls > 1 else []

@@ -62,5 +62,11 @@ def check_called(model: nn.Module, paths: Iterable[str]) -> None:
                 expected="blocks that run once, in forward",
                 got=f"{type(module).__name__} with gradient_checkpointing=True",
                 where=name or "the model",
-                do="Switch it off before planning: `model.gradient_checkpointing_disable()`; of a Trainer, gradient_checkpointing=False.",
+                do=f"Switch it off before planning: `model.{_switch_off(model)}()`; for a Trainer, leave out the option of that name.",
             )
+
+
+def _switch_off(model: nn.Module) -> str:
+    """What switches gradient checkpointing off: newer versions of Hugging Face's models have another name for it."""
+    new = "activation_checkpointing_disable"
+    return new if hasattr(model, new) else "gradient_checkpointing_disable"

@@ -13,7 +13,7 @@ from hyper_parallel.platform.torch.planner.recording import RecordedCall, is_mad
 
 
 def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, min_bytes: int | None) -> list[Any]:
-    """The ops of a call; one of compiled code, which makes all residuals of a block at once, with its parts after it."""
+    """The ops of a call; one of which a part is chosen by itself, with its parts after it: see `_parts`."""
     from hyper_parallel.core.planner.profile import Op, Value
 
     places: dict[Any, int] = {}  # of values, among the planner's ops
@@ -65,10 +65,18 @@ def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, m
 
 
 def _parts(op: Any, made: list[Any], noted: RecordedCall, min_bytes: int | None) -> list[Any]:
-    """The residuals among what compiled code made, if there is more than one to swap."""
-    if min_bytes is None or traits_of(op.func).has_schema or not all(value in noted.current for value in made):
+    """The residuals that are chosen one by one.
+
+    Those among what compiled code made, if there is more than one to swap: that is all of a block at once. And those of an op that also makes what
+    backward does not need: of a dropout the mask is kept, and not its result.
+    """
+    if op.targets or not all(value in noted.current for value in made):
         return []
-    parts = [value for value in made if value in noted.needed]
+    parts = [value for value in made if value in noted.needed and value.num_bytes > 0]
+    if traits_of(op.func).has_schema:
+        return parts if any(value.num_bytes > 0 and value not in noted.needed for value in made) else []
+    if min_bytes is None:
+        return []
     return parts if sum("swap" in _choices([value], noted, min_bytes) for value in parts) > 1 else []
 
 

@@ -184,10 +184,7 @@ class ProfiledModel:
         turn_ms = times.get(f"after {len(calls) - 1}", 0.0) + times.get("turn", 0.0)
         # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the noise in them.
         step_ms = turn_ms + sum(each.before_ms + each.forward_ms + each.backward_ms for each in regions)
-        overhead = {"region_overhead_ms": _overhead_ms(regions, decision, step_ms, again_ms)}
-        if overhead["region_overhead_ms"] > 0:
-            unwatched_ms = self._unwatched_ms(regions, decision)
-            overhead["unwatched_overhead_ms"] = _overhead_ms(regions, decision, step_ms, unwatched_ms)
+        regions, overheads = self._overheads(regions, decision, step_ms, again_ms)
         profile = StepProfile(
             regions=tuple(regions),
             base_bytes=base_bytes,
@@ -201,7 +198,7 @@ class ProfiledModel:
                 "min_swap_bytes": _min_bytes(self.device),
                 "loads_by_region": True,
                 "turn_is_clear": True,
-                **overhead,
+                **overheads,
                 "shared_input_bytes": _shared_input_bytes(calls),
             },
             is_plain_measured=spans is not None,
@@ -282,25 +279,47 @@ class ProfiledModel:
 
     def _measured_again(self, regions: list[Any], decision: list[Any]) -> tuple[list[Span], float]:
         """A step in which every block is run again, by the allocator; and by the clock, on an accelerator, when regions know their ops."""
-        applied = Applied(self.model, regions, decision, "recompute")
+        with self._again(regions, decision, by_framework=False, is_unwatched=False) as wrappers:
+            self.step()
+            spans = self._measured(wrappers)
+            return spans, 0.0 if self.device.type == "cpu" else self.step_ms()
+
+    def _step_ms_again(self, regions: list[Any], decision: list[Any], **ways: Any) -> float:
+        """The time of a step in which every block is run again in this way."""
+        with self._again(regions, decision, **ways):
+            self.step()  # what has not been seen yet is watched
+            self.step()
+            return self.step_ms()
+
+    @contextlib.contextmanager
+    def _again(self, regions: list[Any], decision: list[Any], **ways: Any) -> Iterator[list[nn.Module]]:
+        applied = Applied(self.model, regions, decision, "recompute", **ways)
         try:
             with preserved(self.model, self.batch):
-                self.step()
-                spans = self._measured(applied.wrappers)
-                return spans, 0.0 if self.device.type == "cpu" else self.step_ms()
+                yield applied.wrappers
         finally:
             applied.remove()
 
-    def _unwatched_ms(self, regions: list[Any], decision: list[Any]) -> float:
-        """The time of a step in which every block is run again, and no forward is watched."""
-        applied = Applied(self.model, regions, decision, "recompute", is_unwatched=True)
-        try:
-            with preserved(self.model, self.batch):
-                self.step()  # this one is
-                self.step()
-                return self.step_ms()
-        finally:
-            applied.remove()
+    def _overheads(
+        self, regions: list[Any], decision: list[Any], step_ms: float, again_ms: float
+    ) -> tuple[list[Any], dict[str, float]]:
+        """What regions cost beside the ops that they run again, where an accelerator waits for the host; and the regions with what ops take then.
+
+        The framework's own checkpoint waits, too, where ops are small or need an answer from the device: that is what running them again costs.
+        """
+        from hyper_parallel.core.planner.choices import recompute_ms
+
+        computed_ms = sum(map(recompute_ms, regions, decision))
+        noise_ms = _NOISE_SHARE * step_ms
+        if again_ms - step_ms - computed_ms <= noise_ms:
+            return regions, {"region_overhead_ms": 0.0}
+        whole_ms = self._step_ms_again(regions, decision, by_framework=True, is_unwatched=False)
+        unwatched_ms = self._step_ms_again(regions, decision, by_framework=False, is_unwatched=True)
+        if whole_ms - step_ms - computed_ms > noise_ms and computed_ms > 0:
+            regions = _with_slower_ops(regions, (whole_ms - step_ms) / computed_ms)
+        least_ms = max(whole_ms, step_ms + computed_ms)
+        facts = {"region_overhead_ms": again_ms - least_ms, "unwatched_overhead_ms": unwatched_ms - least_ms}
+        return regions, {name: ms / len(regions) if ms > noise_ms else 0.0 for name, ms in facts.items()}
 
     def _marked(self, meter: Any, wrappers: Iterable[nn.Module] = ()) -> None:
         """One step with marks where blocks, or the wrappers around them, begin and end."""
@@ -434,12 +453,14 @@ def _region(
     )
 
 
-def _overhead_ms(regions: list[Any], decision: list[Any], step_ms: float, again_ms: float) -> float:
-    """What a region costs beside the ops that it runs again, where that is more than noise: an accelerator waits for the host then."""
-    from hyper_parallel.core.planner.choices import recompute_ms
-
-    more_ms = again_ms - step_ms - sum(map(recompute_ms, regions, decision))
-    return more_ms / len(regions) if more_ms > _NOISE_SHARE * step_ms else 0.0
+def _with_slower_ops(regions: list[Any], times: float) -> list[Any]:
+    """The regions with so many times what running an op again takes."""
+    return [
+        dataclasses.replace(
+            region, ops=tuple(dataclasses.replace(op, forward_ms=op.forward_ms * times) for op in region.ops)
+        )
+        for region in regions
+    ]
 
 
 def _shared_input_bytes(calls: list[RecordedCall]) -> list[int]:
