@@ -91,7 +91,7 @@ def test_a_plan_whose_regions_are_not_watched_gives_the_gradients_of_the_plain_m
     batch = torch.randn(2, 8, 16, device=device)
     regions = ProfiledModel(model, batch, lambda out: out.square().mean()).profile().regions
     decision = [*(deciding(region, saved) for region in regions[:-1]), plain(regions[-1])]
-    applied = Applied(model, regions, decision, "error", is_unwatched=True)
+    applied = Applied(model, regions, decision, "error", by_framework=False, is_unwatched=True)
     try:
         found = steps(model, device)
         assert [each.is_unwatched for each in observers(applied)] == [True, True]
