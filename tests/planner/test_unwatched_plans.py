@@ -122,3 +122,20 @@ def test_a_plan_that_swaps_nothing_is_not_watched_on_an_accelerator_cuda() -> No
     steps(model, "cuda", num=2)
     assert [each.is_unwatched for each in observers(applied)] == [True] * 3
     applied.remove()
+
+
+def test_ops_that_nobody_planned_have_the_region_watched_and_are_counted_in_every_step() -> None:
+    model = model_of(Attention, "cpu")
+    batch = torch.randn(2, 8, 16)
+    regions = ProfiledModel(model, batch, lambda out: out.square().mean()).profile().regions
+    decision = [deciding(region, ("mm",)) for region in regions]
+    inner: Any = model[0]
+    inner[0].out.register_forward_hook(lambda module, args, output: output * 1.5)
+    applied = Applied(model, regions, decision, "recompute", is_unwatched=True)
+    counts = []
+    for _ in range(3):
+        steps(model, "cpu", num=1)
+        counts.append(applied.mismatches.counts["ops that were not planned"])
+    assert [each is not None and each.is_unwatched for each in observers(applied)] == [False, True, True]
+    assert counts == [1, 2, 3]
+    applied.remove()

@@ -70,9 +70,15 @@ class PlannedPolicy:
         self.answers: dict[int, Any] = {}
         self.passes: dict[int, Any] = {}
         self._names: dict[Any, str] = {}
-        self.observer: UnwatchedRegion | None = None  # calls the region, if it need not be watched
+        self.unwatched: UnwatchedRegion | None = None
+        self._has_unplanned = False
         self.met: set[Key] | None = set()  # None when the first call is over
         self.is_as_planned = True  # so far: every op that it was asked about was one of the plan
+
+    @property
+    def observer(self) -> UnwatchedRegion | None:
+        """What calls the region, if it need not be watched: not where ops come that nobody planned, which are counted."""
+        return None if self._has_unplanned else self.unwatched
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         return self.planned_answer(op, ctx.module, ctx, ctx.op_output)
@@ -88,7 +94,7 @@ class PlannedPolicy:
         key = (module, where.call, name, where.occurrence_in_call)
         choice = self._choices.get(key, "")
         if choice == "":
-            self.is_as_planned = False
+            self.is_as_planned, self._has_unplanned = False, True
             self._mismatches.note("ops that were not planned", expected="", got="", where="", may_raise=False)
             return self._policies["save"] if self._saves_all else self._default
         if self.met is not None:
@@ -163,7 +169,7 @@ class PlannedCall:
                 if not checks_ops:
                     policy.met = None
                 if is_unwatched and not decision.is_plain:
-                    policy.observer = UnwatchedRegion(is_dynamic=region.is_dynamic)
+                    policy.unwatched = UnwatchedRegion(is_dynamic=region.is_dynamic)
                 self._calls.append((policy, "swap" in decision.inputs))
         self._number = 0
 
@@ -189,8 +195,8 @@ class PlannedCall:
         if policy is None:
             return framework_checkpoint(module, *args, use_reentrant=False, **kwargs)
         try:
-            if policy.observer is not None:
-                result = policy.observer.call(module, policy, args, kwargs)
+            if (unwatched := policy.observer) is not None:
+                result = unwatched.call(module, policy, args, kwargs)
             else:
                 result = checkpoint(module, *args, policy_fn=policy, swap_inputs=swap_inputs, **kwargs)
             policy.check_all_met()
