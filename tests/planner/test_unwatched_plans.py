@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -98,6 +100,26 @@ def test_a_plan_whose_regions_are_not_watched_gives_the_gradients_of_the_plain_m
     finally:
         applied.remove()
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_plan_that_was_taken_off_keeps_nothing_of_the_model_nor_of_a_call() -> None:
+    model = model_of(Attention, "cpu")
+    regions = ProfiledModel(model, torch.randn(2, 8, 16), lambda out: out.square().mean()).profile().regions
+    gc.collect()
+    gc.disable()
+    try:
+        applied = Applied(model, regions, [deciding(region, ("mm",)) for region in regions], "error", is_unwatched=True)
+        batch = torch.randn(2, 8, 16)
+        for _ in range(2):
+            model(batch).square().mean().backward()
+        left = [weakref.ref(batch), *map(weakref.ref, model.parameters())]
+        del batch
+        assert left[0]() is None
+        applied.remove()
+        del model, applied
+        assert [each() for each in left] == [None] * len(left)
+    finally:
+        gc.enable()
 
 
 def test_a_plan_that_swaps_watches_its_regions_and_so_does_one_on_a_cpu() -> None:

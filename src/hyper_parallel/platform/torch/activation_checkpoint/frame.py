@@ -293,7 +293,7 @@ class Frame:
                 thread = threading.get_ident()
                 for old in [key for key, each in self._passes.items() if each.thread == thread]:
                     del self._passes[old]
-                torch.autograd.Variable._execution_engine.queue_callback(_EndOfPass(self, number))
+                torch.autograd.Variable._execution_engine.queue_callback(EndOfPass(self, number))
             current = self._passes[number] = Pass()
             asked = [self._inputs.index_of(each.value) for each in _living(self._from_inputs)]
             current.asking = Counter(index for index in asked if index is not None)
@@ -345,10 +345,10 @@ def _unpack(packed: Any) -> torch.Tensor:
     return tensor
 
 
-class _EndOfPass:
+class EndOfPass:
     """Called by autograd when a backward is over."""
 
-    def __init__(self, frame: Frame, number: int) -> None:
+    def __init__(self, frame: Any, number: int) -> None:
         self._frame = weakref.ref(frame)
         self._number = number
 

@@ -7,7 +7,7 @@ that nothing happens beside them (rules 8 and 9 in the README of core/activation
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -115,23 +115,28 @@ class RegionFunction:
 
     def has_hooks(self) -> bool:
         """Whether somebody looks at what the modules in it are given, or give."""
-        # The region's module itself may be called with hooks around it: those inside its forward matter.
-        for each in self.modules:
-            attributes = each.__dict__
-            before, after = attributes.get("_forward_pre_hooks"), attributes.get("_forward_hooks")
-            if not before and not after:
-                continue
-            # Those of tensor parallel and of FSDP2 redistribute and gather: they do not look.
-            if any(
-                not (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
-                for hook in (*(before or {}).values(), *(after or {}).values())
-            ):
-                return True
-        return False
+        return has_hooks(self.modules)
 
     def is_compiled(self) -> bool:
         """Whether code in it was made by `torch.compile`, whatever the backend."""
         return any(map(is_compiled, self.modules))
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether somebody looks at what these modules are given, or give."""
+    # The region's module itself may be called with hooks around it: those inside its forward matter.
+    for each in modules:
+        attributes = each.__dict__
+        before, after = attributes.get("_forward_pre_hooks"), attributes.get("_forward_hooks")
+        if not before and not after:
+            continue
+        # Those of tensor parallel and of FSDP2 redistribute and gather: they do not look.
+        if any(
+            not (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
+            for hook in (*(before or {}).values(), *(after or {}).values())
+        ):
+            return True
+    return False
 
 
 def _module_of(function: Any) -> nn.Module | None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from hyper_parallel.platform.torch.activation_checkpoint.inputs import Inputs
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES, storage_key
@@ -84,7 +85,10 @@ class Step(NamedTuple):
 class Pattern(NamedTuple):
     """See the head of the file.
 
+    It outlives the call, and leads to nothing of it.
+
     Attributes:
+        name, module, modules: of the function; see `RegionFunction`
         is_dynamic: sizes in the region depend on values, and differ from call to call
         looks: of the arguments that are tensors
         require_grad: of the parameters
@@ -92,7 +96,9 @@ class Pattern(NamedTuple):
 
     saved: tuple[SavedTensor, ...]
     steps: tuple[Step, ...]
-    function: RegionFunction
+    name: str
+    module: nn.Module
+    modules: list[nn.Module]
     is_dynamic: bool
     looks: tuple[Any, ...]
     require_grad: tuple[bool, ...]
@@ -159,7 +165,9 @@ def pattern_of(call: Watched, *, is_dynamic: bool) -> Pattern | None:
             SavedTensor(view, value in call.dropped, number in taken) for number, (value, view) in enumerate(saved)
         ),
         steps=steps,
-        function=function,
+        name=function.name,
+        module=function.module,
+        modules=function.modules,
         is_dynamic=is_dynamic,
         looks=call.looks,
         require_grad=tuple(each.requires_grad for each in _parameters(function)),

@@ -21,6 +21,7 @@ from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform.regions.arguments import SavedArguments
 from hyper_parallel.platform.regions.host_randomness import HostRandomness
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
+from hyper_parallel.platform.torch.activation_checkpoint.frame import EndOfPass
 from hyper_parallel.platform.torch.activation_checkpoint.inputs import no_leaf
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES, storage_key, version_of
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules
@@ -37,6 +38,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.random_state import dra
 from hyper_parallel.platform.torch.activation_checkpoint.recomputation import reads_placeholder
 from hyper_parallel.platform.torch.activation_checkpoint.recording import RegionMode
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
+from hyper_parallel.platform.torch.activation_checkpoint.region_function import has_hooks
 from hyper_parallel.platform.torch.activation_checkpoint.replaying import AllFound
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import changed_in_place
 from hyper_parallel.platform.torch.activation_checkpoint.saved_values import aliased
@@ -127,8 +129,7 @@ class _Frame:
     def __init__(
         self, region: UnwatchedRegion, function: Callable[..., Any], pattern: Pattern, arguments: SavedArguments
     ) -> None:
-        known = pattern.function
-        self.name = known.name
+        self.name = pattern.name
         self.is_as_seen = True
         self._region = region
         self._function = function
@@ -136,7 +137,7 @@ class _Frame:
         self._arguments = arguments
         self._inputs = [_Given(each) for each in arguments.tensors]
         self._surroundings = Surroundings()
-        self._parameters = ParametersOfModule(known.module, known.modules)
+        self._parameters = ParametersOfModule(pattern.module, pattern.modules)
         self._outside = self._parameters.tensors()
         self._versions = list(map(version_of, self._outside))
         self._random = states_of([each for each in arguments.tensors if not each.is_cpu])
@@ -215,7 +216,7 @@ class _Frame:
             found = self._passes.get(current)
             if found is None or number not in found:
                 if found is None and current != _NO_PASS:
-                    torch.autograd.Variable._execution_engine.queue_callback(_EndOfPass(self, current))
+                    torch.autograd.Variable._execution_engine.queue_callback(EndOfPass(self, current))
                 with shown(f"recompute {self.name}"):
                     found = self._passes[current] = self._run_again()
             tensor = found.pop(number)
@@ -239,7 +240,7 @@ class _Frame:
 
     def _as_seen(self, wanted: set[int]) -> dict[int, torch.Tensor] | None:
         """The second run as the pattern says; None: it does something else."""
-        if not self.is_as_seen or self._pattern.function.has_hooks():
+        if not self.is_as_seen or has_hooks(self._pattern.modules):
             return None
         held = {number: each if isinstance(each, _Held) else each() for number, each in self._taken.items()}
         if None in held.values():
@@ -285,7 +286,7 @@ class _Frame:
     def _call_again(self, run: _SecondRun) -> None:
         with torch.enable_grad():
             args, kwargs = self._arguments.rebuild(lambda index: self._inputs[index].again(self.name))
-        attributes = Attributes(self._pattern.function.module)
+        attributes = Attributes(self._pattern.module)
         if run.leaves_out:
             attributes.remember()
         with (
@@ -513,16 +514,3 @@ class _Given:
             raise changed_in_place(f"an input of {where}", self._version, version)
         tensor = aliased(self._tensor).requires_grad_(self._requires_grad)
         return tensor if self._is_leaf else no_leaf(tensor)
-
-
-class _EndOfPass:
-    """Called by autograd when a backward is over."""
-
-    def __init__(self, frame: _Frame, number: int) -> None:
-        self._frame = weakref.ref(frame)
-        self._number = number
-
-    def __call__(self) -> None:
-        frame = self._frame()
-        if frame is not None:
-            frame.end_pass(self._number)
