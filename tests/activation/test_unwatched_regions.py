@@ -407,6 +407,138 @@ def test_a_second_run_that_does_something_else_raises() -> None:
         loss.backward()
 
 
+class Acting(nn.Module):
+    """Does what it is told, between two layers."""
+
+    def __init__(self, act: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gate = nn.Parameter(torch.randn(2, 4, 8))
+        self.register_buffer("mean", torch.zeros(8))
+        self.act, self.switch, self.count = act, False, 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self, self.up(x).sin()).sin())
+
+
+def mean_now_and_then(module: Any, t: torch.Tensor) -> torch.Tensor:
+    if module.switch:
+        with torch.no_grad():
+            module.mean.lerp_(t.mean((0, 1)), 0.5)
+    return t * (1 + module.mean)
+
+
+ACTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "a number of a tensor": lambda module, t: t * t.detach().abs().max().item(),
+    "a branch by a tensor": lambda module, t: t.cos() if t.detach().sum() > 0 else t * 2,
+    "a size by values": lambda module, t: t / t.detach()[t.detach() > 0].numel(),
+    "a slice by values": lambda module, t: (
+        t.flatten(0, 1)[: 1 + int(t.detach().sum() > 0) * 7].sin().sum() + t.sin().sum((0, 1))
+    ),
+    "an attribute that counts": lambda module, t: t * module.count,
+    "a buffer that is written now and then": mean_now_and_then,
+    "parameters in a list": lambda module, t: t * torch.cat([module.gate, module.gate], -1)[..., :8],
+}
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("saved", [(), MATMULS, (*MATMULS, aten.sin.default)])
+@pytest.mark.parametrize("act", ACTS)
+def test_what_a_call_decides_by_values_or_by_its_module_is_what_its_own_forward_did(
+    act: str, saved: tuple[Any, ...], is_dynamic: bool
+) -> None:
+    plain, block = Acting(ACTS[act]), Acting(ACTS[act])
+    policy = Saving(*saved, is_dynamic=is_dynamic)
+    for seed in range(6):
+        x = sample(seed)
+        found = []
+        for each, call in ((plain, plain), (block, lambda t: policy.call(block, t))):
+            each.switch, each.count = seed % 3 == 2, seed + 0.5
+            loss = call(x).square().sum()
+            if seed:  # what is changed before backward is not what the forward saw; the watched call says so
+                each.count = -1.0
+            trained = [x, *each.up.parameters(), *each.down.parameters()]
+            found.append(list(torch.autograd.grad(loss, trained)))
+            assert each.count == (-1.0 if seed else 0.5)
+        assert same(*found), seed
+        assert torch.equal(plain.mean, block.mean)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_parameter_that_is_frozen_between_forward_and_backward_or_no_longer_does_no_harm(is_frozen: bool) -> None:
+    """As when a generator is trained against a discriminator."""
+    block = Acting(lambda module, t: t * module.gate)
+    policy = Saving(*MATMULS)
+    for seed in range(3):
+        x, found = sample(seed), []
+        for call in (block, lambda t: policy.call(block, t)):
+            block.gate.requires_grad_(not is_frozen)
+            loss = call(x).square().sum()
+            block.gate.requires_grad_(is_frozen)
+            found.append(list(torch.autograd.grad(loss, [x, *block.up.parameters()])))
+        assert same(*found)
+
+
+def test_a_list_of_parameters_that_is_changed_before_backward_raises() -> None:
+    block, policy = Acting(ACTS["parameters in a list"]), Saving(*MATMULS)
+    watched_once(block, policy)
+    loss = policy.call(block, sample()).sum()
+    with torch.no_grad():
+        block.gate.mul_(2)
+    with pytest.raises(StateError, match="changed in place"):
+        loss.backward()
+
+
+def test_what_a_module_puts_aside_is_left_to_it() -> None:
+    def put_aside(module: Any, t: torch.Tensor) -> torch.Tensor:
+        module.aside = t.square().mean()
+        return t
+
+    plain, block, policy = Acting(put_aside), Acting(put_aside), Saving(*MATMULS)
+    for seed in range(3):
+        x, found = sample(seed), []
+        for each, call in ((plain, plain), (block, lambda t: policy.call(block, t))):
+            each.zero_grad()
+            call(x).sum().backward(retain_graph=True)
+            each.aside.backward()
+            found.append([parameter.grad for parameter in each.parameters() if parameter.grad is not None])
+        assert same(*found)
+    assert not policy.observer.is_unwatched
+
+
+def test_a_second_run_that_is_not_as_seen_leaves_no_garbage_and_a_backward_that_raises_no_pass() -> None:
+    branches = {"now": torch.erf}
+    block, policy = Block(lambda t: branches["now"](t)), Saving(*MATMULS)
+    watched_once(block, policy)
+    branches["now"] = torch.atan
+    gc.collect()
+    gc.disable()
+    try:
+        policy.call(block, sample()).sum().backward()
+        assert [each for each in gc.get_objects() if isinstance(each, unwatched_region._Frame)] == []
+        watched_once(block, policy)
+        raises = {"now": True}
+
+        def fail(gradient: torch.Tensor) -> None:
+            if raises["now"]:
+                raise ZeroDivisionError
+
+        x = sample()
+        x.register_hook(fail)
+        loss = policy.call(block, x * 1).sum()
+        (frame,) = (each for each in gc.get_objects() if isinstance(each, unwatched_region._Frame))
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                loss.backward(retain_graph=True)
+            assert len(frame._passes) <= 1
+        raises["now"] = False
+        loss.backward()
+        assert frame._passes == {}
+    finally:
+        gc.enable()
+
+
 # -- random numbers ------------------------------------------------------------------------------------------------------------
 
 

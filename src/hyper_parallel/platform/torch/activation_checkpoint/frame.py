@@ -31,7 +31,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.saved_values import Swa
 from hyper_parallel.platform.torch.activation_checkpoint.second_call import SecondCall
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import check_not_traced, num_begun
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import shown
-from hyper_parallel.platform.torch.activation_checkpoint.unwatched_pattern import Watched, looks_of
+from hyper_parallel.platform.torch.activation_checkpoint.unwatched_pattern import Watched, looks_of, tensors_held
 from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value
 
 _INPUT, _OUTSIDE = Origin.INPUT, Origin.OUTSIDE
@@ -81,6 +81,7 @@ class Frame:
         if self._options.preserve_rng_state:
             self._second_call.note_random_states()
         looks = None if self._observer is None else looks_of(self._inputs.tensors)
+        held = [] if self._observer is None else tensors_held(self._function.modules)
         begun = num_begun()
         packer = _Packer(self) if self._observer is None else _NotingPacker(self)
         try:
@@ -94,11 +95,12 @@ class Frame:
         with torch.no_grad():
             self._finish(record)
             if isinstance(packer, _NotingPacker):
-                self._tell(record, packer, looks, has_inner=num_begun() != begun)
+                has_put = tensors_held(self._function.modules) != held
+                self._tell(record, packer, looks, is_ordinary=num_begun() == begun and not has_put)
         return result
 
-    def _tell(self, record: Record, packer: _NotingPacker, looks: Any, *, has_inner: bool) -> None:
-        """What this call has shown, while its record is there."""
+    def _tell(self, record: Record, packer: _NotingPacker, looks: Any, *, is_ordinary: bool) -> None:
+        """What this call has shown, while its record is there. `is_ordinary`: no region is inside, and no module got another tensor."""
         around = self._second_call.surroundings
         call = Watched(
             record=record,
@@ -108,7 +110,7 @@ class Frame:
             saved=packer.saved,
             dropped={each.value for each in _living(self._recomputed)},
             begin=self._second_call.random_states,
-            is_ordinary=around.transform is None and not around.is_compiling and not has_inner,
+            is_ordinary=around.transform is None and not around.is_compiling and is_ordinary,
         )
         self._observer.observe(call)
 

@@ -194,11 +194,11 @@ class Recomputation:
         try:
             replay = self._run_again(record, current, self._plan, wanted)
         except NeedsEverything as reader:
-            cause: object = reader
+            cause = str(reader)  # the error itself would hold the frames that hold it
         except RuntimeError as error:
             if not reads_placeholder(error):
                 raise
-            cause = error
+            cause = str(error)
         else:
             self._function.note_left_out(is_missed=False)
             return replay

@@ -64,7 +64,7 @@ class RegionFunction:
     """
 
     def __init__(self, call: Callable[..., Any], policy: Any, *, is_planned: bool = False) -> None:
-        module = _module_of(call)
+        module = module_of(call)
         self.call = call
         self.module = module
         self.modules = [] if module is None else modules_in(module)
@@ -139,7 +139,7 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
     return False
 
 
-def _module_of(function: Any) -> nn.Module | None:
+def module_of(function: Any) -> nn.Module | None:
     function = bare(function)
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None

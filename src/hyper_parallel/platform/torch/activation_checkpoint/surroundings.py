@@ -198,9 +198,9 @@ class ParametersOfModule:
         others = []
         for holder, name, tensor, requires_grad in zip(*self._had, strict=True):
             now = holder.get(name)
-            if now is not tensor:
+            is_own = isinstance(tensor, nn.Parameter) and tensor.requires_grad == requires_grad
+            if now is not tensor or not is_own:  # frozen since, or no longer: autograd would save something else
                 others.append((holder, name, now))
-                is_own = isinstance(tensor, nn.Parameter)
                 holder[name] = tensor if is_own else tensor.detach().requires_grad_(requires_grad)
         try:
             yield

@@ -13,11 +13,11 @@ from torch import nn
 
 from hyper_parallel.platform.torch.activation_checkpoint.inputs import Inputs
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES, storage_key
-from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules, modules_in
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState
 from hyper_parallel.platform.torch.activation_checkpoint.recording import Record
-from hyper_parallel.platform.torch.activation_checkpoint.region_function import RegionFunction
+from hyper_parallel.platform.torch.activation_checkpoint.region_function import RegionFunction, module_of
 from hyper_parallel.platform.torch.activation_checkpoint.values import (
     Argument,
     Constant,
@@ -25,6 +25,9 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
     RecordedOp,
     Value,
 )
+
+_NUMBERS = (bool, int, float, complex, str, type(None))
+_VALUE_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 class NotThePattern(BaseException):  # not an Exception: the function under replay may catch those
@@ -48,13 +51,32 @@ class Taken(NamedTuple):
     """A result that is the n-th saved tensor, or looks otherwise at the same memory.
 
     Attributes:
-        view: how it looks then; None: as the saved tensor does
+        view: how the result looked
+        is_exact: the saved tensor looked the same
         num_bytes: of that memory
     """
 
     number: int
-    view: View | None
+    view: View
+    is_exact: bool
     num_bytes: int
+
+    def seen_in(self, tensor: torch.Tensor, *, is_dynamic: bool, is_fixed: bool) -> View:
+        """How the result looks, whose memory a saved tensor has.
+
+        Raises:
+            NotThePattern: it cannot be told.
+        """
+        if not is_dynamic:
+            return self.view
+        num_bytes = tensor.untyped_storage().nbytes()
+        if num_bytes == self.num_bytes:
+            return self.view
+        # All of its memory, with one size more or less: then the strides say what the others are.
+        is_all = tensor.storage_offset() == 0 and tensor.numel() * tensor.element_size() == num_bytes
+        if is_fixed or not self.is_exact or not is_all or tensor.stride() != self.view.stride:
+            raise NotThePattern("a saved tensor has another size")
+        return View.of(tensor)
 
 
 class LeftOut(NamedTuple):
@@ -90,6 +112,7 @@ class Pattern(NamedTuple):
     Attributes:
         name, module, modules: of the function; see `RegionFunction`
         is_dynamic: sizes in the region depend on values, and differ from call to call
+        numbers: of each module, what gives those of its attributes that are numbers, words or switches
         looks: of the arguments that are tensors
         require_grad: of the parameters
     """
@@ -99,13 +122,19 @@ class Pattern(NamedTuple):
     name: str
     module: nn.Module
     modules: list[nn.Module]
+    numbers: tuple[tuple[dict[str, Any], tuple[str, ...]], ...]
     is_dynamic: bool
     looks: tuple[Any, ...]
     require_grad: tuple[bool, ...]
 
-    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def fits(self, function: Any, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a call with these arguments should be like the watched one."""
-        return looks_of(tensors) == self.looks
+        is_same = module_of(function) is self.module and modules_in(self.module) == self.modules
+        return is_same and looks_of(tensors) == self.looks
+
+    def numbers_now(self) -> list[list[Any]]:
+        """What the function may decide by, beside its arguments."""
+        return [[attributes.get(name) for name in names] for attributes, names in self.numbers]
 
     @property
     def leaves_out(self) -> bool:
@@ -150,11 +179,15 @@ def pattern_of(call: Watched, *, is_dynamic: bool) -> Pattern | None:
     )
     if has_oddities or not call.is_ordinary or call.looks is None or None in call.saved:
         return None
+    # What an op that is not PyTorch's own gives beside tensors may depend on anything.
+    if any(getattr(op.func, "namespace", "") != "aten" and _has_numbers(op) for op in record.ops):
+        return None
     if function.module is None or function.has_hooks() or function.is_compiled() or has_sharded_modules():
         return None
     if not call.inputs.are_all_kept() or not _reads_its_own(record, function):
         return None
     saved = [each for each in call.saved if each is not None]
+    is_dynamic = is_dynamic or any(map(_tells_values, record.ops))
     try:
         steps = tuple(_steps(call, saved, is_dynamic))
     except _CannotBeLeftOutError:
@@ -168,10 +201,19 @@ def pattern_of(call: Watched, *, is_dynamic: bool) -> Pattern | None:
         name=function.name,
         module=function.module,
         modules=function.modules,
+        numbers=tuple((vars(each), _names_of_numbers(each)) for each in function.modules),
         is_dynamic=is_dynamic,
         looks=call.looks,
         require_grad=tuple(each.requires_grad for each in _parameters(function)),
     )
+
+
+def _tells_values(op: RecordedOp) -> bool:
+    """Whether a number that Python gets, or a size, may depend on values: those of the watched call say nothing about another one."""
+    if getattr(op.func, "namespace", "") not in ("aten", "prims") or _VALUE_TAGS & set(op.func.tags):
+        return True
+    leaves = list(_leaves(op.outputs))
+    return not any(isinstance(each, (Value, Argument)) for each in leaves) and not all(map(_is_nothing, leaves))
 
 
 class _CannotBeLeftOutError(Exception):
@@ -217,11 +259,9 @@ def _kept(call: Watched, saved: list[tuple[Value | None, View]]) -> dict[Value, 
     for number, (value, view) in enumerate(saved):
         if value is None or value.origin is not Origin.MADE or value in call.dropped or not hasattr(value, "view"):
             continue
-        if value.view == view:
-            if value not in kept or kept[value].view is not None:
-                kept[value] = Taken(number, None, value.num_bytes)
-        elif value not in kept:
-            kept[value] = Taken(number, value.view, value.num_bytes)
+        is_exact = value.view == view
+        if value not in kept or (is_exact and not kept[value].is_exact):
+            kept[value] = Taken(number, value.view, is_exact, value.num_bytes)
     return kept
 
 
@@ -244,6 +284,10 @@ def _outputs(op: RecordedOp, kept: dict[Value, Taken], takes: Collection[Any], i
     found = given(op.outputs)
     # Where sizes change it runs, unless what is taken tells how large all else is.
     return found if not is_dynamic or any(isinstance(each, Taken) for each in _leaves(found)) else None
+
+
+def _has_numbers(op: RecordedOp) -> bool:
+    return any(isinstance(each, Constant) and each.value is not None for each in _leaves(op.outputs))
 
 
 def _is_nothing(output: Any) -> bool:
@@ -269,6 +313,16 @@ def _offset(state: GeneratorState, begin: torch.Tensor, is_dynamic: bool) -> int
     if before[0] != now[0]:
         raise _CannotBeLeftOutError
     return int(now[1] - before[1])
+
+
+def _names_of_numbers(module: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, value in vars(module).items() if isinstance(value, _NUMBERS))
+
+
+def tensors_held(modules: Iterable[nn.Module]) -> list[int]:
+    """The tensors that modules have as buffers or attributes, by id: whether a call has put others in their place."""
+    held = (value for each in modules for value in (*vars(each).values(), *each._buffers.values()))
+    return [id(value) for value in held if isinstance(value, torch.Tensor)]
 
 
 def _parameters(function: RegionFunction) -> Iterable[torch.Tensor]:
@@ -297,4 +351,5 @@ __all__ = [
     "Watched",
     "looks_of",
     "pattern_of",
+    "tensors_held",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.surroundings import (
     Surroundings,
     check_not_traced,
     check_surroundings,
+    is_replaying,
     num_begun,
     replaying,
 )
@@ -59,7 +60,14 @@ from hyper_parallel.platform.torch.activation_checkpoint.unwatched_pattern impor
     Watched,
     pattern_of,
 )
-from hyper_parallel.platform.torch.activation_checkpoint.values import TRAITS, Argument, Constant, Traits, traits_of
+from hyper_parallel.platform.torch.activation_checkpoint.values import (
+    TRAITS,
+    Argument,
+    Arguments,
+    Constant,
+    Traits,
+    traits_of,
+)
 
 _logger = get_logger("region")
 _MOST_MISSES = 3  # calls that were not as the pattern says: then all are watched
@@ -98,7 +106,7 @@ class UnwatchedRegion:
         pattern = self._pattern
         if pattern is not None and _may_be_unwatched():
             arguments = saved_arguments(args, kwargs)
-            if pattern.fits(arguments.tensors):
+            if pattern.fits(function, arguments.tensors):
                 frame = _Frame(self, function, pattern, arguments)
                 if frame.is_ordinary:
                     return frame.forward(args, kwargs)
@@ -118,7 +126,7 @@ def _may_be_unwatched() -> bool:
 
 
 class _Frame:
-    """One call. Residuals that were dropped hold it; it holds none of them, and no autograd node.
+    """One call. Residuals that are made again hold it; it holds none of them, and no autograd node.
 
     Fields:
         _views: of all that autograd saved; None where a second run may save something else
@@ -142,6 +150,7 @@ class _Frame:
         self._versions = list(map(version_of, self._outside))
         self._random = states_of([each for each in arguments.tensors if not each.is_cpu])
         self._host_randomness: HostRandomness | None = HostRandomness()
+        self._numbers = pattern.numbers_now()
         self._num_saved = 0
         self._views: list[View | None] = []
         self._num_begun = num_begun()
@@ -149,6 +158,7 @@ class _Frame:
         self._taken: dict[int, _Held | weakref.ref[_Held]] = {}
         self._lock = threading.RLock()
         self._passes: dict[int, dict[int, torch.Tensor]] = {}
+        self._threads: dict[int, int] = {}  # number of the backward -> the thread it runs in
         arguments.forget_tensors()
 
     @property
@@ -171,9 +181,19 @@ class _Frame:
             randomness.note_use()
             if not randomness.was_used:
                 self._host_randomness = None
-        if self._num_saved != len(self._pattern.saved):
+        if self._num_saved != len(self._pattern.saved) or self._has_written():
             self._miss()
+        if self.is_as_seen:
+            for ref in self._dropped:
+                if (dropped := ref()) is not None:
+                    dropped.let_go()
+        else:
+            self._dropped, self._taken = [], {}  # nothing is made again
         return result
+
+    def _has_written(self) -> bool:
+        """Whether the forward has written a parameter, a buffer or an argument: a second one would write it twice."""
+        return list(map(version_of, self._outside)) != self._versions or any(each.is_changed() for each in self._inputs)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         number = self._num_saved
@@ -194,7 +214,7 @@ class _Frame:
             self._miss()  # whatever it is: it is kept
             return _Held(tensor, self.name)
         if is_dropped:
-            dropped = _Dropped(self, number)
+            dropped = _Dropped(self, number, tensor)
             self._dropped.append(weakref.ref(dropped))
             return dropped
         held = _Held(tensor, self.name)
@@ -216,6 +236,7 @@ class _Frame:
             found = self._passes.get(current)
             if found is None or number not in found:
                 if found is None and current != _NO_PASS:
+                    self._forget_raised(current)
                     torch.autograd.Variable._execution_engine.queue_callback(EndOfPass(self, current))
                 with shown(f"recompute {self.name}"):
                     found = self._passes[current] = self._run_again()
@@ -227,6 +248,14 @@ class _Frame:
     def end_pass(self, number: int) -> None:
         with self._lock:
             self._passes.pop(number, None)
+            self._threads.pop(number, None)
+
+    def _forget_raised(self, current: int) -> None:
+        """What a backward of this thread that raised has left is of no use any more."""
+        thread = threading.get_ident()
+        for old in [number for number, each in self._threads.items() if each == thread]:
+            self.end_pass(old)
+        self._threads[current] = thread
 
     def _run_again(self) -> dict[int, torch.Tensor]:
         wanted = {each.number for ref in self._dropped if (each := ref()) is not None}
@@ -246,15 +275,15 @@ class _Frame:
         if None in held.values():
             return None  # gone with what a backward before this one has used
         taken = {number: each.tensor() for number, each in held.items() if each is not None}
-        run = _SecondRun(self.name, wanted, self._views, self._seen_versions(), self._pattern, taken)
+        run = self._second_run(wanted, self._pattern, taken)
         try:
             self._call_again(run)
         except (NotThePattern, NeedsEverything) as reason:
-            cause: object = reason
+            cause = str(reason)  # the error itself would hold the frames that hold it
         except RuntimeError as error:
             if not reads_placeholder(error):
                 raise
-            cause = error
+            cause = str(error)
         else:
             if run.is_over():
                 return run.found
@@ -264,7 +293,7 @@ class _Frame:
         return None
 
     def _everything(self, wanted: set[int]) -> dict[int, torch.Tensor]:
-        run = _SecondRun(self.name, wanted, self._views, self._seen_versions(), None, {})
+        run = self._second_run(wanted, None, {})
         self._call_again(run)
         if not run.is_over():
             raise StateError(
@@ -275,6 +304,10 @@ class _Frame:
                 do="Make the function do the same each time; random numbers come from PyTorch's, Python's or NumPy's own generators.",
             )
         return run.found
+
+    def _second_run(self, wanted: set[int], pattern: Pattern | None, taken: dict[int, torch.Tensor]) -> _SecondRun:
+        generators = {state.generator for state in self._random}
+        return _SecondRun(self.name, wanted, self._views, self._seen_versions(), generators, pattern, taken)
 
     def _seen_versions(self) -> dict[int | None, set[int]]:
         """Of parameters and buffers, by their storage."""
@@ -294,6 +327,7 @@ class _Frame:
             set_back({state.generator for state in self._random}),
             _NOTHING if self._host_randomness is None else self._host_randomness.again(),
             attributes,
+            self._numbers_again(),
             self._parameters.again(),
             self._surroundings.again(),
             torch.enable_grad(),
@@ -307,6 +341,21 @@ class _Frame:
                     self._function(*args, **kwargs)
             except AllFound:
                 pass
+
+    @contextlib.contextmanager
+    def _numbers_again(self) -> Iterator[None]:
+        """Attributes of the modules that are numbers, words or switches are as when the forward began: `training`, a counter, a schedule."""
+        now = self._pattern.numbers_now()
+        if now != self._numbers:
+            self._set_numbers(self._numbers)
+        try:
+            yield
+        finally:
+            self._set_numbers(now)
+
+    def _set_numbers(self, numbers: list[list[Any]]) -> None:
+        for (attributes, names), values in zip(self._pattern.numbers, numbers, strict=True):
+            attributes.update(zip(names, values, strict=True))
 
 
 class _SecondRun:
@@ -322,6 +371,7 @@ class _SecondRun:
         wanted: set[int],
         views: list[View | None],
         versions: dict[int | None, set[int]],
+        generators: set[torch.Generator],
         pattern: Pattern | None,
         taken: dict[int, torch.Tensor],
     ) -> None:
@@ -338,6 +388,8 @@ class _SecondRun:
         self._taken = taken
         self._unmet: dict[int, int | None] = {}
         self._num_ops = 0
+        self._own: set[int | None] = set()  # storages that ops of this run have made
+        self._generators = generators
         self._offsets: dict[torch.Generator, int] = {}
 
     def begin(self) -> None:
@@ -352,38 +404,81 @@ class _SecondRun:
         number = self._num_ops
         self._num_ops = number + 1
         if not self._has_pattern:
-            self._check_versions(traits, args)
-            return traits.call(*args, **kwargs)
+            return self._run(traits, args, kwargs)
         if number >= len(self._steps) or self._steps[number].func is not traits.func:
             raise NotThePattern(f"{traits.func}, op {number}")
         step = self._steps[number]
         if not step.runs:
             return self._given(step.outputs, args, is_fixed=step.is_fixed)
-        self._check_versions(traits, args)
         if step.offset is None or step.generator is None:
-            return traits.call(*args, **kwargs)
+            return self._run(traits, args, kwargs)
         with drawing:
             step.generator.set_offset(self._offsets[step.generator] + step.offset)
-            return traits.call(*args, **kwargs)
+            return self._run(traits, args, kwargs)
 
-    def _check_versions(self, traits: Traits, args: tuple[Any, ...]) -> None:
+    def _run(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_versions(traits, args)
+        if kwargs:
+            self._check_versions(traits, kwargs.values())
+        if traits.writes:
+            self._check_writes(traits, args, kwargs)
+        if traits.is_random:
+            self._check_generator(traits, args, kwargs)
+        result = traits.call(*args, **kwargs)
+        if type(result) is torch.Tensor:
+            self._own.add(result.untyped_storage()._cdata)
+        elif isinstance(result, (list, tuple)):
+            self._own.update(storage_key(each) for each in result if isinstance(each, torch.Tensor))
+        return result
+
+    def _check_versions(self, traits: Traits, arguments: Iterable[Any]) -> None:
         """Parameters and buffers that an op reads are as the forward saw them."""
         versions = self._versions
-        for tensor in args:
-            if type(tensor) in PLAIN_TYPES:
-                seen = versions.get(tensor.untyped_storage()._cdata)
-                if seen is not None and version_of(tensor) not in seen:
-                    raise changed_in_place(f"{self._name}, {traits.func}", min(seen), version_of(tensor))
+        for each in arguments:
+            kind = type(each)
+            if kind in PLAIN_TYPES:
+                seen = versions.get(each.untyped_storage()._cdata)
+                if seen is not None and version_of(each) not in seen:
+                    raise changed_in_place(f"{self._name}, {traits.func}", min(seen), version_of(each))
+            elif kind is list or kind is tuple:
+                self._check_versions(traits, each)
+
+    def _check_writes(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Only memory of this run is written: what the forward wrote elsewhere it has written."""
+        arguments = Arguments(args, kwargs, traits.writes)
+        if all(storage_key(arguments.tensors[place]) in self._own for place in arguments.written):
+            return
+        if self._has_pattern:
+            raise NotThePattern(f"{traits.func} writes what this run did not make")
+        raise StateError(
+            "A region writes into an input or a buffer, and did not when it was watched.",
+            expected="writes in every call, or in none",
+            got=str(traits.func),
+            where=self._name,
+            do="Run the step again: from now on the region is watched.",
+        )
+
+    def _check_generator(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
+        if all(each in self._generators for each in given):
+            return
+        if self._has_pattern:
+            raise NotThePattern(f"{traits.func} draws from a generator of its own")
+        raise StateError(
+            "A region draws from a generator of its own, and did not when it was watched.",
+            got=str(traits.func),
+            where=self._name,
+            do="Run the step again: from now on the region is watched.",
+        )
 
     def _given(self, outputs: Any, args: tuple[Any, ...], *, is_fixed: bool) -> Any:
         if isinstance(outputs, Taken):
             tensor = self._taken[outputs.number]
+            view = outputs.seen_in(tensor, is_dynamic=self._is_dynamic, is_fixed=is_fixed)
             storage = tensor.untyped_storage()
-            if (is_fixed or outputs.view is not None) and storage.nbytes() != outputs.num_bytes:
-                raise NotThePattern("a saved tensor has another size")
             self._unmet[outputs.number] = storage._cdata
             # Not an alias: its version counter is for those who have saved it.
-            return (outputs.view or View.of(tensor)).on(storage, tensor.device)
+            return view.on(storage, tensor.device)
         if isinstance(outputs, LeftOut):
             return placeholder(*outputs)
         if isinstance(outputs, Constant):
@@ -425,8 +520,14 @@ class _SecondRun:
         )
 
     def unpack(self, packed: torch.Tensor | None) -> torch.Tensor:
-        if packed is None:
+        if packed is None and is_replaying():
             raise NotThePattern("a backward inside the region")
+        if packed is None:
+            raise StateError(
+                "A backward goes into what was made while a region was recomputed, and of which nothing was kept.",
+                where=self._name,
+                do="Give what the module puts aside as a result of its forward, or run that backward first.",
+            )
         return packed
 
 
@@ -485,16 +586,21 @@ class _Held:
 
 
 class _Dropped:
-    """A residual that is made again."""
+    """A residual that is made again. It is held until the forward is over, and for good if that was not as the pattern says."""
 
-    __slots__ = ("__weakref__", "_frame", "number")
+    __slots__ = ("__weakref__", "_frame", "_held", "number")
 
-    def __init__(self, frame: _Frame, number: int) -> None:
+    def __init__(self, frame: _Frame, number: int, tensor: torch.Tensor) -> None:
         self._frame = frame
+        self._held: _Held | None = _Held(tensor, frame.name)
         self.number = number
 
+    def let_go(self) -> None:
+        """The forward is over."""
+        self._held = None
+
     def tensor(self) -> torch.Tensor:
-        return self._frame.made_again(self.number)
+        return self._frame.made_again(self.number) if self._held is None else self._held.tensor()
 
 
 class _Given:
@@ -507,6 +613,9 @@ class _Given:
         self._version = version_of(tensor)
         self._requires_grad = tensor.requires_grad
         self._is_leaf = tensor.is_leaf
+
+    def is_changed(self) -> bool:
+        return version_of(self._tensor) != self._version
 
     def again(self, where: str) -> torch.Tensor:
         version = version_of(self._tensor)
