@@ -118,7 +118,7 @@ RARE = frozenset(
 def test_random_programs_give_what_they_give_without_regions(on_disk: Swapping) -> None:
     """The campaign of regions, each program four times: watched, and then not where that can be."""
     num_unwatched, num_wrong, reports = 0, 0, []
-    seeds = share(10_000, 500)
+    seeds = share(10_000, 300)
     with second_runs() as counts:
         for seed in seeds:
             program = draw(seed, without=RARE if seed % 2 else frozenset())
@@ -429,6 +429,12 @@ def mean_now_and_then(module: Any, t: torch.Tensor) -> torch.Tensor:
     return t * (1 + module.mean)
 
 
+def another_mean(module: Any, t: torch.Tensor) -> torch.Tensor:
+    scaled = t * (1 + module.mean)
+    module.mean = module.mean * 0.5 + t.detach().mean((0, 1))
+    return scaled * (2 + module.mean)
+
+
 ACTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "a number of a tensor": lambda module, t: t * t.detach().abs().max().item(),
     "a branch by a tensor": lambda module, t: t.cos() if t.detach().sum() > 0 else t * 2,
@@ -438,6 +444,7 @@ ACTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     ),
     "an attribute that counts": lambda module, t: t * module.count,
     "a buffer that is written now and then": mean_now_and_then,
+    "a buffer that is replaced": another_mean,
     "parameters in a list": lambda module, t: t * torch.cat([module.gate, module.gate], -1)[..., :8],
 }
 

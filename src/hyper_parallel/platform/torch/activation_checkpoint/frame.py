@@ -105,6 +105,7 @@ class Frame:
         call = Watched(
             record=record,
             function=self._function,
+            parameters=self._second_call.parameters,
             inputs=self._inputs,
             looks=looks,
             saved=packer.saved,

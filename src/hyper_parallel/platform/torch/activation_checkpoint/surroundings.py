@@ -16,7 +16,7 @@ from torch.utils._device import DeviceContext
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import storage_key
-from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules, modules_in
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules
 
 _thread = threading.local()
 _NOTHING = contextlib.nullcontext()
@@ -154,59 +154,58 @@ def autocast_now() -> list[tuple[str, bool, torch.dtype]]:
 
 
 class ParametersOfModule:
-    """What a module and those in it have as parameters when a region calls it.
+    """What a module and those in it have as parameters and buffers when a region calls it.
 
-    `torch.func.functional_call` gives a module others for the time of a call, `load_state_dict(assign=True)` for good: the second run gets
-    those of the first. Sharded data parallel exchanges its own itself.
+    `torch.func.functional_call` gives a module others for the time of a call, `load_state_dict(assign=True)` for good, and a forward may put another tensor in
+    place of a buffer: the second run gets those of the first, and what it puts there itself is gone after it. Sharded data parallel exchanges its own itself.
     """
 
     def __init__(self, module: nn.Module | None, modules: Iterable[nn.Module]) -> None:
         # Of each: who has it, its name, the tensor, and whether it requires a gradient. No tuples: these lists live until backward.
         self._had: tuple[list[Any], ...] = ([], [], [], [])
         holders, names, tensors, require_grad = self._had
-        self._module = module
         if module is None or has_sharded_modules():
             return
         for each in modules:
             if not isinstance(each._parameters, dict):  # TorchScript has them elsewhere
                 continue
-            for name, tensor in each._parameters.items():
-                if tensor is None:
-                    continue
-                is_own = isinstance(tensor, nn.Parameter)  # else the result of something: its graph is not ours to keep
-                holders.append(each._parameters)
-                names.append(name)
-                tensors.append(tensor if is_own else tensor.detach())
-                require_grad.append(tensor.requires_grad)
+            for holder in (each._parameters, each._buffers) if each._buffers else (each._parameters,):
+                for name, tensor in holder.items():
+                    if tensor is None:
+                        continue
+                    holders.append(holder)
+                    names.append(name)
+                    # Of the result of something the graph is not ours to keep.
+                    tensors.append(tensor if tensor.grad_fn is None else tensor.detach())
+                    require_grad.append(tensor.requires_grad)
 
     def require_grad(self) -> tuple[bool, ...]:
-        """Of each parameter."""
+        """Of each."""
         return tuple(self._had[3])
 
     def tensors(self) -> list[torch.Tensor]:
-        """The parameters of the call and the buffers of now."""
-        modules = () if self._module is None else modules_in(self._module)
-        buffers = [tensor for each in modules for tensor in each._buffers.values() if tensor is not None]
-        return self._had[2] + buffers
+        """All of them."""
+        return self._had[2]
 
     def by_storage(self) -> dict[int | None, torch.Tensor]:
-        """The parameters of the call and the buffers of now, by the address of their storage."""
+        """All of them, by the address of their storage."""
         return {storage_key(tensor): tensor for tensor in self.tensors()}
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        others = []
-        for holder, name, tensor, requires_grad in zip(*self._had, strict=True):
-            now = holder.get(name)
-            is_own = isinstance(tensor, nn.Parameter) and tensor.requires_grad == requires_grad
-            if now is not tensor or not is_own:  # frozen since, or no longer: autograd would save something else
-                others.append((holder, name, now))
-                holder[name] = tensor if is_own else tensor.detach().requires_grad_(requires_grad)
+        before = [holder.get(name) for holder, name in zip(*self._had[:2], strict=True)]
+        for now, holder, name, tensor, requires_grad in zip(before, *self._had, strict=True):
+            is_same = (
+                tensor.requires_grad == requires_grad
+            )  # frozen since, or no longer: autograd would save something else
+            if now is not tensor or not is_same:
+                holder[name] = tensor if is_same else tensor.detach().requires_grad_(requires_grad)
         try:
             yield
         finally:
-            for holder, name, now in others:
-                holder[name] = now
+            for now, holder, name in zip(before, *self._had[:2], strict=True):
+                if holder.get(name) is not now:
+                    holder[name] = now
 
 
 def call_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

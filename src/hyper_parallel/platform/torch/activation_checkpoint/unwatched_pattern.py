@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from hyper_parallel.platform.torch.activation_checkpoint.inputs import Inputs
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES, storage_key
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules, modules_in
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState
 from hyper_parallel.platform.torch.activation_checkpoint.recording import Record
 from hyper_parallel.platform.torch.activation_checkpoint.region_function import RegionFunction, module_of
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import ParametersOfModule
 from hyper_parallel.platform.torch.activation_checkpoint.values import (
     Argument,
     Constant,
@@ -114,7 +115,7 @@ class Pattern(NamedTuple):
         is_dynamic: sizes in the region depend on values, and differ from call to call
         numbers: of each module, what gives those of its attributes that are numbers, words or switches
         looks: of the arguments that are tensors
-        require_grad: of the parameters
+        require_grad: of the parameters and buffers
     """
 
     saved: tuple[SavedTensor, ...]
@@ -159,6 +160,7 @@ class Watched(NamedTuple):
 
     record: Record
     function: RegionFunction
+    parameters: ParametersOfModule
     inputs: Inputs
     looks: tuple[Any, ...] | None
     saved: Sequence[tuple[Value | None, View] | None]
@@ -184,7 +186,7 @@ def pattern_of(call: Watched, *, is_dynamic: bool) -> Pattern | None:
         return None
     if function.module is None or function.has_hooks() or function.is_compiled() or has_sharded_modules():
         return None
-    if not call.inputs.are_all_kept() or not _reads_its_own(record, function):
+    if not call.inputs.are_all_kept() or not _reads_its_own(record, call.parameters):
         return None
     saved = [each for each in call.saved if each is not None]
     is_dynamic = is_dynamic or any(map(_tells_values, record.ops))
@@ -204,7 +206,7 @@ def pattern_of(call: Watched, *, is_dynamic: bool) -> Pattern | None:
         numbers=tuple((vars(each), _names_of_numbers(each)) for each in function.modules),
         is_dynamic=is_dynamic,
         looks=call.looks,
-        require_grad=tuple(each.requires_grad for each in _parameters(function)),
+        require_grad=call.parameters.require_grad(),
     )
 
 
@@ -325,14 +327,9 @@ def tensors_held(modules: Iterable[nn.Module]) -> list[int]:
     return [id(value) for value in held if isinstance(value, torch.Tensor)]
 
 
-def _parameters(function: RegionFunction) -> Iterable[torch.Tensor]:
-    return (tensor for module in function.modules for tensor in module._parameters.values() if tensor is not None)
-
-
-def _reads_its_own(record: Record, function: RegionFunction) -> bool:
+def _reads_its_own(record: Record, parameters: ParametersOfModule) -> bool:
     """Whether what it reads from outside are parameters and buffers, which have a version that is looked at, or was made for this call alone."""
-    own = {storage_key(each) for each in _parameters(function)}
-    own |= {storage_key(each) for module in function.modules for each in module._buffers.values() if each is not None}
+    own = parameters.by_storage().keys()
     return all(
         value.key in own or value.is_gone()
         for op in record.ops
