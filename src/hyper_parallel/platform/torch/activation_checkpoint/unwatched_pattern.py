@@ -116,6 +116,7 @@ class Pattern(NamedTuple):
         numbers: of each module, what gives those of its attributes that are numbers, words or switches
         looks: of the arguments that are tensors
         require_grad: of the parameters and buffers
+        has_writes: whether an op writes into what another one made
     """
 
     saved: tuple[SavedTensor, ...]
@@ -127,6 +128,7 @@ class Pattern(NamedTuple):
     is_dynamic: bool
     looks: tuple[Any, ...]
     require_grad: tuple[bool, ...]
+    has_writes: bool
 
     def fits(self, function: Any, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a call with these arguments should be like the watched one."""
@@ -207,6 +209,7 @@ def pattern_of(call: Watched, *, is_dynamic: bool) -> Pattern | None:
         is_dynamic=is_dynamic,
         looks=call.looks,
         require_grad=call.parameters.require_grad(),
+        has_writes=any(op.targets for op in record.ops),
     )
 
 

@@ -310,8 +310,10 @@ class _Frame:
         return _SecondRun(self.name, wanted, self._views, self._seen_versions(), generators, pattern, taken)
 
     def _seen_versions(self) -> dict[int | None, set[int]]:
-        """Of parameters and buffers, by their storage."""
+        """Of parameters and buffers, by their storage; none if all are as they were."""
         found: dict[int | None, set[int]] = {}
+        if list(map(version_of, self._outside)) == self._versions:
+            return found
         for tensor, version in zip(self._outside, self._versions, strict=True):
             found.setdefault(storage_key(tensor), set()).add(version)
         return found
@@ -385,6 +387,7 @@ class _SecondRun:
         self._steps = () if pattern is None else pattern.steps
         self._is_dynamic = pattern is not None and pattern.is_dynamic
         self._has_pattern = pattern is not None
+        self._has_writes = pattern is None or pattern.has_writes
         self._taken = taken
         self._unmet: dict[int, int | None] = {}
         self._num_ops = 0
@@ -417,14 +420,15 @@ class _SecondRun:
             return self._run(traits, args, kwargs)
 
     def _run(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_versions(traits, args)
-        if kwargs:
-            self._check_versions(traits, kwargs.values())
+        if self._versions:
+            self._check_versions(traits, (*args, *kwargs.values()))
         if traits.writes:
             self._check_writes(traits, args, kwargs)
         if traits.is_random:
             self._check_generator(traits, args, kwargs)
         result = traits.call(*args, **kwargs)
+        if not self._has_writes:
+            return result
         if type(result) is torch.Tensor:
             self._own.add(result.untyped_storage()._cdata)
         elif isinstance(result, (list, tuple)):
