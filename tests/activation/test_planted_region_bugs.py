@@ -51,7 +51,7 @@ BUGS = [
         "            set_back({state.generator for state in self._random}),\n", "", num_runs=4),
     Bug("a residual is given what another one dropped", "unwatched_region.py", "tensor = found.pop(number)", "tensor = found.pop(min(found))",
         num_runs=4),
-    Bug("a view of what was kept is taken for all of it", "unwatched_region.py",
+    Bug("a view of what was kept is taken for all of it", "unwatched_second_run.py",
         "return view.on(storage, tensor.device)", "return tensor", num_runs=4),
 ]  # fmt: skip
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyper_parallel import configure_swap
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
-from hyper_parallel.platform.torch.activation_checkpoint import unwatched_region
+from hyper_parallel.platform.torch.activation_checkpoint import unwatched_region, unwatched_second_run
 from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
 from hyper_parallel.platform.torch.activation_checkpoint.unwatched_region import UnwatchedRegion
@@ -164,7 +164,7 @@ def test_only_what_backward_needs_and_nobody_kept_runs_again(saved: tuple[Any, .
     block, policy = Block(), Saving(*saved)
     watched_once(block, policy)
     ran: list[str] = []
-    op = unwatched_region._SecondRun.op
+    op = unwatched_second_run.SecondRun.op
 
     def noting(run: Any, traits: Any, args: Any, kwargs: Any) -> Any:
         if run._steps[run._num_ops].runs:
@@ -172,7 +172,7 @@ def test_only_what_backward_needs_and_nobody_kept_runs_again(saved: tuple[Any, .
         return op(run, traits, args, kwargs)
 
     loss = policy.call(block, sample()).sum()
-    with mock.patch.object(unwatched_region._SecondRun, "op", noting):
+    with mock.patch.object(unwatched_second_run.SecondRun, "op", noting):
         loss.backward()
     assert sorted(ran) == sorted(runs)
 
