@@ -261,6 +261,27 @@ def test_a_missing_directory_is_refused_with_its_path(tmp_path: Path) -> None:
         configure_swap(disk_dir=tmp_path / "swap")
 
 
+@pytest.mark.parametrize("disk_budget", [None, "1MiB"])
+def test_a_directory_that_has_gone_before_its_first_use_is_named_and_may_come_back(
+    tmp_path: Path, disk_budget: str | None
+) -> None:
+    torch = pytest.importorskip("torch")
+    from hyper_parallel.platform.torch.activation_checkpoint import swap_wrapper
+
+    folder = tmp_path / "swap"
+    folder.mkdir()
+    block = swap_wrapper(torch.nn.Tanh())
+    x = torch.ones(4, requires_grad=True)
+    with configure_swap(disk_dir=folder, disk_budget=disk_budget, min_bytes=1):
+        folder.rmdir()
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match=f"disk_dir does not exist.*\n.*{folder}.*\nCreate it"):
+                block(x * 1)
+        folder.mkdir()
+        block(x * 1).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(torch.tanh(x).sum(), x)[0])
+
+
 def test_a_file_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "swap").write_text("")
     with pytest.raises(ArgumentError, match=f"is no directory.*\n.*{tmp_path}/swap"):

@@ -219,7 +219,11 @@ def default_disk_budget(free_bytes: int, *, num_processes: int = 1) -> int:
 
 def machine_disk_budget(directory: str) -> int:
     """`default_disk_budget` of the disk of `directory`, now."""
-    disk = os.statvfs(directory)
+    try:
+        disk = os.statvfs(directory)
+    except OSError as error:
+        check_directory(directory)  # it was there when it was configured: says what has become of it
+        raise ArgumentError("disk_dir cannot be read.", got=f"{directory} ({error.strerror})", do="Name another one.") from error
     return default_disk_budget(disk.f_bavail * disk.f_frsize, num_processes=num_local_processes())
 
 

@@ -83,7 +83,10 @@ class ModuleCalls:
     def innermost(self, depth: int) -> ModuleCall:
         """The call in which the caller, `depth` frames up or more, runs."""
         if self._paths is not None:
-            frame: FrameType | None = sys._getframe(depth)
+            try:
+                frame: FrameType | None = sys._getframe(depth)
+            except ValueError:  # a thread of autograd's own calls the mode from C++: below that there is no Python
+                frame = None
             is_called = self._call
             while frame is not None:
                 if frame.f_code is is_called:

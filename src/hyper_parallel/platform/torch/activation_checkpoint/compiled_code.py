@@ -18,6 +18,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # Newer versions of PyTorch keep the settings of the compiler per thread, in such a variable; so it is known per thread where they are made.
 _is_done: ContextVar[bool] = ContextVar("hyper_parallel_is_prepared_for_compiled_code", default=False)
 _is_left_alone = False
+_TREES = "tree_manager_containers"  # the name under which PyTorch keeps the graphs of a thread
 _COMPILED_CALL = "torch/_dynamo/eval_frame.py"
 _COMPILED_CODE = ("torch/_inductor/output_code.py", "__call__")
 
@@ -76,10 +77,18 @@ def cuda_graph_now() -> Any:
     uses it.
     """
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None or not torch.cuda.is_initialized():
+    if trees is None or not torch.cuda.is_initialized() or not _has_trees(trees):
         return None
     manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
     return getattr(manager, "current_node", None)
+
+
+def _has_trees(trees: Any) -> bool:
+    """Whether this thread has what graphs are kept in: the thread that imported the module, and those of autograd that work for it.
+
+    In any other thread no such code can have run; to ask there for the manager fails, or makes one, which depends on the version.
+    """
+    return hasattr(trees.local, _TREES) or torch._C._is_key_in_tls(_TREES)
 
 
 def check_no_cuda_graph(before: Any, what: str, where: str) -> None:

@@ -129,7 +129,10 @@ def is_sharding(depth: int) -> bool:
     That is no work of the module: when the module is called again in backward, other hooks have done it. The casts of
     mixed precision are the module's: they are made in both calls.
     """
-    frame: FrameType | None = sys._getframe(depth)
+    try:
+        frame: FrameType | None = sys._getframe(depth)
+    except ValueError:  # a thread of autograd's own called the mode from C++: no module is running there
+        return False
     while frame is not None and frame.f_code is not CALL:
         if frame.f_code.co_filename.endswith(_SHARDING):
             return True
