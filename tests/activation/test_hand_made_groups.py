@@ -583,11 +583,18 @@ def test_an_illegal_move_of_a_group_names_group_label_state_and_what_was_expecte
 
 @pytest.mark.parametrize(
     ("group", "storage", "error"),
-    [(7, Storage(), TypeError), ("", Storage(), ValueError), ("g", [], TypeError), (None, Storage(), TypeError)],
+    [(7, Storage(), TypeError), ("g", [], TypeError), (None, Storage(), TypeError)],
 )
 def test_only_storages_join_groups_that_have_a_name(group: Any, storage: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="got"):
         SwapManager().add_storage(group, storage)
+
+
+def test_a_storage_may_join_the_group_that_a_thread_has_at_first() -> None:
+    manager, storage = SwapManager(), Storage()
+    manager.add_storage(manager.get_current_group_name(), storage)
+    manager.launch_offload("")
+    manager.wait_offload("")
 
 
 def test_a_group_does_not_keep_its_storages_and_names_do_not_pile_up(swapping: Swapping) -> None:
@@ -744,7 +751,7 @@ def test_a_block_that_keeps_all_joins_too_so_that_programs_are_the_same_everywhe
     x = swapping.randn(64, 64, requires_grad=True)
     hooks, loss = saved_in("g", x, policy_fn=lambda tensor: True)
     assert hooks.add_to_storage
-    assert (hooks.pack_count, hooks.count_idx) == (5, 0)
+    assert (hooks.pack_count, hooks.count_idx, dict(hooks.storage.swap_storage)) == (0, 0, {})
     for call in ("launch_offload", "wait_offload", "launch_load", "wait_load"):
         getattr(SwapManager(), call)("g")
     loss.backward()
@@ -776,6 +783,53 @@ def test_the_calls_of_a_group_reach_what_moves_by_itself(swapping: Swapping) -> 
     assert swapping.loaded_bytes == num_bytes, "and nothing came twice"
     assert torch.equal(x.grad, plain[0])
     assert hooks.unpack_count == 5
+
+
+def test_a_block_shows_each_swapped_tensor_and_what_shows_it_can_be_hurried_along(swapping: Swapping) -> None:
+    x = swapping.randn(64, 64, requires_grad=True)
+    with swapping.configured(window_bytes="1MiB", prefetch_bytes=1):
+        hooks, loss = saved_in("g", x, name=new_name())
+        shown = [tensor for index in range(5) for tensor in hooks.storage.swap_storage[index]]
+        assert len(shown) == len(hooks.storage.swap_storage) == hooks.count_idx == 5
+        assert all(isinstance(tensor, SwapTensor) and tensor.label == f"g::{x.shape}" for tensor in shown)
+        SwapManager().wait_offload("g")
+        assert all(tensor.state in (HOST, DISK) for tensor in shown)
+        for tensor in shown:
+            tensor.async_offload()
+            tensor.wait_offload()
+        with pytest.raises(RuntimeError, match=r"(?s)not on the device.*got state (host|disk); g::.*async_load"):
+            shown[0].get_val()
+        for tensor in shown:
+            tensor.async_load()
+            assert tensor.state is H2D
+            tensor.wait_load()
+        assert torch.equal(shown[0].get_val(), x.exp()), "the first that was saved"
+        before = swapping.loaded_bytes
+        loss.backward()
+        assert swapping.loaded_bytes == before, "nothing came twice"
+    assert (hooks.unpack_count, hooks.pack_count) == (5, 5)
+    assert hooks.storage is None
+    assert torch.equal(x.grad, gradients(loss_of, x)[0])
+    del loss
+    assert "gone" in repr(shown[0])
+    with pytest.raises(RuntimeError, match="graph that saved this tensor is gone"):
+        shown[0].get_val()
+
+
+def test_what_a_block_shows_can_be_assigned(swapping: Swapping) -> None:
+    x, mine = swapping.randn(64, 64, requires_grad=True), Storage()
+    hooks = AsyncSaveOnCpu(name=new_name())
+    hooks.storage, hooks.policy_fn = mine, lambda tensor: tensor is not x
+    with hooks:
+        loss = loss_of(x)
+    assert hooks.storage is mine
+    assert hooks.count_idx == len(mine.swap_storage) == 1, "the policy keeps all but x itself"
+    hooks.count_idx = hooks.pack_count = hooks.unpack_count = 7
+    assert (hooks.count_idx, hooks.pack_count, hooks.unpack_count, hooks.storage) == (7, 7, 7, None)
+    with pytest.raises(TypeError, match="callable or None"):
+        hooks.policy_fn = 3
+    loss.backward()
+    assert torch.equal(x.grad, gradients(loss_of, x)[0])
 
 
 def test_a_group_loads_again_for_another_backward(swapping: Swapping) -> None:

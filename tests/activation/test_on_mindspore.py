@@ -436,14 +436,24 @@ def test_a_block_counts_what_it_saw() -> None:
     def function(y: Any) -> Any:
         blocks.append(AsyncSaveOnCpu(lambda tensor: tensor.shape == (2,)))
         with blocks[-1]:
-            return (y.exp() * y).sum() + (y[:2].exp()).sum()
+            exp = y.exp()
+            result = (exp * y).sum() + (y[:2].exp()).sum()
+        shown = blocks[-1].storage.swap_storage
+        assert [len(shown[index]) for index in range(3)] == [1, 1, 1]
+        assert {shown[index][0].label for index in range(3)} == {"::(3,)"}
+        shown[0][0].wait_offload()
+        shown[0][0].async_load()
+        shown[0][0].wait_load()
+        assert np.array_equal(shown[0][0].get_val().asnumpy(), exp.asnumpy())
+        return result
 
     mindspore.grad(function)(Tensor([1.0, 2.0, 3.0]))
     (block,) = blocks
-    assert block.pack_count == 4
-    assert block.unpack_count == 4
-    assert block.count_idx == 3
+    assert block.pack_count == block.unpack_count == block.count_idx == 3, "those that were swapped"
+    assert block.storage is None
     assert not block.add_to_storage
+    block.pack_count = 4
+    assert block.pack_count == 4
 
 
 def test_a_group_by_hand_moves_what_was_saved_in_it() -> None:

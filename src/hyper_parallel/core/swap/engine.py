@@ -521,6 +521,13 @@ class SwapEngine:
             self._load_early(handle.slot, copy_stream)
             handle.slot.waiting[handle.number] = None
 
+    def launch_early(self, slot: Slot, copy_stream: Stream | None = None) -> None:
+        """Launch the load of a slot of autograd's, if nothing of it is on the device and backward will still ask for it."""
+        with self._lock:
+            self._drop_finished()
+            if slot.waiting:
+                self._load_early(slot, copy_stream)
+
     def wait_group_offload(self, group: Group) -> None:
         """`wait_offload` of every slot of a group."""
         for slot in _living(group):
@@ -541,9 +548,13 @@ class SwapEngine:
 
     def wait_group_load(self, group: Group) -> None:
         """Make the current stream wait for the loads of a group that are under way."""
+        self.wait_loads(_living(group))
+
+    def wait_loads(self, slots: list[Slot]) -> None:
+        """The same, of these slots."""
         current = self.device.current_stream()
         with self._lock:
-            loads = [slot.loaded for slot in _living(group) if slot.state is SlotState.H2D]
+            loads = [slot.loaded for slot in slots if slot.state is SlotState.H2D]
         for loaded in loads:
             if loaded is not None:
                 since = self._stalls.begin(current, loaded)

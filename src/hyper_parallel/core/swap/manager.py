@@ -75,8 +75,6 @@ class SwapManager:
             TypeError, ValueError: `group` is no name, or `storage` no `Storage`.
         """
         _check_name(group)
-        if group == "":
-            raise ArgumentError("A group has a name.", expected="a str that is not empty", got="''")
         if not isinstance(storage, Storage):
             raise ArgumentTypeError("A group holds storages.", expected="a Storage", got=describe(storage))
         with self._lock:

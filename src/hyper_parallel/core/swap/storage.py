@@ -32,7 +32,7 @@ class Storage:
     """Values put aside for backward, under keys of the caller's choice; a key holds a list, in the order of saving.
 
     `swap_storage` has `SwapTensor`s, alone or in containers: the four calls act on all of them, or, if one of them is in a state that does
-    not allow it, raise and act on none. (A disk or device that fails in the middle leaves each tensor in the state that it has reached.)
+    not allow it, raise and act on none. An `AsyncSaveOnCpu` puts its swapped tensors there by number; they move by themselves, in any state. (A disk or device that fails in the middle leaves each tensor in the state that it has reached.)
     `save_storage` has what stays.
 
     Example:
@@ -132,7 +132,8 @@ def _tensors(storages: Sequence[Storage]) -> list[SwapTensor]:
                         where=f"key {key!r}",
                         do="Append SwapTensor(value, label); a value that is no tensor is fine in one, too.",
                     )
-                found[leaf] = None
+                if not leaf.moves_by_itself:  # those are in the groups
+                    found[leaf] = None
     return list(found)
 
 

@@ -1,4 +1,4 @@
-"""One tensor that its owner moves by hand.
+"""One tensor that its owner moves by hand, or (`SwapTensor.saved`) one that autograd saved and the engine moves.
 
 The states are those of a slot (`states.py`), and here they change by the owner's calls alone. Underneath, the engine may be ahead: it
 drops a source as soon as its copy is done, while a `SwapTensor` holds the tensor until `wait_offload`.
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, final
 from hyper_parallel._base.errors import ArgumentTypeError, StateError
 from hyper_parallel.core.swap.device import Buffer, Event, Stream
 from hyper_parallel.core.swap.engine import SwapEngine
+from hyper_parallel.core.swap.saved_by_autograd import Residual, SavedByAutograd
 from hyper_parallel.core.swap.slot import Handle, Slot
 from hyper_parallel.core.swap.states import Change, SlotState, after
 from hyper_parallel.platform import platform_of
@@ -101,6 +102,7 @@ class SwapTensor:
         "_kept_since",
         "_lock",
         "_moved",
+        "_saved",
         "_saved_version",
         "_state",
         "_value",
@@ -120,6 +122,7 @@ class SwapTensor:
             None  # the version that was found when the tensor was let go of, if it was another one
         )
         self._saved_version = 0
+        self._saved: SavedByAutograd | None = None  # then nothing else here is used but the label
         self._backend = _backend_of(tensor)
         if self._backend is None:
             self._value = tensor
@@ -128,10 +131,21 @@ class SwapTensor:
             self._hold(tensor)
             self._state = SlotState.DEVICE
 
+    @classmethod
+    def saved(cls, residual: Residual, label: str) -> SwapTensor:
+        """What shows a tensor that autograd saved. It moves by itself: the four calls only hurry it along."""
+        tensor = cls(None, label)
+        tensor._saved = SavedByAutograd(residual, label)
+        return tensor
+
+    @property
+    def moves_by_itself(self) -> bool:
+        return self._saved is not None
+
     @property
     def state(self) -> SlotState:
-        """Where the value is, as far as the calls so far say."""
-        return self._state
+        """Where the value is, as far as the calls so far say; of what moves by itself, where it is."""
+        return self._state if self._saved is None else self._saved.state
 
     def async_offload(self, copy_stream: Any = None) -> None:
         """Launch the copy to slower memory. `copy_stream`: in place of the engine's own; means nothing on the CPU."""
@@ -139,6 +153,9 @@ class SwapTensor:
 
     def wait_offload(self) -> None:
         """Make the current stream wait for the copy, and let go of the tensor: its memory is free if nobody else holds it."""
+        if self._saved is not None:
+            self._saved.wait_offload()
+            return
         with self._lock:
             self._next(Change.FINISH_OFFLOAD)
             if self._moved is not None:
@@ -159,6 +176,9 @@ class SwapTensor:
         Raises:
             MemoryError: there is no device memory for it; nothing was launched.
         """
+        if self._saved is not None:
+            self._saved.launch_load(copy_stream)
+            return
         with self._lock:
             self._launch_load(copy_stream)
 
@@ -169,6 +189,9 @@ class SwapTensor:
             RuntimeError: the tensor was changed in place while it was held; or the disk did not give it back, then `async_load`
                 tries again.
         """
+        if self._saved is not None:
+            self._saved.wait_load()
+            return
         with self._lock:
             new = self._next(Change.FINISH_LOAD)
             self._check_unchanged()
@@ -195,6 +218,8 @@ class SwapTensor:
         Raises:
             RuntimeError: it is elsewhere, or it was changed in place while it was held.
         """
+        if self._saved is not None:
+            return self._saved.value()
         with self._lock:
             if self._state is SlotState.NON_TENSOR:
                 return self._value
@@ -211,7 +236,8 @@ class SwapTensor:
             return self._held.value
 
     def __repr__(self) -> str:
-        return f"<SwapTensor {self.label!s}: {self._state.value}>"
+        is_gone = self._saved is not None and not self._saved.is_alive
+        return f"<SwapTensor {self.label!s}: {'gone' if is_gone else self.state.value}>"
 
     # -- for a `Storage`, which moves many ----------------------------------------------------------------------------
 
@@ -306,6 +332,8 @@ def stream_of(engine: SwapEngine, stream: Any) -> Stream | None:
 
 def _backend_of(value: Any) -> Any:
     """The platform's part for moves by hand; None for a value that is no tensor."""
+    if value is None:
+        return None
     try:
         platform = platform_of(value, call="SwapTensor")
     except ArgumentTypeError:

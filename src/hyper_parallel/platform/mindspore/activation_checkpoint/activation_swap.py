@@ -55,6 +55,8 @@ class SwapWrapper(ActivationWrapper):
         self.__dict__["_policy_fn"] = policy_fn
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.runs_in_python:  # what compiles this to a graph reads it, and is refused there
+            return None
         return _call_swapped(self._ckpt_wrapped_module, self.policy_fn, args, kwargs)
 
     def extend_repr(self) -> str:
@@ -68,6 +70,8 @@ class OffloadWrapper(ActivationWrapper):
         super().__init__(mod)
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.runs_in_python:  # what compiles this to a graph reads it, and is refused there
+            return None
         return _call_swapped(self._ckpt_wrapped_module, None, args, kwargs)
 
 

@@ -16,6 +16,7 @@ Parameters also carry a name of their own, which an ancestor sets when a cell is
 from __future__ import annotations
 
 import functools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from mindspore import nn
 
 from hyper_parallel._base.errors import ArgumentTypeError
 from hyper_parallel.platform.arguments import check_module
+from hyper_parallel.platform.mindspore.graph_mode import refusal
 from hyper_parallel.platform.regions.transparent import Transparent, check_wrapped, is_special, wrappers_below
 
 _CKPT_WRAPPED_MODULE = "_ckpt_wrapped_module"
@@ -89,7 +91,7 @@ class ActivationWrapper(Transparent, nn.Cell, ABC):
     """
 
     INNER = _CKPT_WRAPPED_MODULE
-    OWN: frozenset[str] = frozenset({_CKPT_WRAPPED_MODULE, "construct"})
+    OWN: frozenset[str] = frozenset({_CKPT_WRAPPED_MODULE, "construct", "runs_in_python"})
 
     def __init__(self, module: nn.Cell | Callable[..., Any]) -> None:
         if getattr(type(self).construct, "__isabstractmethod__", False):
@@ -106,6 +108,14 @@ class ActivationWrapper(Transparent, nn.Cell, ABC):
     @abstractmethod
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         """How the inner cell is called."""
+
+    @property
+    def runs_in_python(self) -> bool:
+        """True. What compiles a model to a graph reads this where `construct` does, while it compiles, and is refused there."""
+        reader = sys._getframe(1).f_globals.get("__name__", "")
+        if reader.startswith("mindspore.graph._parse"):
+            raise refusal(f"A wrapped cell ({type(self).__name__})")
+        return True
 
     @property
     def unwrap_cell(self) -> nn.Cell:

@@ -10,6 +10,7 @@ from mindspore.graph.api import _pynative_executor
 
 from hyper_parallel.platform.mindspore.activation_checkpoint.frame import Frame
 from hyper_parallel.platform.mindspore.activation_checkpoint.replays import is_replaying
+from hyper_parallel.platform.mindspore.graph_mode import refuse_graph_mode
 from hyper_parallel.platform.regions.arguments import SavedArguments, kinds_of
 from hyper_parallel.platform.regions.options import Options, check_call
 
@@ -56,5 +57,6 @@ def checkpoint(
     # Inside a replay the ops are those of the region that is replayed: see "Nesting".
     if not _pynative_executor.requires_grad() or is_replaying():
         return function(*args, **kwargs)
+    refuse_graph_mode("A region")
     options = Options(swap_inputs, preserve_rng_state, determinism_check == "default", debug, early_stop)
     return Frame(function, SavedArguments(args, kwargs, _KINDS), policy, options).forward(args, kwargs)

@@ -8,7 +8,6 @@ from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 
-from hyper_parallel._base.errors import ArgumentTypeError, describe
 from hyper_parallel.platform.mindspore.activation_checkpoint import swap_engines
 from hyper_parallel.platform.mindspore.activation_checkpoint.cell_paths import paths_here, unwrapped
 from hyper_parallel.platform.mindspore.activation_checkpoint.replays import Hooks, is_replaying
@@ -19,6 +18,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.storages import (
     storage_bytes,
 )
 from hyper_parallel.platform.mindspore.activation_checkpoint.swap_device import flat, tensor_on
+from hyper_parallel.platform.regions.saved_tensors import OfSavedTensors, SavedTensors, checked_policy
 
 _CAST = "Cast"
 
@@ -49,7 +49,18 @@ class AsyncSaveOnCpu(Hooks):
         ...     with AsyncSaveOnCpu():
         ...         return (x.exp() * x).sum()
         >>> gradient = mindspore.grad(loss)(mindspore.ops.ones((1024, 1024)))
+
+    Attributes:
+        storage: its `swap_storage[number]` has the `SwapTensor` of each swapped tensor, in the order of saving.
+        add_to_storage: whether the storage has joined a group.
+        count_idx, pack_count: how many tensors were swapped.
+        unpack_count: how often backward has asked for one of them.
     """
+
+    add_to_storage = OfSavedTensors[bool]()
+    count_idx = OfSavedTensors[int]()
+    pack_count = OfSavedTensors[int]()
+    unpack_count = OfSavedTensors[int]()
 
     def __init__(
         self,
@@ -58,14 +69,11 @@ class AsyncSaveOnCpu(Hooks):
         module: nn.Cell | None = None,
         name: str | None = None,
     ) -> None:
-        if policy_fn is not None and not callable(policy_fn):
-            raise ArgumentTypeError(
-                "`policy_fn` is asked for each tensor.", expected="a callable or None", got=describe(policy_fn)
-            )
-        self.policy_fn = policy_fn
         self._has_name = bool(name)
         # The hooks live as long as the graph. They belong to the recorder, which does not know this object.
-        self._recorder = Recorder(policy_fn, module, name or ("block" if module is None else _class_name(module)))
+        self._recorder = Recorder(
+            checked_policy(policy_fn), module, name or ("block" if module is None else _class_name(module))
+        )
         super().__init__(self._recorder.pack, self._recorder.unpack)
 
     def __enter__(self) -> None:
@@ -76,28 +84,22 @@ class AsyncSaveOnCpu(Hooks):
 
     @property
     def storage(self) -> Any:
-        """What this block puts aside, as a `Storage`; it holds no tensor."""
-        return self._recorder.storage
+        """What this block has put aside, as a `Storage` that shows its swapped tensors; None once backward has asked for all of them."""
+        saved = self._recorder.saved
+        return None if saved.are_all_back else saved.storage
+
+    @storage.setter
+    def storage(self, storage: Any) -> None:
+        self._recorder.saved.storage = storage
 
     @property
-    def add_to_storage(self) -> bool:
-        """Whether the storage has joined a group."""
-        return self._recorder.has_joined
+    def policy_fn(self) -> Callable[[Tensor], Any] | None:
+        """Asked with each eligible tensor; from here on another one, if it is assigned."""
+        return self._recorder.policy_fn
 
-    @property
-    def count_idx(self) -> int:
-        """How many tensors were given to the swap engine."""
-        return self._recorder.num_swapped
-
-    @property
-    def pack_count(self) -> int:
-        """How many tensors autograd saved."""
-        return self._recorder.pack_count
-
-    @property
-    def unpack_count(self) -> int:
-        """How often it asked for one."""
-        return self._recorder.unpack_count
+    @policy_fn.setter
+    def policy_fn(self, policy_fn: Callable[[Tensor], Any] | None) -> None:
+        self._recorder.policy_fn = checked_policy(policy_fn)
 
 
 # Address of a storage -> the slot that has it, as long as the slot holds the storage itself: only then does the address surely mean it.
@@ -135,7 +137,7 @@ class Recorder:
         name: str,
         place: Callable[[str], Any] | None = None,
     ) -> None:
-        self._policy_fn = policy_fn
+        self.policy_fn = policy_fn
         self._module = None if module is None else weakref.ref(module)
         self._name = name
         # Unlike the name, the key tells two blocks of one class apart: the engine learns by it what a forward saves last.
@@ -144,12 +146,8 @@ class Recorder:
         self._owned: set[int] = set()  # storages of parameters and buffers
         self._owners: set[str] = set()  # the parameters' names, which are those of their nodes in the graph
         self._places: dict[str, Any] = {}  # device -> (engine, group, smallest size) or None
-        self.pack_count = 0
-        self.unpack_count = 0
-        self.num_swapped = 0
-        self.has_joined = False
-        # Held here, and so by the graph: its group has it as long as there is something to move.
-        self.storage = _new_storage()
+        # Held here, and so by the graph: its group has the storage as long as there is something to move.
+        self.saved = SavedTensors()
 
     def look_up_parameters(self) -> None:
         """Now, not when wrapping: parameters are given other storages in the meantime (rule 3)."""
@@ -172,18 +170,18 @@ class Recorder:
     def pack(self, tensor: Tensor) -> Any:
         if is_replaying():  # a wrapper inside a region: nobody will ask for the residuals of the second run
             return None
-        self.pack_count += 1
-        if self.pack_count == 1:
-            self._join_group()
+        self.saved.note_saved()
         place = self._place(tensor)
         if place is None:
             return Kept(tensor)
-        self.num_swapped += 1
         engine, group, _ = place
-        return swapped(engine, group, tensor, lambda: _Label(self._name, tensor))
+        residual = swapped(engine, group, tensor, lambda: _Label(self._name, tensor))
+        self.saved.note_swapped(residual, tensor.shape)
+        return residual
 
     def unpack(self, packed: Any) -> Tensor:
-        self.unpack_count += 1
+        if type(packed) is Swapped:
+            self.saved.note_asked()
         return packed.tensor()
 
     def _place(self, tensor: Tensor) -> Any:
@@ -198,20 +196,12 @@ class Recorder:
             return None
         if storage_address(tensor) in self._owned or self._is_cast_of_parameter(tensor):
             return None
-        if self._policy_fn is not None:
+        if self.policy_fn is not None:
             from hyper_parallel.core.activation_checkpoint.policy import keeps_tensor
 
-            if keeps_tensor(self._policy_fn(tensor)):
+            if keeps_tensor(self.policy_fn(tensor)):
                 return None
         return place
-
-    def _join_group(self) -> None:
-        from hyper_parallel.core.swap.manager import SwapManager
-
-        name = SwapManager().get_current_group_name()
-        if name:
-            SwapManager().add_storage(name, self.storage)
-            self.has_joined = True
 
     def _open_place(self, device: str) -> Any:
         found = swap_engines.engine_of(device)
@@ -219,7 +209,7 @@ class Recorder:
             return None
         engine, min_bytes = found
         group = engine.new_group(self._key)
-        self.storage.follow(engine, group)
+        self.saved.storage.follow(engine, group)
         return engine, group, min_bytes
 
     def _is_cast_of_parameter(self, tensor: Tensor) -> bool:
@@ -289,32 +279,30 @@ class Kept:
 class Swapped:
     """A saved tensor that the engine has: its slot, and how the tensor looked at the storage."""
 
-    __slots__ = ("_engine", "_handle", "look")
+    __slots__ = ("__weakref__", "engine", "handle", "look")
 
     def __init__(self, engine: Any, handle: Any, look: Look) -> None:
-        self._engine = engine
-        self._handle = handle
+        self.engine = engine
+        self.handle = handle
         self.look = look
 
     @property
     def slot(self) -> Any:
-        return self._handle.slot
+        return self.handle.slot
 
     def another(self, look: Look) -> Swapped:
         """For another reader, so that the engine knows who still will ask."""
         from hyper_parallel.core.swap.slot import Handle
 
-        return Swapped(self._engine, Handle(self._handle.slot, self._handle.group), look)
+        return Swapped(self.engine, Handle(self.handle.slot, self.handle.group), look)
 
     def tensor(self) -> Tensor:
-        return tensor_on(self._engine.acquire(self._handle), self.look)
+        return self.seen_in(self.engine.acquire(self.handle))
+
+    def seen_in(self, buffer: Any) -> Tensor:
+        """The tensor, over a buffer that has what was in its storage."""
+        return tensor_on(buffer, self.look)
 
 
 def _class_name(cell: nn.Cell) -> str:
     return type(unwrapped(cell)).__name__
-
-
-def _new_storage() -> Any:
-    from hyper_parallel.core.swap.storage import Storage
-
-    return Storage()

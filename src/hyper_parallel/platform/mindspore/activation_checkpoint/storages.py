@@ -117,7 +117,7 @@ class Look(NamedTuple):
         if not self.is_contiguous:
             with unseen(), _no_grad():
                 return self.on(Tensor.from_numpy(memory))
-        kind = np.dtype(mstype.dtype_to_nptype(self.dtype))
+        kind = np.dtype(mstype._dtype_to_nptype(self.dtype))
         begin = self.offset * kind.itemsize
         end = begin + math.prod(self.shape) * kind.itemsize
         with unseen(), _no_grad():

@@ -28,6 +28,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.replacement import 
 from hyper_parallel.platform.mindspore.activation_checkpoint.replays import is_replaying
 from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import Kept, base_check_fn
 from hyper_parallel.platform.mindspore.activation_checkpoint.storages import storage_address, storage_bytes
+from hyper_parallel.platform.mindspore.graph_mode import refuse_graph_mode
 from hyper_parallel.platform.mindspore.planner import signature
 from hyper_parallel.platform.mindspore.planner.applying import looks_of
 from hyper_parallel.platform.mindspore.planner.blocks import find_blocks
@@ -75,6 +76,7 @@ class ProfiledModel:
         optimizer: Any = None,
         reserve_bytes: int = 0,
     ) -> None:
+        refuse_graph_mode("A planned step")
         self.model = model
         self.batch = batch
         self.loss_fn = loss_fn

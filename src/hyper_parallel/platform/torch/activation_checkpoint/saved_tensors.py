@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hyper_parallel._base.errors import ArgumentTypeError, StateError, describe
+from hyper_parallel._base.errors import StateError, describe
+from hyper_parallel.platform.regions.saved_tensors import OfSavedTensors, SavedTensors, checked_policy
 from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import check_no_cuda_graph, cuda_graph_now
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
@@ -65,7 +65,18 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
         >>> with AsyncSaveOnCpu():
         ...     loss = (x.exp() * x).sum()
         >>> loss.backward()
+
+    Attributes:
+        storage: its `swap_storage[number]` has the `SwapTensor` of each swapped tensor, in the order of saving.
+        add_to_storage: whether the storage has joined a group.
+        count_idx, pack_count: how many tensors were swapped.
+        unpack_count: how often backward has asked for one of them.
     """
+
+    add_to_storage = OfSavedTensors[bool]()
+    count_idx = OfSavedTensors[int]()
+    pack_count = OfSavedTensors[int]()
+    unpack_count = OfSavedTensors[int]()
 
     def __init__(
         self,
@@ -74,15 +85,12 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
         module: nn.Module | None = None,
         name: str | None = None,
     ) -> None:
-        if policy_fn is not None and not callable(policy_fn):
-            raise ArgumentTypeError(
-                "`policy_fn` is asked for each tensor.", expected="a callable or None", got=describe(policy_fn)
-            )
-        self.policy_fn = policy_fn
         # The hooks live as long as the graph. They belong to the recorder, which does not know this object: a cycle between
         # them would keep a step's memory until the garbage collector runs.
         self._has_name = bool(name)
-        self._recorder = _Recorder(policy_fn, module, name or ("block" if module is None else _class_name(module)))
+        self._recorder = _Recorder(
+            checked_policy(policy_fn), module, name or ("block" if module is None else _class_name(module))
+        )
         super().__init__(self._recorder.pack, self._recorder.unpack)
 
     def __enter__(self) -> None:
@@ -95,28 +103,22 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
 
     @property
     def storage(self) -> Any:
-        """What this block puts aside, as a `Storage`; it holds no tensor."""
-        return self._recorder.storage
+        """What this block has put aside, as a `Storage` that shows its swapped tensors; None once backward has asked for all of them."""
+        saved = self._recorder.saved
+        return None if saved.are_all_back else saved.storage
+
+    @storage.setter
+    def storage(self, storage: Any) -> None:
+        self._recorder.saved.storage = storage
 
     @property
-    def add_to_storage(self) -> bool:
-        """Whether the storage has joined a group."""
-        return self._recorder.has_joined
+    def policy_fn(self) -> Callable[[torch.Tensor], Any] | None:
+        """Asked with each eligible tensor; from here on another one, if it is assigned."""
+        return self._recorder.policy_fn
 
-    @property
-    def count_idx(self) -> int:
-        """How many tensors were given to the swap engine."""
-        return self._recorder.num_swapped
-
-    @property
-    def pack_count(self) -> int:
-        """How many tensors autograd saved."""
-        return self._recorder.pack_count
-
-    @property
-    def unpack_count(self) -> int:
-        """How often it asked for one."""
-        return self._recorder.unpack_count
+    @policy_fn.setter
+    def policy_fn(self, policy_fn: Callable[[torch.Tensor], Any] | None) -> None:
+        self._recorder.policy_fn = checked_policy(policy_fn)
 
 
 # storage -> its slot, while both live: a second view of a storage moves nothing (rule 1), nor does what one block makes and the
@@ -166,7 +168,7 @@ class _Recorder:
         name: str,
         place: Callable[[torch.device], Any] | None = None,
     ) -> None:
-        self._policy_fn = None if policy_fn is None else functools.partial(call_uncompiled, policy_fn)
+        self.policy_fn = policy_fn
         self._module = None if module is None else weakref.ref(module)
         self._name = name
         # Unlike the name, the key tells two blocks of one class apart: the engine learns by it what a forward saves last.
@@ -176,13 +178,9 @@ class _Recorder:
         self._owners: set[int] = set()  # the parameters themselves, by id
         self._holders: list[dict[str, Any]] = []  # where sharding may put other parameters while the block runs
         self._places: dict[torch.device, Any] = {}  # device -> (engine, group, smallest size) or None
-        self.pack_count = 0
-        self.unpack_count = 0
-        self.num_swapped = 0
-        self.has_joined = False
         self.watches_graphs, self.graph_before = False, None  # what ran before the block; see `check_no_cuda_graph`
-        # Held here, and so by the graph: its group has it as long as there is something to move.
-        self.storage = _new_storage()
+        # Held here, and so by the graph: its group has the storage as long as there is something to move.
+        self.saved = SavedTensors()
 
     def look_up_parameters(self) -> None:
         """Now, not when wrapping: sharded data parallel gives its parameters other storages in every forward (rule 3)."""
@@ -213,13 +211,10 @@ class _Recorder:
     def pack(self, tensor: torch.Tensor) -> Any:
         if is_replaying():  # a wrapper inside a region: nobody will ask for the residuals of the second run
             return Kept(tensor, self._name)
-        self.pack_count += 1
-        if self.pack_count == 1:
-            self._join_group()
+        self.saved.note_saved()
         place = self._place(tensor)
         if place is None:
             return Kept(tensor, self._name)
-        self.num_swapped += 1
         from hyper_parallel.core.swap.slot import Handle
 
         engine, group, _ = place
@@ -235,10 +230,13 @@ class _Recorder:
                 num_bytes = storage_bytes(tensor)
                 slot = engine.save(flat(tensor), num_bytes, group, _Label(self._name, whole), lambda: alias._version)
             note_slot(engine, tensor, slot)
-        return _Swapped(engine, Handle(slot, group), whole)
+        swapped = _Swapped(engine, Handle(slot, group), whole)
+        self.saved.note_swapped(swapped, whole.shape)
+        return swapped
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        self.unpack_count += 1
+        if type(packed) is _Swapped:
+            self.saved.note_asked()
         check_not_traced(self._name)
         return packed.tensor()
 
@@ -257,20 +255,12 @@ class _Recorder:
         self._look_again()
         if storage_key(tensor) in self._owned or self._is_cast_of_parameter(tensor):
             return None
-        if self._policy_fn is not None:
+        if self.policy_fn is not None:
             from hyper_parallel.core.activation_checkpoint.policy import keeps_tensor
 
-            if keeps_tensor(self._policy_fn(tensor)):
+            if keeps_tensor(call_uncompiled(self.policy_fn, tensor)):
                 return None
         return place
-
-    def _join_group(self) -> None:
-        from hyper_parallel.core.swap.manager import SwapManager
-
-        name = SwapManager().get_current_group_name()
-        if name:
-            SwapManager().add_storage(name, self.storage)
-            self.has_joined = True
 
     def _open_place(self, device: torch.device) -> Any:
         found = swap_engines.engine_of(device)
@@ -278,7 +268,7 @@ class _Recorder:
             return None
         engine, min_bytes = found
         group = engine.new_group(self._key)
-        self.storage.follow(engine, group)
+        self.saved.storage.follow(engine, group)
         return engine, group, min_bytes
 
     def _is_cast_of_parameter(self, tensor: torch.Tensor) -> bool:
@@ -353,11 +343,11 @@ class Kept:
 class _Swapped:
     """A saved tensor that is managed: its slot, and which view of the storage it was."""
 
-    __slots__ = ("_dtype", "_engine", "_handle", "_offset", "_outer", "_size", "_stride")
+    __slots__ = ("__weakref__", "_dtype", "_offset", "_outer", "_size", "_stride", "engine", "handle")
 
     def __init__(self, engine: Any, handle: Any, tensor: torch.Tensor) -> None:
-        self._engine = engine
-        self._handle = handle
+        self.engine = engine
+        self.handle = handle
         self._outer = Outer.of(tensor)
         tensor = local_tensor(tensor)
         self._dtype = tensor.dtype
@@ -367,11 +357,15 @@ class _Swapped:
 
     @property
     def slot(self) -> Any:
-        return self._handle.slot
+        return self.handle.slot
 
     def tensor(self) -> torch.Tensor:
         with torch._C._DisableTorchDispatch():  # as in `pack`: a backward may run inside a region
-            buffer = self._engine.acquire(self._handle)
+            return self.seen_in(self.engine.acquire(self.handle))
+
+    def seen_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor, over a buffer that has what was in its storage."""
+        with torch._C._DisableTorchDispatch():
             view = torch.empty(0, dtype=self._dtype, device=buffer.device)
             view.set_(buffer.untyped_storage(), self._offset, self._size, self._stride)
         return view if self._outer is None else self._outer.around(view)
@@ -379,12 +373,6 @@ class _Swapped:
 
 def _class_name(module: nn.Module) -> str:
     return type(unwrapped(module)).__name__
-
-
-def _new_storage() -> Any:
-    from hyper_parallel.core.swap.storage import Storage
-
-    return Storage()
 
 
 def changed_in_place(where: str, expected: object = None, got: object = None) -> StateError:
