@@ -54,3 +54,27 @@ def test_values_are_described_shortly_and_arrays_by_shape() -> None:
     assert describe("a") == "'a' (str)"
     assert describe(np.zeros((2, 3), np.float32)) == "ndarray float32[2, 3]"
     assert len(describe("x" * 10_000)) < 120
+    assert describe(np.int64(3)) == "3 (int64)"
+    assert describe([1, (np.zeros(2),), {"a": None}]) == "[1, (ndarray float64[2],), {'a': None}] (list)"
+
+
+class Hostile:
+    shape = property(lambda self: 1 / 0)
+
+    def __repr__(self) -> str:
+        raise KeyError("no")
+
+
+class NoText:
+    dtype = shape = 3
+
+    def __repr__(self) -> str:
+        return 3  # type: ignore[return-value]
+
+
+def test_describing_a_value_never_fails() -> None:
+    cyclic: list[object] = []
+    cyclic.append(cyclic)
+    assert describe(Hostile()) == "<its repr raises KeyError> (Hostile)"
+    for value in (NoText(), cyclic, [Hostile()], 10**9999, np.ndarray, range(10**9), dict.fromkeys(range(10**5))):
+        assert len(describe(value)) < 120

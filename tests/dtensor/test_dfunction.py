@@ -44,6 +44,10 @@ def test_every_kind_of_argument_reaches_the_rule_and_the_local_call(run: Any) ->
     check(run(programs.arguments))
 
 
+def test_a_rule_may_answer_keywords_and_the_local_call_goes_through_the_functions_own_apply(run: Any) -> None:
+    check(run(programs.local_keywords))
+
+
 def test_outputs_have_their_own_layouts_and_gradients_of_replicated_inputs_are_summed(run: Any) -> None:
     check(run(programs.several_outputs))
 

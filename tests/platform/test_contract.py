@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 import hyper_parallel.platform
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.contract import BY_NAME, OPERATIONS, How
-from hyper_parallel.platform.interface import _NotThere
+from hyper_parallel.platform.host_streams import HostStream, current_host_stream, host_stream_context
+from hyper_parallel.platform.interface import EXISTING_COMM_GROUPS, _NotThere
 from support.backends import Backend
 
 SIGNATURES = """
@@ -98,12 +101,26 @@ def test_the_way_each_is_called_is_that_of_the_specification() -> None:
 @pytest.mark.parametrize("line", SIGNATURES, ids=lambda line: line.partition("(")[0])
 def test_signatures_are_those_of_the_specification(platform: Any, line: str) -> None:
     name, _, wanted = line.partition("(")
-    signature = inspect.signature(getattr(platform, name))
-    bare = signature.replace(
-        parameters=[p.replace(annotation=p.empty) for p in signature.parameters.values()],
+    assert str(bare(inspect.signature(getattr(platform, name)))) == "(" + wanted
+
+
+def test_the_base_class_shows_the_signature_of_every_operation(platform: Any) -> None:
+    for operation in OPERATIONS:
+        if operation.how is How.PROPERTY:
+            continue
+        of_base, of_backend = (
+            bare(inspect.signature(getattr(each, operation.name))) for each in (Platform(), platform)
+        )
+        assert of_base == of_backend, operation.name
+    assert str(bare(inspect.signature(Platform.isend))) == "(tensor, dst=None, group=None, tag=0)"
+    assert str(bare(inspect.signature(Platform.tree_map))) == "(self, fn, tree)"
+
+
+def bare(signature: inspect.Signature) -> inspect.Signature:
+    return signature.replace(
+        parameters=[each.replace(annotation=each.empty) for each in signature.parameters.values()],
         return_annotation=signature.empty,
     )
-    assert str(bare) == "(" + wanted
 
 
 def test_what_can_be_called_on_the_class_needs_no_instance(platform: Any) -> None:
@@ -145,6 +162,101 @@ def test_a_method_that_a_users_platform_lacks_is_named() -> None:
         _ = Mine().meta_device
     with pytest.raises(AttributeError):
         _ = Mine().no_such_thing
+
+
+class Mine(Platform):
+    """A user's own platform: what others are made from, and nothing else."""
+
+    made: ClassVar[list[list[int]]] = []
+
+    def _create_group(self, rank_list: Sequence[int]) -> Any:
+        self.made.append(list(rank_list))
+        return None if 7 in rank_list else ("group", *rank_list)
+
+    @staticmethod
+    def get_process_group_ranks(group: Any = None) -> list[int]:
+        return list(group[1:])
+
+    def new_stream(self) -> HostStream:
+        return HostStream()
+
+    def get_stream_context(self) -> Any:
+        return host_stream_context
+
+
+def test_a_users_platform_keeps_groups_by_their_ranks() -> None:
+    mine = Mine()
+    Mine.made.clear()
+    try:
+        assert mine.create_group([1, 0]) is mine.create_group(np.arange(2))
+        assert mine.get_created_group((0, 1)) == ("group", 0, 1)
+        assert mine.get_created_group([0, 2]) is None
+        assert mine.get_created_group([]) is None
+        assert mine.create_group([7]) is mine.create_group([7]) is None
+        assert Mine.made == [[0, 1], [7], [7]]
+        Mine.mark_created_groups([("own", 4), ("own", 5, 3)])
+        assert mine.create_group([3, 5]) == ("own", 5, 3)
+        with pytest.raises(ValueError, match="none twice"):
+            mine.create_group([1, 1])
+    finally:
+        EXISTING_COMM_GROUPS.clear()
+
+
+def test_a_users_platform_has_the_gradient_reduction_in_flight() -> None:
+    seen: list[Any] = []
+
+    class Handle:
+        def wait(self) -> None:
+            seen.append(current_host_stream())
+
+    mine = Mine()
+    mine.set_grad_reduce_handle(Handle(), lambda: seen.append("post"))
+    mine.wait_grad_handle()
+    mine.wait_grad_handle()
+    assert seen == [Platform.grad_sync_stream, "post"]
+    mine.set_grad_reduce_handle(Handle())
+    mine.set_grad_reduce_handle(None)
+    assert len(seen) == 3
+
+
+def test_a_users_platform_checks_modules_and_adds_their_hooks() -> None:
+    mine, seen = Mine(), []
+
+    class Module:
+        def parameters(self) -> list[Any]:
+            return []
+
+        def register_forward_pre_hook(self, hook: Any, *, prepend: bool, with_kwargs: bool) -> str:
+            seen.append((hook, prepend, with_kwargs))
+            return "handle"
+
+    assert mine.register_forward_pre_hook(Module(), print, with_kwargs=True) == "handle"
+    assert seen == [(print, False, True)]
+    mine.init_parameters(Module(), np.int64(0))
+    for wrong in ((None, 0), (Module(), -1)):
+        with pytest.raises(ValueError, match="module|Stages"):
+            mine.init_parameters(*wrong)
+    with pytest.raises(TypeError, match="register_full_backward_hook"):
+        mine.register_full_backward_hook(Module(), print)
+    with pytest.raises(TypeError, match="callable"):
+        mine.register_forward_pre_hook(Module(), 3)
+
+
+def test_numpy_integers_are_ranks_dims_and_indices(backend: Backend, platform: Any) -> None:
+    x = backend.tensor(np.arange(8).reshape(4, 2))
+    one = np.int64(1)
+    assert backend.numbers(platform.chunk(x, np.int64(0), np.int32(2), one)).tolist() == [[4, 5], [6, 7]]
+    picked = platform.construct_strided_slice(x, np.array([1]), [np.int64(4)], np.array([2]))
+    assert backend.numbers(picked).tolist() == [[2, 3], [6, 7]]
+    assert backend.numbers(platform.cat([x, x], np.int64(1))).shape == (4, 4)
+    assert platform.get_global_rank(None, np.int64(0)) == 0
+    assert platform.get_created_group(np.array([], np.int64)) is None
+    args, _ = platform.micro_batch(np.int64(2), [np.int64(1)], None)([x])
+    assert backend.numbers(args[1][0]).tolist() == [[1], [3], [5], [7]]
+    with pytest.raises(ValueError, match="got 5 "):
+        platform.chunk(x, np.int64(5), 2, one)
+    with pytest.raises(ValueError, match="got 3 "):
+        platform.get_global_rank(None, np.int64(3))
 
 
 def test_the_two_backends_mirror_each_other_file_by_file() -> None:

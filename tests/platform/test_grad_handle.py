@@ -79,7 +79,36 @@ def test_an_exception_reaches_the_caller_and_leaves_nothing_pending(platform: An
 
 def test_something_that_is_no_handle_is_refused(platform: Any) -> None:
     with pytest.raises(TypeError, match="wait"):
-        platform.set_grad_reduce_handle(None)
+        platform.set_grad_reduce_handle("a handle")
+    with pytest.raises(ValueError, match="None"):
+        platform.set_grad_reduce_handle(None, lambda: None)
     with pytest.raises(TypeError, match="callable"):
         platform.set_grad_reduce_handle(Handle([], "a", platform), post_process=3)
     assert Platform.current_grad_handle is None
+
+
+def test_none_drains_the_pending_reduction_and_keeps_nothing(platform: Any) -> None:
+    seen: list[str] = []
+    platform.set_grad_reduce_handle(Handle(seen, "a", platform), lambda: seen.append("post a"))
+    platform.set_grad_reduce_handle(None)
+    assert seen == ["wait a", "post a"]
+    assert Platform.current_grad_handle is Platform.post_grad_handle_process is None
+
+
+def test_the_gradient_stream_is_made_by_the_new_stream_of_a_users_subclass(platform: Any) -> None:
+    made = []
+
+    class Mine(type(platform)):  # type: ignore[misc]
+        def new_stream(self) -> Any:
+            made.append(super().new_stream())
+            return made[-1]
+
+    mine = Mine()
+    mine.set_grad_reduce_handle(Handle([], "a", mine))
+    mine.wait_grad_handle()
+    assert Platform.grad_sync_stream is made[0]
+    Platform.grad_sync_stream = None
+    mine.set_grad_reduce_handle(Handle([], "b", mine))
+    Mine._process_current_handle()  # on the class, too
+    assert Platform.grad_sync_stream is made[1]
+    assert len(made) == 2

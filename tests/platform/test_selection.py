@@ -224,6 +224,54 @@ with mock.patch.object(mindspore.Tensor, "__mul__", dies):
     assert "numpy<2" in result["text"]
 
 
+@needs_both
+@pytest.mark.parametrize("name", ["DFunction", "DTensor"])
+def test_importing_what_is_made_of_a_framework_binds_to_it(name: str) -> None:
+    program = f"""
+import hyper_parallel as hp
+from hyper_parallel import {name}
+hp.get_mindspore_platform()
+"""
+    result = run_fresh(program, HYPER_PARALLEL_PLATFORM="torch")
+    assert "RuntimeError" in result["error"]
+    assert f"PyTorch, bound since `import {name}`" in result["text"]
+
+
+@needs_both
+@pytest.mark.parametrize("framework", ["torch", "mindspore"])
+def test_a_function_of_one_framework_refuses_tensors_of_the_other(framework: str) -> None:
+    program = """
+from hyper_parallel import DFunction
+import torch, mindspore as ms
+class Double(DFunction):
+    @staticmethod
+    def forward(ctx, x): return x * 2
+tensors = {"torch": torch.ones(2), "mindspore": ms.Tensor([1.0])}
+own, other = tensors.pop(HERE), tensors.popitem()[1]
+Double.apply(own)
+Double.apply(other)
+""".replace("HERE", repr(framework))
+    result = run_fresh(program, HYPER_PARALLEL_PLATFORM=framework)
+    assert "TypeError" in result["error"]
+    assert "`Double` works on one framework" in result["text"]
+
+
+@needs_both
+def test_the_public_global_shows_the_platform_and_takes_another_one() -> None:
+    program = """
+import hyper_parallel as hp
+from hyper_parallel.platform import platform as home
+result = [home.platform is None, hp.get_platform() is home.platform]
+class Mine(type(home.platform)): pass
+home.platform = mine = Mine()
+result += [hp.get_platform() is mine, hp.get_torch_platform() is mine]
+hp.platform_of(__import__("torch").ones(1))
+home.platform = None
+result += [hp.get_mindspore_platform().platform_type.value, home.platform.platform_type.value]
+"""
+    assert run_fresh(program, HYPER_PARALLEL_PLATFORM="torch") == [True, True, True, True, "mindspore", "mindspore"]
+
+
 def test_the_constants_are_those_of_the_specification() -> None:
     from hyper_parallel.platform import platform
 

@@ -220,6 +220,59 @@ def several_outputs(num_ranks: int) -> dict[str, bool]:
     return result
 
 
+def local_keywords(num_ranks: int) -> dict[str, bool]:
+    """A rule that answers keywords for the local call; the local callable itself; an `apply` of a subclass's own."""
+    from hyper_parallel import DFunction
+
+    calls: list[str] = []
+    with rules_of_this_program():
+
+        class ScaledRule(DistributedOp):
+            def preprocess(self, args: Any, kwargs: Any) -> Any:
+                x, y = args
+                return (x.to_local(),), {"y": y.to_local()}, (x.layout,)
+
+            def infer_layout(self, cache_values: Any) -> Any:
+                return cache_values[0], None
+
+        ScaledRule("Scaled")
+
+        class Scaled(DFunction):
+            _op_name = "Scaled"
+
+            @classmethod
+            def apply(cls, *args, **kwargs):
+                calls.append("distributed" if any(isinstance(each, hp.DTensor) for each in args) else "local")
+                return super().apply(*args, **kwargs)
+
+            @staticmethod
+            def forward(ctx, x, y):
+                ctx.save_for_backward(x, y)
+                return x * y
+
+            @staticmethod
+            def backward(ctx, grad):
+                x, y = ctx.saved_tensors
+                return grad * y, grad * x
+
+        say = words()
+        mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))
+        a, b = (np.random.default_rng(seed).standard_normal((8, 2)).astype(np.float32) for seed in (4, 5))
+        x, y = (hp.distribute_tensor(say.tensor(each), mesh, [Shard(0)]) for each in (a, b))
+        result = {
+            "values": close([say.numbers(Scaled.apply(x, y))], [a * b]),
+            "an apply of one's own is entered again": calls == ["distributed", "local"],
+            "the local callable takes keywords": close(
+                [say.numbers(Scaled._get_local_callable()(say.tensor(a), y=say.tensor(b)))], [a * b]
+            ),
+        }
+        for driver in say.drivers:
+            found = say.gradients(driver, lambda p, q: Scaled.apply(p, q).sum(), x, y)
+            result[f"gradients, {driver}"] = close(found, [b, a])
+    keep_platform_groups()
+    return result
+
+
 def errors(num_ranks: int) -> dict[str, str]:
     """What each mistake says."""
     from hyper_parallel import DFunction

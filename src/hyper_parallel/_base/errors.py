@@ -6,6 +6,7 @@ the built-in that a user would catch, so that `except ValueError` works without 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 __all__ = [
@@ -101,17 +102,70 @@ class CommunicationError(HyperParallelError, RuntimeError):
 
 
 def describe(value: object, limit: int = 80) -> str:
-    """A short text for `got`: type and value; a tensor or array by dtype and shape, never by its numbers."""
-    shape = getattr(value, "shape", None)
-    dtype = getattr(value, "dtype", None)
-    if shape is not None and dtype is not None:
-        return f"{type(value).__name__} {str(dtype).removeprefix('torch.')}{list(shape)}"
+    """A short text for `got`: type and value; a tensor or array by dtype and shape, never by its numbers.
+
+    Never fails: it is called where something is wrong already, and a value's own `repr` may be what is wrong.
+    """
     if value is None:
         return "None"
-    text = repr(value)
+    name = type(value).__name__
+    if (look := _look(value)) is not None:
+        return f"{name} {look}"
+    text = _text(value, limit)
     if len(text) > limit:
         text = text[: limit - 1] + "…"
-    return f"{text} ({type(value).__name__})"
+    return f"{text} ({name})"
+
+
+_MANY = 20  # items of a container that are looked at: the text is cut long before
+_DEEP = 4
+
+
+_BRACKETS: dict[type, tuple[str, str]] = {
+    list: ("[", "]"), tuple: ("(", ")"), set: ("{", "}"), dict: ("{", "}"), frozenset: ("frozenset({", "})")
+}  # fmt: skip
+
+
+def _look(value: object) -> str | None:
+    """Dtype and shape of a tensor or array. None for anything else, and for one number of NumPy's, which is shown as it is."""
+    try:
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if shape is None or dtype is None or isinstance(value, type):
+            return None
+        if type(value).__module__ == "numpy" and type(value).__name__ != "ndarray":
+            return None
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    except Exception:  # attributes of the user's own making
+        return None
+
+
+def _text(value: Any, limit: int, depth: int = 0) -> str:
+    # Containers item by item: `repr` of a long one takes long, and that of a distributed tensor in it communicates.
+    kind = type(value)
+    if kind in _BRACKETS and value:
+        if depth == _DEEP:
+            return "…"
+        items = list(itertools.islice(value.items() if kind is dict else value, _MANY))
+        if kind is dict:
+            parts = [f"{_text(key, limit, depth + 1)}: {_text(item, limit, depth + 1)}" for key, item in items]
+        else:
+            parts = [_text(item, limit, depth + 1) for item in items]
+        parts += ["…"] if len(value) > _MANY else []
+        opening, closing = _BRACKETS[kind]
+        comma = "," if kind is tuple and len(parts) == 1 else ""
+        return f"{opening}{', '.join(parts)}{comma}{closing}"
+    if (look := _look(value)) is not None:
+        return f"{kind.__name__} {look}"
+    try:
+        if kind is int and value.bit_length() > 4 * limit:  # Python refuses to write some thousand digits
+            return f"a number of {value.bit_length()} bits"
+        if kind in (str, bytes, bytearray):
+            return repr(value[: limit + 1])
+        if kind.__module__ == "numpy" and hasattr(value, "item"):
+            return repr(value.item())
+        return str(repr(value))
+    except Exception as error:
+        return f"<its repr raises {type(error).__name__}>"
 
 
 def _compose(what: str, expected: str | None, got: str | None, where: str | None, do: str | None) -> str:

@@ -6,18 +6,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.whole_numbers import as_int
+from hyper_parallel.platform.communication.answers import ranks_in_words
 
 
 def check_size(size: Any, name: str = "size") -> tuple[int, ...]:
     """A size is one tuple or list of whole numbers."""
     if not isinstance(size, (tuple, list)):
         raise ArgumentTypeError(f"`{name}` is one tuple or list.", expected="for example (2, 3)", got=describe(size))
-    for number in size:
-        if isinstance(number, bool) or not hasattr(number, "__index__") or int(number) < 0:
-            raise ArgumentError(
-                f"`{name}` holds the length of each dim.", expected="whole numbers from 0", got=describe(size)
-            )
-    return tuple(int(number) for number in size)
+    lengths = [as_int(number) for number in size]
+    if any(length is None or length < 0 for length in lengths):
+        raise ArgumentError(
+            f"`{name}` holds the length of each dim.", expected="whole numbers from 0", got=describe(size)
+        )
+    return tuple(length for length in lengths if length is not None)
 
 
 def check_tensors(tensors: Any, tensor_type: type, call: str) -> list[Any]:
@@ -51,9 +53,34 @@ def check_module(module: Any, module_type: type, call: str) -> Any:
 
 
 def check_stage_index(stage_index: Any) -> int:
-    if isinstance(stage_index, bool) or not isinstance(stage_index, int) or stage_index < 0:
+    stage = as_int(stage_index)
+    if stage is None or stage < 0:
         raise ArgumentError("Stages are counted from 0.", expected="a stage of at least 0", got=describe(stage_index))
-    return stage_index
+    return stage
+
+
+def cache_key(ranks: Sequence[int]) -> str:
+    """Under which a group of these ranks is kept."""
+    return str(tuple(sorted(ranks)))
+
+
+def check_ranks(ranks: Any, among: Sequence[int] | None, call: str, *, or_none: bool = False) -> tuple[int, ...]:
+    """Sorted world ranks, each once, all of them in `among`; at least one, unless `or_none`."""
+    if isinstance(ranks, (str, bytes)) or not hasattr(ranks, "__iter__"):
+        raise ArgumentTypeError(
+            f"`{call}` takes a list of world ranks.", expected="for example [0, 1]", got=describe(ranks)
+        )
+    given = list(ranks)
+    found = [rank for rank in map(as_int, given) if rank is not None and (among is None or rank in among)]
+    if len(found) != len(given):
+        known = "whole numbers" if among is None else ranks_in_words(list(among))
+        wrong = next(rank for rank in given if as_int(rank) not in found)
+        raise ArgumentError(f"`{call}` got a rank that is not there.", expected=known, got=describe(wrong))
+    if (not found and not or_none) or len(set(found)) != len(found):
+        raise ArgumentError(
+            f"`{call}` takes each rank once.", expected="at least one rank, and none twice", got=describe(given)
+        )
+    return tuple(sorted(found))
 
 
 def check_same_shape(expected: Sequence[int], got: Sequence[int], call: str) -> None:

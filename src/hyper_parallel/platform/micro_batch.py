@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.platform import trees
 
 # (tensor, dim, start, length) -> that part of the tensor, differentiable
@@ -28,7 +29,8 @@ class MicroBatch:
         tensor_type: type,
         narrow: Narrow,
     ) -> None:
-        if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+        whole = as_int(num)
+        if whole is None or whole < 1:
             raise ArgumentError("The number of micro batches counts.", expected="at least 1", got=describe(num))
         if args_batch_dim is not None and not isinstance(args_batch_dim, (list, tuple)):
             raise ArgumentTypeError(
@@ -41,15 +43,18 @@ class MicroBatch:
                 got=describe(kwargs_batch_dim),
             )
         for dim in [*(args_batch_dim or ()), *(kwargs_batch_dim or {}).values()]:
-            if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int) or dim < -1):
+            whole_dim = as_int(dim)
+            if dim is not None and (whole_dim is None or whole_dim < -1):
                 raise ArgumentError(
                     "A batch dim counts from 0.",
                     expected="0, 1, …; None or -1 for a value that is not split",
                     got=describe(dim),
                 )
-        self.num = num
-        self.args_batch_dim = args_batch_dim
-        self.kwargs_batch_dim = kwargs_batch_dim
+        self.num = whole
+        self.args_batch_dim = None if args_batch_dim is None else [as_int(dim) for dim in args_batch_dim]
+        self.kwargs_batch_dim = (
+            None if kwargs_batch_dim is None else {k: as_int(d) for k, d in kwargs_batch_dim.items()}
+        )
         self._tensor_type = tensor_type
         self._narrow = narrow
 

@@ -2,7 +2,8 @@
 
 Two facts are kept, and only here:
 
-- the *chosen* platform: the instance that `get_platform()` returns. Choosing is free to change while nothing is bound.
+- the *chosen* platform: the instance that `get_platform()` returns. Choosing is free to change while nothing is bound. It is kept as the
+  global `platform` of the public module `hyper_parallel.platform.platform`, which users read and assign; None starts over.
 - the *binding*: set once something was built on one framework (a wrapped model, a tensor handed to a public call, the
   import of `DFunction` or `DTensor`), with the call that did it. From then on asking for the other framework is an error,
   never a mix.
@@ -16,7 +17,6 @@ import importlib
 import os
 import sys
 import threading
-from dataclasses import dataclass
 from typing import Any, cast
 
 from hyper_parallel._base import trace
@@ -43,10 +43,31 @@ _CLASSES = {
 _logger = get_logger("platform")
 
 
-@dataclass
 class _State:
-    chosen: Platform | None = None
-    bound_since: str | None = None
+    """What is chosen, and since when it is bound; without the one there is not the other."""
+
+    def __init__(self) -> None:
+        self._bound_since: str | None = None
+
+    @property
+    def chosen(self) -> Platform | None:
+        return cast("Platform | None", _public().platform)
+
+    @chosen.setter
+    def chosen(self, platform: Platform | None) -> None:
+        _public().platform = platform
+
+    @property
+    def bound_since(self) -> str | None:
+        return None if self.chosen is None else self._bound_since
+
+    @bound_since.setter
+    def bound_since(self, call: str | None) -> None:
+        self._bound_since = call
+
+
+def _public() -> Any:
+    return sys.modules["hyper_parallel.platform.platform"]  # imported with the package, and imports this module
 
 
 _state = _State()
@@ -181,6 +202,7 @@ def _choose(platform_type: PlatformType, asked_by: str | None = None) -> Platfor
                 do=f"Run `pip install 'hyper-parallel[{platform_type.value}]'`.",
             ) from error
         _state.chosen = cast(Platform, getattr(module, class_name)())
+        _state.bound_since = None
         trace.emit("platform.choose", platform=platform_type.value)
         return _state.chosen
 

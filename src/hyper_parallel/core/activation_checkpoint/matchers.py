@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.core.activation_checkpoint.op_names import (
     ATTENTION,
     CONVOLUTIONS,
@@ -360,13 +361,13 @@ def every(n: int, *, of: Any, offset: int = 0) -> Matcher:
         save every(2, of=matmuls); recompute the rest
     """
     for name, value in (("n", n), ("offset", offset)):
-        if isinstance(value, bool) or not isinstance(value, int):
+        if as_int(value) is None:
             raise ArgumentTypeError(f"`{name}` of `every` is no integer.", expected="an int", got=describe(value))
     if n < 1:
         raise ArgumentError("`every` needs n of at least 1.", expected="1, 2, 3, …", got=describe(n))
     if not 0 <= offset < n:
         raise ArgumentError("`offset` of `every` can never match.", expected=f"0 to {n - 1}", got=describe(offset))
-    return _Every(n, as_matcher(of), offset)
+    return _Every(int(n), as_matcher(of), int(offset))
 
 
 def as_matcher(value: Any) -> Matcher:

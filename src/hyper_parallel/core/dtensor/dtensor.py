@@ -28,5 +28,5 @@ def __getattr__(name: str) -> Any:
     if name == "DTensor":
         from hyper_parallel.core.dtensor.framework import framework_folder
 
-        return importlib.import_module(framework_folder()).DTensor
+        return importlib.import_module(framework_folder("import DTensor")).DTensor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,8 +5,13 @@ from __future__ import annotations
 __all__ = ["framework_folder"]
 
 
-def framework_folder() -> str:
-    """The package that has the DTensor of the framework this process works on."""
-    from hyper_parallel.platform.selection import communicating_platform
+def framework_folder(since: str) -> str:
+    """The package that has the DTensor of the framework this process works on.
 
-    return f"hyper_parallel.platform.{communicating_platform().platform_type.value}.dtensor"
+    The process is bound to that framework from now on, because of the call or import `since`: what is made from its classes does not work with
+    the other framework's tensors.
+    """
+    from hyper_parallel.platform.selection import bind, communicating_platform
+
+    communicating_platform()
+    return f"hyper_parallel.platform.{bind(since).platform_type.value}.dtensor"

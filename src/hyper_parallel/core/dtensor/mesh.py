@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
+from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.core.dtensor.interned import Interned
 from hyper_parallel.core.dtensor.mesh_arguments import axis_names_of, ranks_of, shape_of
 
@@ -132,12 +133,12 @@ class DeviceMesh(Interned):
             index = self._axis_indices.get(axis)
             if index is not None:
                 return index
-        elif isinstance(axis, int) and not isinstance(axis, bool) and -self.ndim <= axis < self.ndim:
-            return axis % self.ndim
+        elif (place := as_int(axis)) is not None and -self.ndim <= place < self.ndim:
+            return place % self.ndim
         raise ArgumentError(
             "The mesh has no such axis.",
             expected=f"one of {', '.join(map(repr, self.axis_names))}",
-            got=repr(axis),
+            got=describe(axis),
             where=repr(self),
             do="Name an axis of this mesh, or give the mesh that name in `mesh_dim_names`.",
         )
@@ -220,12 +221,11 @@ class DeviceMesh(Interned):
         return Layout(self, dims, partial)
 
     def _indices_of(self, axes: str | int | Sequence[str | int]) -> tuple[int, ...]:
-        if isinstance(axes, (str, int)):
-            return (self.axis_index(axes),)
-        indices = tuple(self.axis_index(axis) for axis in axes)
+        listed = (axes,) if isinstance(axes, str) or not hasattr(axes, "__iter__") else axes
+        indices = tuple(self.axis_index(axis) for axis in listed)
         if len(set(indices)) != len(indices) or not indices:
             raise ArgumentError(
-                "A choice of mesh axes names each once, and at least one.", got=str(tuple(axes)), where=repr(self)
+                "A choice of mesh axes names each once, and at least one.", got=describe(axes), where=repr(self)
             )
         return indices
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from hyper_parallel._base.errors import ArgumentError, HyperParallelError, describe
+from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard import registry
 from hyper_parallel.core.shard.communication_log import check_may_move, why
@@ -246,6 +247,9 @@ class OpDispatcher:
             return type_of_sequence(value)(self._rebuilt(each, locals_) for each in value)
         if isinstance(value, dict):
             return {name: self._rebuilt(each, locals_) for name, each in value.items()}
+        if type(value).__module__ == "numpy":  # a dim or a length, as users have them; rules ask for Python's
+            number = as_int(value)
+            return value if number is None else number
         return value
 
     # -- deciding -----------------------------------------------------------------------------------------------------

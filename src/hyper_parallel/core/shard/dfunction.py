@@ -15,5 +15,5 @@ def __getattr__(name: str) -> Any:
     if name == "DFunction":
         from hyper_parallel.core.dtensor.framework import framework_folder
 
-        return importlib.import_module(f"{framework_folder()}.function").DFunction
+        return importlib.import_module(f"{framework_folder('import DFunction')}.function").DFunction
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

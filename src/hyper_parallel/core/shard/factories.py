@@ -79,7 +79,7 @@ def _made(
     layout = as_layout(mesh, placements, len(size))
     spec = Spec(layout.without_partial(), tuple(size))
     box = box_of(spec.layout, spec.shape, mesh_coordinate(layout.mesh))
-    folder = framework_folder()
+    folder = framework_folder("a factory of DTensors")
     glue = _OP_DISPATCHER.glue_of(importlib.import_module(folder).DTensor)
     made = glue.wrap(make(importlib.import_module(f"{folder}.making"), spec, box), spec)
     if layout.partial:

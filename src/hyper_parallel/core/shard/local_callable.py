@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.core.shard import registry
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, NoRuleError
+from hyper_parallel.platform.selection import framework_of
 
 __all__ = ["FunctionOnShards", "_LocalCallable"]
 
@@ -33,6 +34,8 @@ class FunctionOnShards:
 
     _op_name: ClassVar[str | None] = None
     _dtensor_types: ClassVar[tuple[type, ...]] = ()
+    _framework_function: ClassVar[type]
+    _other_framework: ClassVar[str] = ""
 
     @staticmethod
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,6 +54,19 @@ class FunctionOnShards:
         if type(value) in (list, tuple):
             return any(cls._has_dtensor(each) for each in value)
         return type(value) is dict and any(cls._has_dtensor(each) for each in value.values())
+
+    @classmethod
+    def _check_own(cls, args: Sequence[Any]) -> None:
+        """Raises at a tensor of the other framework: this one's autograd would pass it over, without a word and without a gradient."""
+        for arg in args:
+            framework = framework_of(arg)
+            if framework is not None and framework.value == cls._other_framework:
+                raise ArgumentTypeError(
+                    f"`{cls.__name__}` works on one framework, and a tensor of the other one was given.",
+                    expected=f"tensors of {cls._framework_function.__module__.partition('.')[0]}",
+                    got=f"{describe(arg)} of {framework.value}",
+                    do="One process works on one framework: set HYPER_PARALLEL_PLATFORM before `DFunction` is imported.",
+                )
 
     @classmethod
     def _apply_anything(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -82,7 +98,8 @@ class FunctionOnShards:
         """Re-enters `apply` with local tensors. Of this very class: one that is inherited would run the parent's `forward`."""
         found = cls.__dict__.get("_local_callable")
         if found is None:
-            found = _LocalCallable(cls._apply_natively, str(cls._op_name))
+            # Through `apply`, which a subclass may have overridden, and which binds keywords: a rule's `preprocess` may answer some.
+            found = _LocalCallable(cls.apply, str(cls._op_name))  # type: ignore[attr-defined]
             cls._local_callable = found  # type: ignore[attr-defined]
         made: _LocalCallable = found
         return made

@@ -113,7 +113,7 @@ def custom_shard(
 
     @functools.wraps(fn)
     def on_shards(*args: Any, **kwargs: Any) -> Any:
-        tensors = importlib.import_module(framework_folder())
+        tensors = importlib.import_module(framework_folder("custom_shard"))
         if len(args) != len(in_placements):
             raise ArgumentError(
                 f"`{getattr(fn, '__name__', 'the function')}` was called with other arguments than it has layouts.",

@@ -59,7 +59,7 @@ class Collectives(Platform):
         transport = cls.transport
         check_tensor(data, transport.tensor_type, "broadcast")
         group = transport.group(group, "broadcast")
-        check_rank(src, transport.ranks_of(group), "src", "broadcast")
+        src = check_rank(src, transport.ranks_of(group), "src", "broadcast")
         target, then = data, None
         if not transport.is_writable_in_place(data):
             target = transport.copy(data)

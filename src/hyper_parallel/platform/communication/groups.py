@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 from hyper_parallel._base import log
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
+from hyper_parallel._base.whole_numbers import as_int
+from hyper_parallel.platform.arguments import cache_key, check_ranks
 from hyper_parallel.platform.communication.answers import ranks_in_words
 from hyper_parallel.platform.communication.transport import Transport
 from hyper_parallel.platform.interface import EXISTING_COMM_GROUPS, Platform
@@ -33,13 +35,14 @@ class Groups(Platform):
     @classmethod
     def get_global_rank(cls, group: Any, group_rank: int) -> int:
         ranks = cls.get_process_group_ranks(group)
-        if isinstance(group_rank, bool) or not isinstance(group_rank, int) or not 0 <= group_rank < len(ranks):
+        place = as_int(group_rank)
+        if place is None or not 0 <= place < len(ranks):
             raise ArgumentError(
                 "There is no such member of the group.",
                 expected=f"from 0 to {len(ranks) - 1}",
                 got=describe(group_rank),
             )
-        return ranks[group_rank]
+        return ranks[place]
 
     @classmethod
     def get_group_local_rank(cls, group: Any = None) -> int:
@@ -112,7 +115,7 @@ class Groups(Platform):
         group_desc: str | None = None,
     ) -> Any:
         """Split a group into disjoint ones, given as lists of world ranks. This rank's new group, or None if it is in no list."""
-        if not split_ranks:
+        if split_ranks is None or not hasattr(split_ranks, "__iter__") or len(list(split_ranks)) == 0:
             raise ArgumentError(
                 "`split_group` needs the lists of ranks.",
                 expected="for example [[0, 1], [2, 3]]",
@@ -134,55 +137,16 @@ class Groups(Platform):
                 mine = ranks
         return None if mine is None else _new_group(cls.transport, mine, timeout, pg_options, group_desc)
 
-    def create_group(self, rank_list: Sequence[int]) -> Any:
-        """The group of these ranks; the same ranks give the same group. Its members call it; another rank may, and gets None."""
-        _check_up(self.transport, "create_group")
-        ranks = check_ranks(rank_list, range(self.get_world_size()), "create_group")
-        if self.transport.rank() not in ranks:
-            return None
-        key = cache_key(ranks)
-        if key not in EXISTING_COMM_GROUPS:
-            EXISTING_COMM_GROUPS[key] = self._create_group(ranks)
-        return EXISTING_COMM_GROUPS[key]
-
     def _create_group(self, rank_list: Sequence[int]) -> Any:
         """A new group of these ranks, beside those that exist."""
-        _check_up(self.transport, "_create_group")
-        ranks = check_ranks(rank_list, range(self.get_world_size()), "_create_group")
+        self.transport.group(None, "create_group")  # raises where communication is not up
+        ranks = check_ranks(rank_list, range(self.get_world_size()), "create_group")
         return _new_group(self.transport, ranks) if self.transport.rank() in ranks else None
-
-    @classmethod
-    def get_created_group(cls, rank_list: Sequence[int]) -> Any:
-        return EXISTING_COMM_GROUPS.get(cache_key(check_ranks(rank_list, None, "get_created_group")))
 
     @classmethod
     def mark_created_groups(cls, process_group: Any) -> None:
         groups = process_group if isinstance(process_group, (list, tuple)) else [process_group]
-        for group in groups:
-            own = cls.transport.group(group, "mark_created_groups")
-            EXISTING_COMM_GROUPS[cache_key(cls.transport.ranks_of(own))] = own
-
-
-def cache_key(ranks: Sequence[int]) -> str:
-    return str(tuple(sorted(ranks)))
-
-
-def check_ranks(ranks: Any, among: Sequence[int] | None, call: str) -> tuple[int, ...]:
-    """Sorted world ranks, each once, all of them in `among`."""
-    if isinstance(ranks, (str, bytes)) or not hasattr(ranks, "__iter__"):
-        raise ArgumentTypeError(
-            f"`{call}` takes a list of world ranks.", expected="for example [0, 1]", got=describe(ranks)
-        )
-    found = list(ranks)
-    for rank in found:
-        if isinstance(rank, bool) or not isinstance(rank, int) or (among is not None and rank not in among):
-            known = "whole numbers" if among is None else ranks_in_words(list(among))
-            raise ArgumentError(f"`{call}` got a rank that is not there.", expected=known, got=describe(rank))
-    if not found or len(set(found)) != len(found):
-        raise ArgumentError(
-            f"`{call}` takes each rank once.", expected="at least one rank, and none twice", got=describe(found)
-        )
-    return tuple(sorted(found))
+        super().mark_created_groups([cls.transport.group(group, "mark_created_groups") for group in groups])
 
 
 def _new_group(
@@ -205,15 +169,11 @@ def _new_group(
     return group
 
 
-def _check_up(transport: Transport, call: str) -> None:
-    transport.group(None, call)
-
-
 def _check_same(name: str, asked: int, there: int) -> None:
-    if asked not in (-1, None, there):
+    if asked is not None and as_int(asked) not in (-1, there):
         raise StateError(
             "Communication was started before, with other numbers.",
             expected=f"{name} {there}, as it is",
-            got=f"{name} {asked}",
+            got=f"{name} {describe(asked)}",
             do="Call `destroy_process_group()` first, or leave the argument out.",
         )

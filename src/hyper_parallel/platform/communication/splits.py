@@ -7,20 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.platform.arguments import check_size
 
 
 def check_dim(dim: Any, num_dims: int, name: str, call: str) -> int:
     """A dim counted from the front."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
+    found = as_int(dim)
+    if found is None:
         raise ArgumentTypeError(f"`{name}` of `{call}` is a dim.", expected="a whole number", got=describe(dim))
-    if not -num_dims <= dim < num_dims:
+    if not -num_dims <= found < num_dims:
         raise ArgumentError(
             f"`{name}` of `{call}` is not a dim of the tensor.",
             expected=f"from {-num_dims} to {num_dims - 1}" if num_dims else "a tensor with at least one dim",
-            got=str(dim),
+            got=describe(dim),
         )
-    return dim % num_dims
+    return found % num_dims
 
 
 def check_divisible(shape: Sequence[int], dim: int, num_parts: int, call: str) -> int:
@@ -37,7 +39,7 @@ def check_divisible(shape: Sequence[int], dim: int, num_parts: int, call: str) -
 
 
 def check_num_ranks(given: Any, num_ranks: int, name: str, call: str) -> None:
-    if given != num_ranks:
+    if as_int(given) != num_ranks:
         raise ArgumentError(
             f"`{name}` of `{call}` is the number of ranks in the group.", expected=str(num_ranks), got=describe(given)
         )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from hyper_parallel._base.errors import ArgumentError, StateError, describe
+from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.platform.communication.answers import ranks_in_words
 from hyper_parallel.platform.communication.board import Board
 from hyper_parallel.platform.communication.handles import Handle
@@ -259,13 +260,14 @@ def check_rank(rank: Any, ranks: Sequence[int], name: str, call: str) -> int:
     """A world rank that is in the group."""
     if rank is None:
         raise ArgumentError(f"`{call}` needs `{name}`.", expected="a world rank", got="None")
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank not in ranks:
+    found = as_int(rank)
+    if found is None or found not in ranks:
         raise ArgumentError(
             f"`{name}` of `{call}` is not a rank of the group.",
             expected=f"one of {ranks_in_words(ranks)}",
             got=describe(rank),
         )
-    return rank
+    return found
 
 
 def _both(first: Callable[[], object] | None, second: Callable[[], object] | None) -> Callable[[], object] | None:

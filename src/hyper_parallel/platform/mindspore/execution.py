@@ -15,16 +15,16 @@ from hyper_parallel.platform.mindspore.devices import Devices
 
 class Execution:
     def new_stream(self) -> Any:
-        return Execution._new_stream()
+        return Devices.get_device_handle().Stream()
 
     def get_current_stream(self) -> Any:
-        return Execution._current_stream()
+        return Devices.get_device_handle().current_stream()
 
     def new_event(self) -> Any:
         return Devices.get_device_handle().Event()
 
     def get_stream_context(self) -> Any:
-        return Execution._use_stream
+        return Devices.get_device_handle().stream
 
     @staticmethod
     def no_grad() -> AbstractContextManager[None]:
@@ -46,20 +46,6 @@ class Execution:
             do="Use the collectives of the platform on this device.",
         )
 
-    # The gradient stream is reached through the class, so these three are not bound to an instance.
-
-    @staticmethod
-    def _new_stream() -> Any:
-        return Devices.get_device_handle().Stream()
-
-    @staticmethod
-    def _current_stream() -> Any:
-        return Devices.get_device_handle().current_stream()
-
-    @staticmethod
-    def _use_stream(stream: Any) -> AbstractContextManager[Any]:
-        return Devices.get_device_handle().stream(stream)
-
 
 @contextmanager
 def _profiler_range(name: str) -> Iterator[None]:
@@ -67,7 +53,7 @@ def _profiler_range(name: str) -> Iterator[None]:
     if Devices.device_type() == "cpu":
         yield
         return
-    range_id = mstx.range_start(name, Execution._current_stream())
+    range_id = mstx.range_start(name, Devices.get_device_handle().current_stream())
     try:
         yield
     finally:

@@ -7,8 +7,7 @@ import numpy as np
 from mindspore.common._grad_function import _Function
 
 from hyper_parallel._base.errors import FrameworkMissingError, StateError
-from hyper_parallel.platform.grad_handle import GradReduction
-from hyper_parallel.platform.interface import PlatformType
+from hyper_parallel.platform.interface import Platform, PlatformType
 from hyper_parallel.platform.mindspore.activations import Activations
 from hyper_parallel.platform.mindspore.checkpoint_files import CheckpointFiles
 from hyper_parallel.platform.mindspore.communication import Communication
@@ -32,7 +31,7 @@ class MindSporePlatform(
     Execution,
     Activations,
     Communication,
-    GradReduction,
+    Platform,
 ):
     """MindSpore, on the CPU and on Ascend."""
 

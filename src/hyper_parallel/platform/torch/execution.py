@@ -14,16 +14,16 @@ from hyper_parallel.platform.torch.devices import Devices
 
 class Execution:
     def new_stream(self) -> Any:
-        return Execution._new_stream()
+        return HostStream() if Devices.device_type() == "cpu" else Devices.get_device_handle().Stream()
 
     def get_current_stream(self) -> Any:
-        return Execution._current_stream()
+        return current_host_stream() if Devices.device_type() == "cpu" else Devices.get_device_handle().current_stream()
 
     def new_event(self) -> Any:
         return HostEvent() if Devices.device_type() == "cpu" else Devices.get_device_handle().Event()
 
     def get_stream_context(self) -> Any:
-        return Execution._use_stream
+        return _use_stream
 
     @staticmethod
     def no_grad() -> AbstractContextManager[None]:
@@ -48,18 +48,8 @@ class Execution:
 
         return _symmetric_memory
 
-    # The gradient stream is reached through the class, so these three are not bound to an instance.
 
-    @staticmethod
-    def _new_stream() -> Any:
-        return HostStream() if Devices.device_type() == "cpu" else Devices.get_device_handle().Stream()
-
-    @staticmethod
-    def _current_stream() -> Any:
-        return current_host_stream() if Devices.device_type() == "cpu" else Devices.get_device_handle().current_stream()
-
-    @staticmethod
-    def _use_stream(stream: Any) -> AbstractContextManager[Any]:
-        if Devices.device_type() == "cpu":
-            return host_stream_context(stream)
-        return Devices.get_device_handle().stream(stream)
+def _use_stream(stream: Any) -> AbstractContextManager[Any]:
+    if Devices.device_type() == "cpu":
+        return host_stream_context(stream)
+    return Devices.get_device_handle().stream(stream)

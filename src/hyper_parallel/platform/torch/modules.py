@@ -77,23 +77,6 @@ class Modules:
         return isinstance(module, nn.Embedding)
 
     @staticmethod
-    def register_forward_pre_hook(
-        module: nn.Module, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
-    ) -> Any:
-        check_module(module, nn.Module, "register_forward_pre_hook")
-        return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
-
-    @staticmethod
-    def register_full_backward_hook(module: nn.Module, hook: Callable[..., Any], prepend: bool = False) -> Any:
-        check_module(module, nn.Module, "register_full_backward_hook")
-        return module.register_full_backward_hook(hook, prepend=prepend)
-
-    @staticmethod
-    def register_full_backward_pre_hook(module: nn.Module, hook: Callable[..., Any], prepend: bool = False) -> Any:
-        check_module(module, nn.Module, "register_full_backward_pre_hook")
-        return module.register_full_backward_pre_hook(hook, prepend=prepend)
-
-    @staticmethod
     def micro_batch(
         micro_batch_num: int,
         args_batch_dim: Sequence[int | None] | None = None,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from hyper_parallel._base.errors import FrameworkMissingError
-from hyper_parallel.platform.grad_handle import GradReduction
-from hyper_parallel.platform.interface import PlatformType
+from hyper_parallel.platform.interface import Platform, PlatformType
 from hyper_parallel.platform.torch.activations import Activations
 from hyper_parallel.platform.torch.checkpoint_files import CheckpointFiles
 from hyper_parallel.platform.torch.communication import Communication
@@ -30,7 +29,7 @@ class TorchPlatform(
     Execution,
     Activations,
     Communication,
-    GradReduction,
+    Platform,
 ):
     """PyTorch, on the CPU and on any accelerator that has streams (`cuda`, `npu`, `xpu`)."""
 

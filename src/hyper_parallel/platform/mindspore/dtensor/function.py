@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from mindspore.common._grad_function import _Function
@@ -37,9 +38,12 @@ class DFunction(FunctionOnShards, _Function):
 
     _dtensor_types = (DTensor,)
     _framework_function = _Function
+    _other_framework = "torch"
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls._other_framework in sys.modules:
+            cls._check_own((*args, *kwargs.values()))
         if kwargs or cls._has_dtensor(args):
             return cls._apply_anything(args, kwargs)
         return super().apply(*args)

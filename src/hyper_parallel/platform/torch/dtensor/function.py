@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -36,9 +37,12 @@ class DFunction(FunctionOnShards, torch.autograd.Function):
 
     _dtensor_types = (DTensor,)
     _framework_function = torch.autograd.Function
+    _other_framework = "mindspore"
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls._other_framework in sys.modules:
+            cls._check_own((*args, *kwargs.values()))
         if kwargs or cls._has_dtensor(args):
             return cls._apply_anything(args, kwargs)
         return super().apply(*args)

@@ -1,0 +1,28 @@
+"""Whole numbers as users have them: Python's, NumPy's, whatever can be an index."""
+
+from __future__ import annotations
+
+import operator
+
+__all__ = ["as_int"]
+
+
+def as_int(value: object) -> int | None:
+    """A whole number as Python's int; None for everything else, which a bool (also NumPy's) is too.
+
+    Example:
+        >>> as_int(3), as_int(True), as_int(2.0)
+        (3, None, None)
+    """
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not hasattr(type(value), "__index__") or _is_bool(value):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except Exception:  # a tensor of several numbers, or of none yet (meta); an `__index__` that fails
+        return None
+
+
+def _is_bool(value: object) -> bool:
+    return str(getattr(value, "dtype", "")).rpartition(".")[2].lower() in ("bool", "bool_")
