@@ -2,8 +2,9 @@
 
 Rules:
 
-M1. A model has one plan for each batch that ran out of memory, and the one it was given. A forward runs under the smallest of them that was made for
-    a batch at least as large (by bytes); where none was, under the largest.
+M1. A model has the plan it was given, and one for each batch that no plan was made for or that ran out of memory. A forward runs under the smallest of
+    them whose batch this one is within (`batch_fit`); where there is none, one is made before the model runs. In a forward that is neither retried nor
+    part of `run`, a batch that is larger is an error, as without any of this.
 M2. A forward that runs out is undone (random generators, buffers, modes), planned anew for its own inputs within the same budget, and run again. That is
     exact: whatever is saved, swapped or recomputed, the values are the same bit for bit.
 M3. `run` does so with a whole step, gradients included. What an optimizer has changed cannot be undone, so it steps afterwards.
@@ -24,6 +25,7 @@ from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.solver import BudgetError
 from hyper_parallel.core.swap.sizes import format_size
+from hyper_parallel.platform.regions.batch_fit import Fit, PlannedBatch
 
 if TYPE_CHECKING:
     from hyper_parallel.core.planner.plan import MemoryPlan
@@ -41,6 +43,7 @@ WORDS = (
 class _Sized(NamedTuple):
     batch_bytes: int
     plan: MemoryPlan
+    batch: PlannedBatch
 
 
 class ManagedModel:
@@ -59,7 +62,7 @@ class ManagedModel:
         self._part = part
         self._model = weakref.ref(model)  # a plan does not keep a model alive
         self._device = part.device_of(model)
-        self._plans = [_Sized(int(plan.profile.facts.get("batch_bytes", 0)), plan)]
+        self._plans = [self._sized(plan)]
         self._on_mismatch = on_mismatch
         self._is_planning = False  # M4
         self._inputs: Any = None  # of the last forward in `run`
@@ -67,6 +70,7 @@ class ManagedModel:
         self._run: Any = None  # the state before the step that `run` runs
         self._forward = part.PatchedForward(model, self.forward)
         self._open = contextlib.ExitStack()
+        plan.applied(model).check.tells = False
         if retries_forward:
             self._open.enter_context(part.said_in_backward(WORDS))
         self._finalizer = weakref.finalize(model, self._open.close)
@@ -87,30 +91,47 @@ class ManagedModel:
         if self._is_planning or not self._part.is_first_forward():
             return original(*args, **kwargs)
         batch = self._part.batch_of(args, kwargs)
-        self._choose(batch)
         if self._run is not None:
             self._run.note_given((args, kwargs))
             self._inputs = batch
             self._surroundings = self._part.surroundings_of(self._device)
+        self._choose(batch, args, kwargs)
         if not self.retries_forward:
             return original(*args, **kwargs)
         state = self._part.StepState(self._model(), with_gradients=False)
         return self._until_it_fits(lambda: original(*args, **kwargs), state, lambda: batch, "forward")
 
-    def _choose(self, batch: Any) -> None:
+    def _choose(self, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """M1."""
-        num_bytes = self._part.batch_bytes(batch)
-        fitting = [each for each in self._plans if each.batch_bytes >= num_bytes]
-        chosen = (fitting[0] if fitting else self._plans[-1]).plan
-        if chosen is not self.current:
-            self._switch(chosen, batch)
+        model: Any = self._model()
+        check = self.current.applied(model).check
+        if check.fit(args, kwargs, is_training=model.training) is Fit.UNJUDGED:
+            return
+        chosen = next(
+            (each.plan for each in self._plans if each.batch.judged(args, kwargs).fit is not Fit.LARGER), None
+        )
+        if chosen is None and not (self.retries_forward or self._run is not None):
+            check.tells = True
+            try:
+                check.fit(args, kwargs, is_training=model.training)
+            finally:
+                check.tells = False
+        elif chosen is None:
+            _logger.info("no plan was made for a batch as large as %s; planning anew", self._part.look(batch))
+            self._replan(batch, 1.0)
+        elif chosen is not self.current:
+            self.current.detach(model)
+            self._attach(chosen)
+            self.current.applied(model).begins(model, args, kwargs)
 
-    def _switch(self, plan: MemoryPlan, batch: Any) -> None:
-        model = self._model()
-        self.current.detach(model)
-        is_same = self._part.look(batch) == plan.profile.facts.get("batch")
-        plan.attach(model, self._on_mismatch, checks_ops=is_same)
+    def _attach(self, plan: MemoryPlan) -> None:
+        plan.attach(self._model(), self._on_mismatch).check.tells = False
         self.current = plan
+
+    def _sized(self, plan: MemoryPlan) -> _Sized:
+        facts, part = plan.profile.facts, self._part
+        batch = PlannedBatch(facts.get("batch"), part.look, part.forward_of(self._model()))
+        return _Sized(int(facts.get("batch_bytes", 0)), plan, batch)
 
     # -- a whole step -----------------------------------------------------------------------------------------------------
 
@@ -154,16 +175,14 @@ class ManagedModel:
             with self._surroundings():
                 plan = self._planned(model, batch, part_of_room)
         except BaseException:
-            self.current.attach(model, self._on_mismatch, checks_ops=False)
+            self._attach(self.current)
             raise
         finally:
             self._is_planning = False
         plan.origin = self._first.origin
-        size = self._part.batch_bytes(batch)
-        others = [each for each in self._plans if each.batch_bytes != size]
-        self._plans = sorted([*others, _Sized(size, plan)], key=lambda each: each.batch_bytes)
-        plan.attach(model, self._on_mismatch, checks_ops=True)
-        self.current = plan
+        others = [each for each in self._plans if each.plan.profile.facts.get("batch") != plan.profile.facts["batch"]]
+        self._plans = sorted([*others, self._sized(plan)], key=lambda each: each.batch_bytes)
+        self._attach(plan)
         self.num_replans += 1
 
     def _planned(self, model: Any, batch: Any, part_of_room: float) -> MemoryPlan:
@@ -186,7 +205,7 @@ class ManagedModel:
             return planned(profile, allowed, profiled)
         except BudgetError as error:
             raise BudgetError(
-                "Memory ran out, and no plan fits this batch into the budget.",
+                "No plan fits this batch into the budget; it is larger than those that were planned, or memory ran out.",
                 smallest_bytes=error.smallest_bytes,
                 expected=error.expected,
                 got=f"{allowed} ({format_size(allowed)}) for a batch of {self._part.look(batch)}",

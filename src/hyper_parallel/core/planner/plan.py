@@ -26,6 +26,7 @@ from hyper_parallel.core.planner.settings import Setting
 from hyper_parallel.core.planner.table import plan_table
 from hyper_parallel.core.swap.config import SwapSetting, configure_swap, current_config
 from hyper_parallel.platform import platform_of
+from hyper_parallel.platform.regions.batch_fit import PlannedBatch
 from hyper_parallel.platform.selection import part_of
 
 if TYPE_CHECKING:
@@ -142,10 +143,11 @@ class MemoryPlan:
 
         Args:
             model: the model that was planned, or one with the same parameters.
-            on_mismatch: in the first step, an op that was planned and does not come, or comes with another shape or dtype, is an
-                "error"; with "recompute" it is recomputed and counted in `stats`.
-            on_oom: with "replan", a forward that runs out of memory is planned anew for what it was given, within the same budget, and run
-                again; its result is the same bit for bit. For the backward, too: `run`.
+            on_mismatch: a batch that is larger than the plan's in any dim is an "error" before it runs, in any step; so is, in the first step with a
+                batch like the plan's, an op that was planned and does not come, or comes with another shape or dtype. With "recompute" these
+                are recomputed and counted in `stats`.
+            on_oom: with "replan", a batch that is larger is planned before it runs, within the same budget; and a forward that runs out of memory is
+                planned anew for what it was given and run again; its result is the same bit for bit. For the backward, too: `run`.
 
         Raises:
             ValueError: the model is another one; the first difference is named.
@@ -238,24 +240,32 @@ class MemoryPlan:
             raise StateError("The plan is not applied to this model.", do="Call `plan.apply(model)` first.")
         return current
 
-    def attach(self, model: Any, on_mismatch: str, *, checks_ops: bool = True) -> None:
-        """Put this very plan on the model, and nothing around it. `checks_ops=False`: for a batch of another look."""
+    def attach(self, model: Any, on_mismatch: str) -> Any:
+        """Put this very plan on the model, and nothing around it; what carries it out."""
         part = _part(model, "MemoryPlan.apply")
         self._check_facts(part.model_facts(model))
-        ways: dict[str, Any] = {}  # what the profile of this framework speaks of
+        facts = self.profile.facts
+        ways: dict[str, Any] = {"was_training": facts.get("training", True)}
+        ways["batch"] = PlannedBatch(facts.get("batch"), part.look, part.forward_of(model))
+        # What the profile of this framework speaks of.
         if self.setting.ahead_bytes:
             ways["ahead_bytes"] = self.setting.ahead_bytes
         if self.profile.facts.get("region_overhead_ms"):
             ways["by_framework"] = True
         if "autocast" in self.profile.facts:
             ways["autocast"] = self.profile.facts["autocast"]
-        applied = part.Applied(model, self.profile.regions, self.decision, on_mismatch, checks_ops=checks_ops, **ways)
+        applied = part.Applied(model, self.profile.regions, self.decision, on_mismatch, **ways)
         try:
             setting = self._configure() if self.has_swaps else None
         except BaseException:
             applied.remove()
             raise
         self._applied[model] = (applied, setting)
+        return applied
+
+    def applied(self, model: Any) -> Any:
+        """What carries this very plan out on the model."""
+        return self._applied[model][0]
 
     def detach(self, model: Any) -> None:
         """Undo `attach`."""
@@ -293,7 +303,7 @@ class MemoryPlan:
 
     def stats(self, model: Any) -> dict[str, int]:
         """What was met that the plan does not know, or knows otherwise, since it was applied."""
-        return dict(self._on(model)._applied[model][0].mismatches.counts)
+        return dict(self._on(model).applied(model).mismatches.counts)
 
     def verify(self, model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None = None) -> MemoryPlan:
         """Run steps under the plan and compare: the plan with what was measured, solved again if it was above the budget.

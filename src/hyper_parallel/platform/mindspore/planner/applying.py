@@ -23,10 +23,13 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.storages import sto
 from hyper_parallel.platform.mindspore.planner.planned_block import PlannedBlock, planned_blocks
 from hyper_parallel.platform.mindspore.planner.signature import look_of
 from hyper_parallel.platform.mindspore.planner.surroundings import tensors_of
+from hyper_parallel.platform.regions.batch_fit import UNKNOWN_BATCH, BatchCheck, Fit, PlannedBatch
 from hyper_parallel.platform.regions.blocks import check_unplanned
 from hyper_parallel.platform.regions.mismatches import Mismatches
 from hyper_parallel.platform.regions.options import TAKEN
 from hyper_parallel.platform.regions.replacement import replace
+
+_LARGER = "Plan with the largest batch that training has."
 
 
 class _Choice(NamedTuple):
@@ -46,19 +49,17 @@ def _choice(region: Any, decision: Any) -> _Choice:
 class PlannedCall:
     """What a block's wrapper calls: the calls of a step in turn, each with its own choice."""
 
-    def __init__(self, choices: Sequence[_Choice], mismatches: Mismatches, checks: bool) -> None:
+    def __init__(self, choices: Sequence[_Choice], mismatches: Mismatches) -> None:
         self._choices = list(choices)
         self._mismatches = mismatches
-        self._unchecked = set(range(len(choices))) if checks else set()
+        self._unchecked = set(range(len(choices)))
         self._number = 0
+        self._fit = Fit.SAME
 
-    @property
-    def num_calls(self) -> int:
-        return len(self._choices)
-
-    def begin(self) -> None:
-        """The next call is the first of a step."""
+    def begin(self, fit: Fit) -> None:
+        """The next call is the first of a step, with a batch that fits so."""
         self._number = 0
+        self._fit = fit
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_forward():
@@ -66,6 +67,8 @@ class PlannedCall:
         number = self._number % len(self._choices)
         self._number += 1
         choice = self._choices[number]
+        if self._fit is Fit.LARGER:  # as little memory as can be had without a plan
+            return _recomputed(module, False, args, kwargs)
         if choice.how == "plain":
             result = module(*args, **kwargs)
         elif choice.how == "swap":
@@ -73,7 +76,7 @@ class PlannedCall:
                 result = module(*args, **kwargs)
         else:
             result = _recomputed(module, choice.swaps_inputs, args, kwargs)
-        if number in self._unchecked:
+        if self._fit is Fit.SAME and number in self._unchecked:
             self._unchecked.discard(number)
             self._check(number, choice, result)
         return result
@@ -90,18 +93,21 @@ class PlannedCall:
 
 
 class StepBegins:
-    """What a model with blocks that run more than once calls before its forward: the last one may not have come to its end."""
+    """What a planned model calls before its forward: the batch is looked at, and blocks count their calls from the first again."""
 
-    def __init__(self, calls: Sequence[PlannedCall]) -> None:
+    def __init__(self, calls: Sequence[PlannedCall], check: BatchCheck) -> None:
         self._calls = calls
+        self._check = check
 
-    def __call__(self, model: nn.Cell, inputs: Any) -> None:
+    def __call__(self, model: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_forward():
+            fit = self._check.fit(args, kwargs, is_training=bool(model.training))
             for call in self._calls:
-                call.begin()
+                call.begin(fit)
 
     def __reduce__(self) -> Any:
-        return StepBegins, ((),)  # as the blocks of a copy are the plain ones
+        # As the blocks of a copy are the plain ones.
+        return StepBegins, ((), BatchCheck(UNKNOWN_BATCH, Mismatches("error"), was_training=True, do=""))
 
 
 def _is_forward() -> bool:
@@ -128,7 +134,12 @@ def _keeps(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], 
 
 
 class Applied:
-    """A plan on a model; `remove` undoes it. `checks_ops=False`: the first step is not compared with the profile."""
+    """A plan on a model; `remove` undoes it. `batch`: the plan's, with which the batch of each step is compared; `was_training`: the mode it was planned in.
+
+    Attributes:
+        begins: is called when a step begins
+        check: looks at its batch
+    """
 
     def __init__(
         self,
@@ -137,7 +148,8 @@ class Applied:
         decision: Sequence[Any],
         on_mismatch: str,
         *,
-        checks_ops: bool = True,
+        batch: PlannedBatch = UNKNOWN_BATCH,
+        was_training: bool = True,
     ) -> None:
         self.mismatches = Mismatches(on_mismatch)
         cells = dict(model.cells_and_names())
@@ -147,17 +159,20 @@ class Applied:
         check_unplanned(planned_blocks(model), by_path)
         self._model = weakref.ref(model)  # a plan does not keep a model alive
         self._wrappers: dict[nn.Cell, nn.Cell] = {}
-        repeated: list[PlannedCall] = []
+        self.check = BatchCheck(batch, self.mismatches, was_training=was_training, do=_LARGER)
+        calls: list[PlannedCall] = []
         for path, choices in by_path.items():
-            if all(each.how == "plain" for each in choices):
+            # Where a larger batch is not refused, blocks that the plan leaves alone are run again as well.
+            if self.mismatches.raises and all(each.how == "plain" for each in choices):
                 continue
             if path not in cells:
                 raise ArgumentError("A planned block is not in the model.", expected=path, where=type(model).__name__)
-            call = PlannedCall(choices, self.mismatches, checks_ops)
+            call = PlannedCall(choices, self.mismatches)
             self._wrappers[cells[path]] = PlannedBlock(cells[path], call)
-            repeated += [call] if call.num_calls > 1 else []
+            calls.append(call)
         replace(TREE, model, self._wrappers)
-        self._hooks = [model.register_forward_pre_hook(StepBegins(repeated))] if repeated else []
+        self.begins = StepBegins(calls, self.check)
+        self._hook = model.register_forward_pre_hook(self.begins, with_kwargs=True)
 
     @property
     def wrappers(self) -> list[nn.Cell]:
@@ -169,5 +184,4 @@ class Applied:
         if model is not None:
             replace(TREE, model, {wrapper: block for block, wrapper in self._wrappers.items()})
         self._wrappers = {}
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import mindspore
@@ -9,6 +10,7 @@ from mindspore import Parameter, Tensor, nn
 
 from hyper_parallel.platform.mindspore.planner.meters import is_cpu
 from hyper_parallel.platform.mindspore.planner.surroundings import device_of, tensors_of
+from hyper_parallel.platform.regions.batch_fit import tensor_fields
 
 if TYPE_CHECKING:
     from hyper_parallel.platform.mindspore.planner.profiling import ProfiledModel
@@ -46,7 +48,15 @@ def look(batch: Any) -> Any:
         return {str(key): look(each) for key, each in batch.items()}
     if isinstance(batch, (list, tuple)):
         return [look(each) for each in batch]
-    return batch if isinstance(batch, (str, int, float, bool, type(None))) else type(batch).__name__
+    if isinstance(batch, (str, int, float, bool, type(None))):
+        return batch
+    fields = tensor_fields(batch)
+    return {name: look(each) for name, each in fields.items()} if fields else type(batch).__name__
+
+
+def forward_of(model: nn.Cell) -> Callable[..., Any]:
+    """What a batch is the arguments of, after the model itself."""
+    return type(model).construct
 
 
 def batch_bytes(batch: Any) -> int:

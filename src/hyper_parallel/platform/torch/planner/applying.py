@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as framework_checkpoint
 
 from hyper_parallel._base.errors import ArgumentError, StateError
+from hyper_parallel.platform.regions.batch_fit import UNKNOWN_BATCH, BatchCheck, Fit, PlannedBatch
 from hyper_parallel.platform.regions.blocks import check_unplanned
 from hyper_parallel.platform.regions.mismatches import MismatchError, Mismatches
 from hyper_parallel.platform.regions.options import TAKEN
@@ -28,6 +30,7 @@ from hyper_parallel.platform.torch.planner.signature import autocast_now, look_o
 from hyper_parallel.platform.torch.planner.surroundings import device_of
 
 Key = tuple[str, int, str, int]
+_LARGER = 'Plan with the largest batch that training has (`longest=` of a trainer\'s callback looks for it), or apply with on_oom="replan".'
 
 
 class PlannedPolicy:
@@ -72,7 +75,8 @@ class PlannedPolicy:
         self._names: dict[Any, str] = {}
         self.unwatched: UnwatchedRegion | None = None
         self._has_unplanned = False
-        self.met: set[Key] | None = set()  # None when the first call is over
+        self.met: set[Key] | None = set()  # None when the first call with a batch like the plan's is over
+        self.is_compared = True  # is this such a call?
         self.is_as_planned = True  # so far: every op that it was asked about was one of the plan
 
     @property
@@ -97,7 +101,7 @@ class PlannedPolicy:
             self.is_as_planned, self._has_unplanned = False, True
             self._mismatches.note("ops that were not planned", expected="", got="", where="", may_raise=False)
             return self._policies["save"] if self._saves_all else self._default
-        if self.met is not None:
+        if self.met is not None and self.is_compared:
             self.met.add(key)
             if not self._looks_right(key, output):
                 self.is_as_planned = False
@@ -124,10 +128,10 @@ class PlannedPolicy:
         return False
 
     def check_all_met(self) -> None:
-        """The first call is over: has all that was planned been met?"""
-        met, self.met = self.met, None
-        if met is None:
+        """The first call with a batch like the plan's is over: has all that was planned been met?"""
+        if self.met is None or not self.is_compared:
             return
+        met, self.met = self.met, None
         for key, choice in self._choices.items():
             if (choice in ("save", "swap") or key in self._by_output) and key not in met:
                 self._mismatches.note(
@@ -148,7 +152,6 @@ class PlannedCall:
         decisions: Sequence[Any],
         mismatches: Mismatches,
         is_announced: bool,
-        checks_ops: bool = True,
         ahead_bytes: Sequence[int | None] = (),
         surroundings: Surroundings | None = None,
         *,
@@ -166,25 +169,24 @@ class PlannedCall:
             else:
                 policy = PlannedPolicy(region, decision, mismatches, ahead)
                 policy.ends_forward = is_announced and region is regions[-1]
-                if not checks_ops:
-                    policy.met = None
                 if is_unwatched and not decision.is_plain:
                     policy.unwatched = UnwatchedRegion(is_dynamic=region.is_dynamic)
                 self._calls.append((policy, "swap" in decision.inputs))
         self._number = 0
+        self._is_larger = False  # the batch of this step, than the plan's
 
-    @property
-    def num_calls(self) -> int:
-        return len(self._calls)
-
-    def begin(self) -> None:
-        """The next call is the first of a step."""
+    def begin(self, fit: Fit) -> None:
+        """The next call is the first of a step, with a batch that fits so."""
         self._number = 0
+        self._is_larger = fit is Fit.LARGER
+        for policy, _ in filter(None, self._calls):
+            if policy is not None:
+                policy.is_compared = fit is Fit.SAME
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_forward():
             return module(*args, **kwargs)
-        planned = self._calls[self._number % len(self._calls)]
+        planned = (None, False) if self._is_larger else self._calls[self._number % len(self._calls)]
         self._number += 1
         if planned is None:
             return module(*args, **kwargs)
@@ -192,6 +194,8 @@ class PlannedCall:
         taken = TAKEN & kwargs.keys()
         if taken:
             module = functools.partial(module, **{name: kwargs.pop(name) for name in taken})
+        if self._is_larger:  # as little memory as can be had without a plan
+            return checkpoint(module, *args, **kwargs)
         if policy is None:
             return framework_checkpoint(module, *args, use_reentrant=False, **kwargs)
         try:
@@ -208,19 +212,21 @@ class PlannedCall:
 
 
 class StepBegins:
-    """What a model with blocks that run more than once calls before its forward: the last one may not have come to its end."""
+    """What a planned model calls before its forward: the batch is looked at, and blocks count their calls from the first again."""
 
-    def __init__(self, calls: Sequence[PlannedCall]) -> None:
+    def __init__(self, calls: Sequence[PlannedCall], check: BatchCheck) -> None:
         self._calls = calls
+        self._check = check
 
-    def __call__(self, model: nn.Module, inputs: Any) -> None:
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_forward():
+            fit = self._check.fit(args, kwargs, is_training=model.training)
             for call in self._calls:
-                call.begin()
+                call.begin(fit)
 
     def __reduce__(self) -> Any:
-        # The blocks of a copy are plain and can be loaded without this package, and so can this hook: `{}.get(model, inputs)` gives the inputs back.
-        return getattr, ({}, "get")
+        # The blocks of a copy are plain and can be loaded without this package, and so can this hook, which does nothing whatever it is given.
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def _is_forward() -> bool:
@@ -261,11 +267,15 @@ class Surroundings:
 
 
 class Applied:
-    """A plan on a model; `remove` undoes it. `checks_ops=False`: the first step is not compared with the profile.
+    """A plan on a model; `remove` undoes it. `batch`: the plan's, with which the batch of each step is compared; `was_training`: the mode it was planned in.
 
     `ahead_bytes`: see `Setting`. `by_framework`: blocks that are recomputed whole are so by the framework's own checkpoint, which knows no ops and so costs the
     host less. `is_unwatched`: where nothing is swapped, forwards run without a dispatch mode once they were seen. Without a word on it, each is so on an
     accelerator where nothing is swapped. `autocast`: see `Surroundings`.
+
+    Attributes:
+        begins: is called when a step begins
+        check: looks at its batch
     """
 
     def __init__(
@@ -275,7 +285,8 @@ class Applied:
         decision: Sequence[Any],
         on_mismatch: str,
         *,
-        checks_ops: bool = True,
+        batch: PlannedBatch = UNKNOWN_BATCH,
+        was_training: bool = True,
         ahead_bytes: Sequence[int] = (),
         by_framework: bool | None = None,
         is_unwatched: bool | None = None,
@@ -292,14 +303,16 @@ class Applied:
         for index, region in enumerate(regions):
             by_path.setdefault(region.path, []).append(index)
         self._wrappers: dict[nn.Module, nn.Module] = {}
-        repeated: list[PlannedCall] = []
+        self.check = BatchCheck(batch, self.mismatches, was_training=was_training, do=_LARGER)
+        calls: list[PlannedCall] = []
         check_unplanned(planned_blocks(model), by_path)
         check_called(model, [path for path in by_path if path in blocks])
         for path, indices in by_path.items():
             # Where something is swapped the last block tells the engine that backward has begun: a region that saves all.
             is_announced = swaps and len(regions) - 1 in indices
             decisions = [decision[index] for index in indices]
-            if not is_announced and all(each.is_plain for each in decisions):
+            # Where a larger batch is not refused, blocks that the plan leaves alone are run again as well.
+            if not is_announced and self.mismatches.raises and all(each.is_plain for each in decisions):
                 continue
             if path not in blocks:
                 raise ArgumentError("A planned block is not in the model.", expected=path, where=type(model).__name__)
@@ -308,17 +321,17 @@ class Applied:
                 decisions,
                 self.mismatches,
                 is_announced,
-                checks_ops,
                 [ahead_bytes[index] for index in indices] if ahead_bytes else (),
                 surroundings,
                 by_framework=by_framework,
                 is_unwatched=is_unwatched,
             )
             self._wrappers[blocks[path]] = PlannedBlock(blocks[path], call)
-            repeated += [call] if call.num_calls > 1 else []
+            calls.append(call)
         self._model = weakref.ref(model)  # a plan does not keep a model alive
         replace(TREE, model, self._wrappers)
-        self._hooks = [model.register_forward_pre_hook(StepBegins(repeated))] if repeated else []
+        self.begins = StepBegins(calls, self.check)
+        self._hook = model.register_forward_pre_hook(self.begins, with_kwargs=True)
 
     @property
     def wrappers(self) -> list[nn.Module]:
@@ -330,8 +343,7 @@ class Applied:
         if model is not None:
             unwrap(model, self._wrappers)
         self._wrappers = {}
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
 
 
 def unwrap(model: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from hyper_parallel.platform.regions.batch_fit import tensor_fields
 from hyper_parallel.platform.torch.planner.surroundings import Arguments, device_of, tensors_of
 
 if TYPE_CHECKING:
@@ -39,6 +41,11 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def forward_of(model: nn.Module) -> Callable[..., Any]:
+    """What a batch is the arguments of, after the model itself."""
+    return type(model).forward
+
+
 def batch_bytes(batch: Any) -> int:
     """Of all tensors in it."""
     return sum(each.numel() * each.element_size() for each in tensors_of(batch))
@@ -49,12 +56,15 @@ def look(batch: Any) -> Any:
     if isinstance(batch, Arguments):
         return {"args": look(list(batch.args)), "kwargs": look(batch.kwargs)}
     if isinstance(batch, torch.Tensor):
-        return look_of(batch.dtype, batch.shape)
+        return look_of(batch.dtype, torch.Size([batch.numel()]) if batch.is_nested else batch.shape)
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return {str(key): look(batch[key]) for key in batch.keys()}  # noqa: SIM118 - not all that have keys are dicts
     if isinstance(batch, (list, tuple)):
         return [look(each) for each in batch]
-    return batch if isinstance(batch, (str, int, float, bool, type(None))) else type(batch).__name__
+    if isinstance(batch, (str, int, float, bool, type(None))):
+        return batch
+    fields = tensor_fields(batch)
+    return {name: look(each) for name, each in fields.items()} if fields else type(batch).__name__
 
 
 def look_of(dtype: torch.dtype, shape: torch.Size) -> str:
