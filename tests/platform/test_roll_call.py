@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import mmap
+import os
 import re
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -75,7 +78,7 @@ def test_many_ranks_are_not_all_listed() -> None:
 
 
 def test_an_answer_survives_the_store() -> None:
-    answer = Answer(5, ("barrier", "all_reduce"), 4, "`x`")
+    answer = Answer(5, ("barrier", "all_reduce"), 4, "`x`", ("", "float32[4]"))
     assert Answer.from_json(answer.to_json()) == answer
     assert Answer.from_json(answer.to_json().encode()) == answer
 
@@ -313,6 +316,51 @@ def test_old_alarms_are_not_answered_by_a_new_process(world: World) -> None:
     assert "though every rank called it" in str(world.calls[0].explain(record, RuntimeError("x")))
 
 
+def test_a_rank_that_called_it_with_another_size_is_named_with_both(world: World) -> None:
+    all_ready(world)
+    records = []
+    for rank in world.ranks:
+        roll_call = world.calls[rank]
+        like = ("torch.float32", [8 if rank == 2 else 4])
+        records.append(roll_call.enter(roll_call.log("world", world.ranks), "all_reduce", like=like))
+    text = str(world.calls[0].explain(records[0], RuntimeError("Connection closed")))
+    assert text.startswith(
+        "`all_reduce` did not finish: rank 2 called it with float32[8], and this rank with float32[4]."
+    )
+    text = str(world.calls[2].explain(records[2], RuntimeError("x"))).splitlines()[0]
+    assert all(f"rank {rank} called it with float32[4], and this rank with float32[8]" in text for rank in (0, 1, 3))
+
+
+def test_a_call_that_could_not_begin_counts_and_is_named_as_that(world: World) -> None:
+    all_ready(world)
+    records = [world.enter(rank, "all_reduce") for rank in world.ranks]
+    world.calls[1].refuse(records[1])
+    assert records[1].log.num_done == 2
+    text = str(world.calls[0].explain(records[0], RuntimeError("x")))
+    assert "rank 1 called `all_reduce (it could not begin)` instead" in text
+
+
+def test_a_rank_whose_first_call_comes_after_the_alarm_answers_it_and_its_call_fails(world: World) -> None:
+    """It makes its first call in another group, and only then the one that has failed."""
+    late = world.calls[3]
+    records = []
+    for rank in (0, 1, 2):
+        record = world.enter(rank, "barrier")
+        record.log.num_done = 1
+        records.append(record)
+    wait_until(lambda: len(world.store.listeners) == 3)
+    answer: list[str] = []
+    asking = threading.Thread(target=lambda: answer.append(str(world.calls[0].explain(records[0], RuntimeError("x")))))
+    asking.start()
+    wait_until(lambda: "hyper_parallel/alarm/1" in world.store.values)
+    late.log("pair", (2, 3))
+    asking.join()
+    assert "rank 3 did not call it (it has called nothing in this group; it is in no call now)" in answer[0]
+    wait_until(lambda: "world" in late.logs)
+    with pytest.raises(CommunicationError, match="cannot run: `barrier` failed on rank 0"):
+        world.enter(3, "barrier")
+
+
 # The board
 
 
@@ -347,24 +395,77 @@ def test_the_board_compares_the_same_call_of_the_same_group_only() -> None:
     assert first.find_other("world", 200, long, (0, 1)) is None
 
 
-def test_ranks_of_one_machine_share_a_board_and_others_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    def join(store: FakeStore) -> list[Board | None]:
-        found: list[Board | None] = [None] * 3
-        threads = [
-            threading.Thread(target=lambda rank=rank: found.__setitem__(rank, Board.join(store, rank, 3)))
-            for rank in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
+def join_all(store: FakeStore) -> list[Board | None]:
+    found: list[Board | None] = [None] * 3
+    threads = [
+        threading.Thread(target=lambda rank=rank: found.__setitem__(rank, Board.join(store, rank, 3)))
+        for rank in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
 
-    together = join(FakeStore())
+
+def test_ranks_of_one_machine_share_a_board_and_others_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = join_all(FakeStore())
     assert all(together)
     together[0].write("world", 1, "barrier")
     assert together[2].find_other("world", 1, "broadcast", (0, 1, 2)) == (0, "barrier")
 
-    machines = iter(["here", "here", "there"])
-    monkeypatch.setattr(board_module, "_machine", lambda: next(machines, "there"))
-    assert join(FakeStore()) == [None, None, None]
+    here = threading.local()
+    machine_of = {0: "here", 1: "here", 2: "there"}
+    monkeypatch.setattr(board_module, "_machine", lambda: machine_of[here.rank])
+    original = Board.join
+
+    def join(store: FakeStore, rank: int, num_ranks: int) -> Board | None:
+        here.rank = rank
+        return original(store, rank, num_ranks)
+
+    monkeypatch.setattr(Board, "join", join)
+    apart = join_all(FakeStore())
+    assert [board is not None for board in apart] == [True, True, False], "the third is on another machine"
+
+
+def sealed_memory(num_bytes: int) -> int:
+    descriptor = os.memfd_create("of another program", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, num_bytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return descriptor
+
+
+@pytest.mark.parametrize(
+    "named", ["a file", "a file by its descriptor", "a file that was deleted", "shorter memory", "memory that can shrink",
+              "a device", "nothing", "another text", "no text at all"]
+)  # fmt: skip
+def test_a_store_can_name_no_file_for_the_board_to_write_to(named: str, tmp_path: Path) -> None:
+    num_bytes = 3 * 64 * 128
+    file = tmp_path / "mine"
+    file.write_bytes(bytes(range(256)) * (num_bytes // 256))
+    before = file.read_bytes()
+    if named == "shorter memory":
+        descriptor = sealed_memory(num_bytes - 1)
+    elif named == "memory that can shrink":
+        descriptor = os.memfd_create("not sealed")
+        os.ftruncate(descriptor, num_bytes)
+    else:
+        descriptor = os.open("/dev/null" if named == "a device" else file, os.O_RDWR)
+    if named == "a file that was deleted":
+        file.unlink()
+    own = f"/proc/{os.getpid()}/fd/{descriptor}"
+    path = {"a file": str(file), "nothing": f"{own}9999", "another text": f"{own}/../{descriptor}"}.get(named, own)
+    store = FakeStore()
+    try:
+        store.set(
+            "hyper_parallel/board", f"{board_module._machine()} {path}" if named != "no text at all" else "\udcff\0"
+        )
+        store.get = lambda key: store.values[key].encode(errors="surrogateescape")  # type: ignore[method-assign]
+        assert Board.join(store, 1, 3) is None
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        assert (
+            named in ("shorter memory", "memory that can shrink", "a device")
+            or os.read(descriptor, num_bytes) == before
+        )
+    finally:
+        os.close(descriptor)

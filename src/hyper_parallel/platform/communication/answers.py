@@ -6,25 +6,31 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hyper_parallel._base.errors import CommunicationError
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, CommunicationError, HyperParallelError
 
 
 class Answer(NamedTuple):
     """What one rank knows of its own calls in the group that is asked about.
 
     number: how many it has made; recent: the names of the last ones, oldest first; num_done: how many of them have finished;
-    now: the call it is in at this moment, in any group, in words ("" for none).
+    now: the call it is in at this moment, in any group, in words ("" for none); details: for each of `recent`, the dtype and sizes
+    that must be the same on every rank ("" for none).
     """
 
     number: int
     recent: tuple[str, ...]
     num_done: int
     now: str
+    details: tuple[str, ...] = ()
 
     def call(self, number: int) -> str | None:
         """The name of its number-th call; None where it has not made it, or it was too long ago."""
         back = self.number - number
         return self.recent[-1 - back] if 0 <= back < len(self.recent) else None
+
+    def details_of(self, number: int) -> str:
+        back = self.number - number
+        return self.details[-1 - back] if 0 <= back < len(self.details) else ""
 
     def to_json(self) -> str:
         return json.dumps(self._asdict())
@@ -32,18 +38,20 @@ class Answer(NamedTuple):
     @classmethod
     def from_json(cls, text: str | bytes) -> Answer:
         fields = json.loads(text)
-        return cls(int(fields["number"]), tuple(fields["recent"]), int(fields["num_done"]), str(fields["now"]))
+        recent, details = tuple(fields["recent"]), tuple(fields["details"])
+        return cls(int(fields["number"]), recent, int(fields["num_done"]), str(fields["now"]), details)
 
 
 class Failure(NamedTuple):
     """The call that failed: the `number`-th of this rank in a group of `ranks`; `is_pair` for send and receive, which are not counted
-    the same on both sides."""
+    the same on both sides; `details`: of what this rank gave."""
 
     call: str
     number: int
     rank: int
     ranks: tuple[int, ...]
     is_pair: bool = False
+    details: str = ""
 
 
 def explain(
@@ -70,6 +78,19 @@ def explain(
         expected=f"{ranks_in_words(failure.ranks)} in {kind}",
         got=f"on rank {failure.rank}: {_first_line(cause)}",
         do=f"Look at {who}. This group is broken: destroy it and create it again, or end the program.",
+    )
+
+
+def could_not_begin(failure: Failure, error: Exception) -> HyperParallelError:
+    """The error of a call that this rank's framework refused, before anything was sent. It is of the kind that the framework's is."""
+    kind: type[HyperParallelError] = CommunicationError
+    if isinstance(error, (TypeError, ValueError)):
+        kind = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError
+    return kind(
+        f"`{failure.call}` could not begin.",
+        got=f"from the framework: {_first_line(str(error))}",
+        where=f"rank {failure.rank}, group of {ranks_in_words(failure.ranks)}",
+        do="Give it what the framework takes. The group is as it was, and no other rank is the reason.",
     )
 
 
@@ -127,8 +148,12 @@ def _reason(failure: Failure, answer: Answer) -> str:
             else "it has called nothing in this group"
         )
         return f"did not call it ({last}; {_now(answer)})"
-    theirs = answer.call(failure.number)
-    return f"called `{theirs}` instead" if theirs not in (None, failure.call) else ""
+    theirs, details = answer.call(failure.number), answer.details_of(failure.number)
+    if theirs not in (None, failure.call):
+        return f"called `{theirs}` instead"
+    if details and failure.details and details != failure.details:
+        return f"called it with {details}, and this rank with {failure.details}"
+    return ""
 
 
 def _pair_reason(answer: Answer) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from hyper_parallel.platform.arguments import check_tensor
 from hyper_parallel.platform.communication.handles import Handle
 from hyper_parallel.platform.communication.reductions import Reduction
 from hyper_parallel.platform.communication.splits import check_divisible, check_output_shape
@@ -25,14 +24,14 @@ class Collectives(Platform):
     def all_gather_into_tensor(cls, data: Any, group_info: Any, async_op: bool = False) -> Any:
         """Concatenation over ranks along dim 0: the tensor, or `(tensor, handle)` with `async_op=True`."""
         call, transport = "all_gather_into_tensor", cls.transport
-        check_tensor(data, transport.tensor_type, call)
+        transport.check_tensor(data, call)
         return _given(launch_all_gather(transport, data, transport.group(group_info, call), call), async_op)
 
     @classmethod
     def all_reduce(cls, data: Any, group_info: Any, async_op: bool = False) -> Any:
         """Sum over ranks, in place when contiguous: the tensor, or `(tensor, handle)` with `async_op=True`."""
         transport = cls.transport
-        check_tensor(data, transport.tensor_type, "all_reduce")
+        transport.check_tensor(data, "all_reduce")
         group = transport.group(group_info, "all_reduce")
         start = transport.launch_all_reduce
         if transport.is_writable_in_place(data):
@@ -49,7 +48,7 @@ class Collectives(Platform):
     def reduce_scatter_tensor(cls, data: Any, group_info: Any, async_op: bool = False) -> Any:
         """Sum over ranks, of which each keeps its part of dim 0: the tensor, or `(tensor, handle)` with `async_op=True`."""
         call, transport = "reduce_scatter_tensor", cls.transport
-        check_tensor(data, transport.tensor_type, call)
+        transport.check_tensor(data, call)
         group = transport.group(group_info, call)
         return _given(launch_reduce_scatter(transport, data, Reduction.SUM, group, call), async_op)
 
@@ -57,7 +56,7 @@ class Collectives(Platform):
     def broadcast(cls, data: Any, src: int, group: Any = None, async_op: bool = False) -> Any:
         """In place from world rank `src`: the tensor, or `(tensor, handle)` with `async_op=True`."""
         transport = cls.transport
-        check_tensor(data, transport.tensor_type, "broadcast")
+        transport.check_tensor(data, "broadcast")
         group = transport.group(group, "broadcast")
         src = check_rank(src, transport.ranks_of(group), "src", "broadcast")
         target, then = data, None
@@ -73,7 +72,7 @@ class Collectives(Platform):
     ) -> tuple[Any, Handle | None]:
         """Exchange of equal splits of dim 0: `(output, handle)`, the handle None without `async_op`."""
         call, transport = "all_to_all_single", cls.transport
-        check_tensor(input_tensor, transport.tensor_type, call)
+        transport.check_tensor(input_tensor, call)
         output, handle = launch_equal_exchange(
             transport, input_tensor, output_shape, transport.group(group, call), call
         )
@@ -121,7 +120,8 @@ def launch_equal_exchange(
     num_ranks = len(transport.ranks_of(group))
     shape = check_output_shape(data.shape, output_shape, num_ranks, call)
     splits = (data.shape[0] // num_ranks,) * num_ranks
-    output, handle = launch_exchange(transport, data, splits, splits, group, call)
+    start = transport.launch_equal_exchange
+    output, handle = transport.launch(call, group, start, transport.contiguous(data), splits, splits, group)
     return output.reshape(shape), handle
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
-from hyper_parallel.platform.arguments import check_same_shape, check_tensor
+from hyper_parallel.platform.arguments import check_same_shape
 from hyper_parallel.platform.communication.functions import Functions
 from hyper_parallel.platform.communication.reductions import EXTREMES, Reduction, check_can_average, to_reduction
 from hyper_parallel.platform.communication.splits import (
@@ -133,7 +133,7 @@ class Differentiable(Platform):
         """
         call = "differentiable_async_a2a_wait"
         group, num_ranks = cls._enter(x, group, call)
-        check_tensor(out_perm, cls.transport.tensor_type, call)
+        cls.transport.check_tensor(out_perm, call)
         check_num_ranks(world_size, num_ranks, "world_size", call)
         gathered = check_dim(concat_dim, x.ndim, "concat_dim", call)
         split = check_dim(split_dim, x.ndim, "split_dim", call)
@@ -161,6 +161,6 @@ class Differentiable(Platform):
     @classmethod
     def _enter(cls, data: Any, group: Any, call: str) -> tuple[Any, int]:
         """The framework's group, and its size."""
-        check_tensor(data, cls.transport.tensor_type, call)
+        cls.transport.check_tensor(data, call)
         own = cls.transport.group(group, call)
         return own, len(cls.transport.ranks_of(own))

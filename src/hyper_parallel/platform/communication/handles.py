@@ -41,26 +41,30 @@ class Handle:
         Raises:
             CommunicationError: it failed; which rank is missing, and what each was calling.
         """
-        record = self._record
+        work, finish, record = self._work, self._finish, self._record  # in this order: another thread may end it now
         if record is None:
             if self._error is not None:
                 raise self._error
             return
-        self._record = None
         trace.emit("communication.wait", call=record.call, number=record.number)
-        work, finish = self._work, self._finish
         try:
             if work is not None:
                 try:
                     self._transport.join(work, record)
                 except RuntimeError as error:
-                    self._error = self._transport.roll_call.explain(record, error)
-                    raise self._error from error
+                    raise self._transport.roll_call.explain(record, error) from error
             record.log.num_done = max(record.log.num_done, record.number)
             if finish is not None:
                 finish()
-        finally:
-            self._work = self._finish = self._keep = None
+        except Exception as error:
+            self._error = error
+            self._end()
+            raise
+        self._end()  # not after Ctrl-C: then it is still on its way, and who waits again waits
+
+    def _end(self) -> None:
+        self._record = None
+        self._work = self._finish = self._keep = None
 
     def is_completed(self) -> bool:
         """Whether `wait()` would return at once. Has no effect."""

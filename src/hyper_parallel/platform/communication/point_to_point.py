@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
-from hyper_parallel.platform.arguments import check_tensor
 from hyper_parallel.platform.communication.collectives import launch_all_gather
 from hyper_parallel.platform.communication.handles import Handle
 from hyper_parallel.platform.communication.transport import Transport, check_rank
@@ -21,7 +20,7 @@ class PointToPoint(Platform):
     def isend(cls, tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0) -> Handle:
         """Start sending to world rank `dst`: a handle."""
         transport = cls.transport
-        check_tensor(tensor, transport.tensor_type, "isend")
+        transport.check_tensor(tensor, "isend")
         group = transport.group(group, "isend")
         peer = _check_peer(transport, dst, group, "dst", "isend")
         return launch_send(transport, tensor, peer, group, tag)
@@ -30,7 +29,7 @@ class PointToPoint(Platform):
     def irecv(cls, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0) -> Handle:
         """Start receiving from world rank `src` into the tensor: a handle."""
         transport = cls.transport
-        check_tensor(tensor, transport.tensor_type, "irecv")
+        transport.check_tensor(tensor, "irecv")
         group = transport.group(group, "irecv")
         peer = _check_peer(transport, src, group, "src", "irecv")
         return launch_receive(transport, tensor, peer, group, tag)

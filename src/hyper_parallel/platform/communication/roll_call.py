@@ -17,7 +17,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hyper_parallel._base import trace
@@ -39,6 +39,14 @@ class Store(Protocol):
     def get(self, key: str, /) -> str | bytes: ...
 
 
+# The dtype and the sizes that are the same on every rank of a call; kept as they are, and made into words when somebody asks.
+Like = tuple[object, Sequence[int]]
+
+
+def in_words(like: Like | None) -> str:
+    return "" if like is None else f"{str(like[0]).removeprefix('torch.')}{list(like[1])}"
+
+
 class Log:
     """What this process has called in one group. Invariant: num_done <= number"""
 
@@ -52,23 +60,26 @@ class Log:
         )
         self.number = 0
         self.num_done = 0
-        self.recent: deque[str] = deque(maxlen=_NUM_RECENT)
+        self.recent: deque[tuple[str, Like | None]] = deque(maxlen=_NUM_RECENT)
         self.since: str | None = None  # what broke the group
 
     def answer(self, now: str) -> Answer:
-        return Answer(self.number, tuple(self.recent), self.num_done, now)
+        recent = list(self.recent)
+        calls, details = tuple(call for call, _ in recent), tuple(in_words(like) for _, like in recent)
+        return Answer(self.number, calls, self.num_done, now, details)
 
 
 class Record:
-    """One call: the `number`-th of its log. `ranks` are those who must take part."""
+    """One call: the `number`-th of its log. `ranks` are those who must take part, `like` is what all of them must give."""
 
-    __slots__ = ("call", "log", "number", "ranks")
+    __slots__ = ("call", "like", "log", "number", "ranks")
 
-    def __init__(self, log: Log, call: str, number: int, ranks: tuple[int, ...]) -> None:
+    def __init__(self, log: Log, call: str, number: int, ranks: tuple[int, ...], like: Like | None = None) -> None:
         self.log = log
         self.call = call
         self.number = number
         self.ranks = ranks
+        self.like = like
 
 
 class _Request:
@@ -120,7 +131,7 @@ class RollCall:
                 self._start()
         return found
 
-    def enter(self, log: Log, call: str, ranks: tuple[int, ...] | None = None) -> Record:
+    def enter(self, log: Log, call: str, ranks: tuple[int, ...] | None = None, like: Like | None = None) -> Record:
         """Note that a call begins.
 
         Raises:
@@ -130,9 +141,16 @@ class RollCall:
             failure = Failure(call, log.number + 1, self.rank, ranks or log.ranks)
             raise broken(failure, self.since or log.since or "", is_all=self.since is not None)
         log.number = number = log.number + 1
-        log.recent.append(call)
+        log.recent.append((call, like))
         trace.emit("communication.launch", call=call, number=number)
-        return Record(log, call, number, log.ranks if ranks is None else ranks)
+        return Record(log, call, number, log.ranks if ranks is None else ranks, like)
+
+    def refuse(self, record: Record) -> None:
+        """Note that a call could not begin here. It counts: ranks that make the same mistake still agree on the number of the next one."""
+        log = record.log
+        if log.number == record.number:
+            log.recent[-1] = (f"{record.call} (it could not begin)", record.like)
+        log.num_done = max(log.num_done, record.number)
 
     def is_alarmed(self, record: Record) -> bool:
         """Whether a wait for this call is in vain: another rank has reported the group as broken. Has no effect."""
@@ -140,7 +158,9 @@ class RollCall:
 
     def explain(self, record: Record, error: BaseException) -> CommunicationError:
         """The error to raise for a call that failed, after asking the others; at most `GRACE_S` later. Breaks the group."""
-        failure = Failure(record.call, record.number, self.rank, record.ranks, record.log.is_pair)
+        failure = Failure(
+            record.call, record.number, self.rank, record.ranks, record.log.is_pair, in_words(record.like)
+        )
         self._break(record.log, f"`{record.call}` failed on rank {self.rank}", record.log.is_pair)
         clerk = self._clerk
         if clerk is None or not clerk.is_alive():
@@ -191,7 +211,7 @@ class RollCall:
             return
         try:
             store.add(_CLERKS, 1)
-            self._num_heard = int(store.add(_ALARMS, 0)) % _CLOSING
+            self._num_heard = _num_old(store)
             while not (self._is_stopping or self._is_store_closed):
                 self._wake.wait(0.05 if self._requests else POLL_S)
                 self._wake.clear()
@@ -228,6 +248,7 @@ class RollCall:
                     "call": record.call, "rank": self.rank, "is_pair": record.log.is_pair,
                 }  # fmt: skip
                 number = int(store.add(_ALARMS, 1)) % _CLOSING
+                store.add(f"{_RAISED}/{number}", int(time.time()))
                 store.set(f"{_PREFIX}alarm/{number}", json.dumps(alarm))
             request.is_raised = True
 
@@ -240,11 +261,12 @@ class RollCall:
             if self.rank not in alarm["ranks"]:
                 continue
             log = self.logs.get(alarm["group"]) or self._retired_log(alarm["group"])
-            answer = (log or Log(alarm["group"], ())).answer(self._now())
-            store.set(f"{_PREFIX}answer/{alarm['incident']}/{self.rank}", answer.to_json())
+            if log is None:  # its first call in this group is still to come, and must fail
+                fresh = Log(alarm["group"], tuple(alarm["ranks"]), alarm["is_pair"])
+                log = self.logs.setdefault(alarm["group"], fresh)
+            store.set(f"{_PREFIX}answer/{alarm['incident']}/{self.rank}", log.answer(self._now()).to_json())
             store.add(f"{_PREFIX}answered/{alarm['incident']}/{self.rank}", 1)
-            if log is not None:
-                self._break(log, f"`{alarm['call']}` failed on rank {alarm['rank']}", alarm["is_pair"])
+            self._break(log, f"`{alarm['call']}` failed on rank {alarm['rank']}", alarm["is_pair"])
 
     def _collect(self, store: Store) -> None:
         for request in list(self._requests):
@@ -270,11 +292,20 @@ class RollCall:
     def _now(self) -> str:
         for log in reversed(list(self.logs.values())):
             if log.number > log.num_done and log.recent and log.since is None:
-                return f"`{log.recent[-1]}` of {ranks_in_words(log.ranks)}"
+                return f"`{log.recent[-1][0]}` of {ranks_in_words(log.ranks)}"
         return ""
+
+
+def _num_old(store: Store) -> int:
+    """How many alarms are over. A rank that makes its first call later than the others may still have to answer the last one."""
+    number = int(store.add(_ALARMS, 0)) % _CLOSING
+    while number > 0 and time.time() - int(store.add(f"{_RAISED}/{number}", 0)) < GRACE_S:
+        number -= 1
+    return number
 
 
 _PREFIX = "hyper_parallel/"
 _ALARMS = _PREFIX + "alarms"  # how many there were; plus _CLOSING once the holder of the store ends
+_RAISED = _PREFIX + "raised"  # when, in seconds of the clock
 _CLERKS = _PREFIX + "clerks"
 _CLOSING = 1 << 30

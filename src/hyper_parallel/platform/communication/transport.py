@@ -10,13 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from hyper_parallel._base.errors import ArgumentError, StateError, describe
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError, StateError, describe
 from hyper_parallel._base.whole_numbers import as_int
-from hyper_parallel.platform.communication.answers import ranks_in_words
+from hyper_parallel.platform.arguments import check_tensor
+from hyper_parallel.platform.communication.answers import Failure, could_not_begin, ranks_in_words
 from hyper_parallel.platform.communication.board import Board
 from hyper_parallel.platform.communication.handles import Handle
 from hyper_parallel.platform.communication.reductions import Reduction
-from hyper_parallel.platform.communication.roll_call import Record, RollCall
+from hyper_parallel.platform.communication.roll_call import Like, Record, RollCall, in_words
 
 # The result, the framework's own work (None: done already), and what is left to do on this rank once that is done.
 Launched = tuple[Any, Any, Callable[[], object] | None]
@@ -27,7 +28,8 @@ class Transport(ABC):
 
     tensor_type: ClassVar[type]
     reductions: ClassVar[dict[Any, Reduction]]
-    board: Board | None = None  # where messages do not say which call they belong to, and the ranks share memory
+    board: Board | None = None  # where the backend cannot tell calls apart, and the ranks share memory
+    looks_before: ClassVar[bool]  # whether a rank looks at the board before it sends anything; else when it is done
 
     # Groups
 
@@ -167,7 +169,28 @@ class Transport(ABC):
     @abstractmethod
     def launch_barrier(self, group: Any, device_ids: Any) -> Launched: ...
 
+    @abstractmethod
+    def is_failure(self, error: Exception, is_pair: bool) -> bool:
+        """Whether what a `launch_x` raised is a communication that failed; else this rank could not begin it, and has sent nothing."""
+
     # Built on the above
+
+    def launch_equal_exchange(
+        self, tensor: Any, input_splits: Sequence[int], output_splits: Sequence[int], group: Any
+    ) -> Launched:
+        """As `launch_all_to_all`, for equal parts, which all ranks have of one size."""
+        return self.launch_all_to_all(tensor, input_splits, output_splits, group)
+
+    def check_tensor(self, data: Any, call: str) -> None:
+        """A tensor of this rank's own values."""
+        check_tensor(data, self.tensor_type, call)
+        if type(data) is not self.tensor_type and hasattr(type(data), "to_local"):
+            raise ArgumentTypeError(
+                f"`{call}` takes this rank's own values, and not a distributed tensor.",
+                expected="a plain tensor",
+                got=describe(data),
+                do="Give `x.to_local()`; or let the distributed tensor communicate: `x.redistribute(...)`.",
+            )
 
     def group(self, group_info: Any, call: str) -> Any:
         """The framework's group of what a caller gives: a group, None for the world, or an object that has one.
@@ -221,7 +244,7 @@ class Transport(ABC):
         name = self.name_of(group)
         if peer is None:
             log = roll_call.logs.get(name) or roll_call.log(name, self.ranks_of(group))
-            record = roll_call.enter(log, call)
+            record = roll_call.enter(log, call, like=_like(start, arguments))
         else:
             name += "/pairs"
             log = roll_call.logs.get(name) or roll_call.log(name, self.ranks_of(group), is_pair=True)
@@ -231,29 +254,49 @@ class Transport(ABC):
                 result, work, finish = self._start_agreed(self.board, record, start, arguments)
             else:
                 result, work, finish = start(*arguments)
-        except RuntimeError as error:
-            raise roll_call.explain(record, error) from error
+        except Exception as error:
+            if isinstance(error, _DisagreementError) or self.is_failure(error, peer is not None):
+                raise roll_call.explain(record, error) from error
+            roll_call.refuse(record)
+            if isinstance(error, HyperParallelError):
+                raise
+            raise could_not_begin(Failure(call, record.number, self.rank(), record.ranks), error) from error
         if work is None:
             log.num_done = max(log.num_done, record.number)
         return result, Handle(self, record, work, _both(finish, then), arguments)
 
     def _start_agreed(self, board: Board, record: Record, start: Callable[..., Launched], arguments: Any) -> Launched:
-        """Start and finish a call of which all ranks must think the same."""
-        text = record.call
-        if start.__name__ in _SAME_ON_ALL_RANKS:
-            text += f" of {arguments[0].dtype}{list(arguments[0].shape)}"
+        """Start a call of which all ranks must think the same; on MindSpore's CPU, finish it."""
+        text = record.call if record.like is None else f"{record.call} of {in_words(record.like)}"
         board.write(record.log.name, record.number, text)
+        if self.looks_before:
+            _check_agreed(board, record, text)
+            return start(*arguments)
         launched = start(*arguments)
-        other = board.find_other(record.log.name, record.number, text, record.ranks)
-        if other is not None:
-            raise RuntimeError(
-                f"rank {other[0]} began {other[1]}, and this rank {text}: what was received is not what was asked for"
-            )
+        _check_agreed(board, record, text)
         return launched
 
 
-# Calls in which every rank has a tensor of the same shape and dtype.
-_SAME_ON_ALL_RANKS = {"launch_all_reduce", "launch_all_gather", "launch_reduce_scatter", "launch_broadcast"}
+class _DisagreementError(RuntimeError):
+    """Another rank called something else under this number."""
+
+
+def _check_agreed(board: Board, record: Record, text: str) -> None:
+    other = board.find_other(record.log.name, record.number, text, record.ranks)
+    if other is not None:
+        raise _DisagreementError(f"rank {other[0]} began {other[1]}, and this rank {text}: they do not fit together")
+
+
+# Calls in which every rank has a tensor of the same dtype and shape, and those for which as many elements will do.
+_SAME_SHAPE = {"launch_all_gather", "launch_reduce_scatter"}
+_SAME_SIZE = {"launch_all_reduce", "launch_broadcast", "launch_equal_exchange"}
+
+
+def _like(start: Callable[..., Launched], arguments: Sequence[Any]) -> Like | None:
+    name = start.__name__
+    if name in _SAME_SIZE:
+        return arguments[0].dtype, (arguments[0].numel(),)
+    return (arguments[0].dtype, arguments[0].shape) if name in _SAME_SHAPE else None
 
 
 def check_rank(rank: Any, ranks: Sequence[int], name: str, call: str) -> int:

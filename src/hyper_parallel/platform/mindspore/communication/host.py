@@ -15,6 +15,7 @@ import mindspore.mint.distributed as dist
 from mindspore import Tensor, mint, ops
 from mindspore.ops import ReduceOp
 
+from hyper_parallel._base.errors import ArgumentTypeError, describe
 from hyper_parallel.platform.communication.reductions import Reduction
 from hyper_parallel.platform.mindspore.tensors import is_whole
 
@@ -33,6 +34,21 @@ _COMBINE = {
     Reduction.MAX: ops.maximum,
     Reduction.MIN: ops.minimum,
 }
+
+
+_MOVED = _COMBINED | {mindspore.uint8, mindspore.bool_}
+
+
+def check_dtype(tensor: Tensor) -> None:
+    """Refuse what mccl does not know before anything is sent: its own failure leaves no group of the process usable."""
+    if tensor.dtype not in _MOVED:
+        raise ArgumentTypeError(
+            "MindSpore's backend on the CPU cannot communicate this dtype.",
+            expected=", ".join(sorted(str(each) for each in _MOVED)),
+            got=describe(tensor),
+            where="nothing was sent, and the group is as it was",
+            do="Cast it first.",
+        )
 
 
 def all_reduce(tensor: Tensor, op: Reduction, group: str) -> None:

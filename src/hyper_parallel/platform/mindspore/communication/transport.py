@@ -34,6 +34,7 @@ _BACKENDS = {"cpu": "mccl", "npu": "hccl", "gpu": "nccl"}
 
 class MindSporeTransport(Transport):
     tensor_type = Tensor
+    looks_before = False  # nobody ends a wait here: the rank that began first would wait for its timeout
     reductions: ClassVar[dict[Any, Reduction]] = {}  # MindSpore's own names are strings: sum, max, min, prod
 
     def __init__(self) -> None:
@@ -98,6 +99,8 @@ class MindSporeTransport(Transport):
     def end(self, group: Any) -> None:
         if group is None:
             self._was_ended = True
+            if self.board is not None:
+                self.board.close()
             self._roll_call = self._store = self.board = None
             self._ranks.clear()
             dist.destroy_process_group()
@@ -189,20 +192,28 @@ class MindSporeTransport(Transport):
     def is_completed(self, work: Any) -> bool:
         return False  # MindSpore's handles do not tell
 
+    def is_failure(self, error: Exception, is_pair: bool) -> bool:
+        return isinstance(
+            error, RuntimeError
+        )  # a call is over when it returns, so that this may be its end as well as its beginning
+
     def launch_all_reduce(self, tensor: Tensor, op: Reduction, group: str) -> Launched:
         if _is_host():
+            host.check_dtype(tensor)
             host.all_reduce(tensor, op, group)
             return tensor, None, None
         return tensor, dist.all_reduce(tensor, host.NATIVE[op], group, async_op=True), None
 
     def launch_all_gather(self, tensor: Tensor, group: str) -> Launched:
         if _is_host():
+            host.check_dtype(tensor)
             return host.all_gather(tensor, group), None, None
         output = mint.empty((tensor.shape[0] * len(self.ranks_of(group)), *tensor.shape[1:]), dtype=tensor.dtype)
         return output, dist.all_gather_into_tensor(output, tensor, group, async_op=True), None
 
     def launch_reduce_scatter(self, tensor: Tensor, op: Reduction, group: str) -> Launched:
         if _is_host():
+            host.check_dtype(tensor)
             ranks = self.ranks_of(group)
             return host.reduce_scatter(tensor, op, ranks, ranks.index(self.rank()), group), None, None
         output = mint.empty((tensor.shape[0] // len(self.ranks_of(group)), *tensor.shape[1:]), dtype=tensor.dtype)
@@ -210,6 +221,7 @@ class MindSporeTransport(Transport):
 
     def launch_broadcast(self, tensor: Tensor, src: int, group: str) -> Launched:
         if _is_host():
+            host.check_dtype(tensor)
             host.broadcast(tensor, src, group)
             return tensor, None, None
         return tensor, dist.broadcast(tensor, src, group, async_op=True), None
@@ -218,6 +230,7 @@ class MindSporeTransport(Transport):
         self, tensor: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], group: str
     ) -> Launched:
         if _is_host():
+            host.check_dtype(tensor)
             ranks = self.ranks_of(group)
             me = ranks.index(self.rank())
             return host.all_to_all(tensor, input_splits, output_splits, ranks, me, group), None, None
@@ -227,12 +240,14 @@ class MindSporeTransport(Transport):
 
     def launch_send(self, tensor: Tensor, dst: int, group: str, tag: int) -> Launched:
         if _is_host():
+            host.check_dtype(tensor)
             host.send(tensor, dst, group)
             return tensor, None, None
         return tensor, dist.isend(tensor, dst, group, tag), None
 
     def launch_receive(self, tensor: Tensor, src: int, group: str, tag: int) -> Launched:
         if _is_host():
+            host.check_dtype(tensor)
             host.receive(tensor, src, group)
             return tensor, None, None
         return tensor, dist.irecv(tensor, src, group, tag), None

@@ -14,11 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from hyper_parallel._base.errors import ArgumentTypeError, describe
+from hyper_parallel.platform.communication.board import Board
 from hyper_parallel.platform.communication.handles import Handle
 from hyper_parallel.platform.communication.reductions import Reduction
 from hyper_parallel.platform.communication.roll_call import RollCall
 from hyper_parallel.platform.communication.transport import Launched, Transport
 from hyper_parallel.platform.torch.communication.pending import PendingTensor
+from hyper_parallel.platform.torch.communication.staging import launch_staged_receive, launch_staged_send
 from hyper_parallel.platform.torch.devices import Devices
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
@@ -33,6 +36,7 @@ _PIECE = timedelta(seconds=0.5)
 
 class TorchTransport(Transport):
     tensor_type = torch.Tensor
+    looks_before = True  # gloo ends a process that is sent more than it has room for
     reductions = (
         {
             dist.ReduceOp.SUM: Reduction.SUM,
@@ -58,8 +62,16 @@ class TorchTransport(Transport):
         if self._known_world() is not world:  # started, or ended and started again, by us or by the program itself
             self._roll_call.stop()
             self._known_world = weakref.ref(world)
-            self._roll_call = RollCall(dist.get_rank(), _open_store(), self.is_up, _store_holder())
+            store = _open_store()
+            self._roll_call = RollCall(dist.get_rank(), store, self.is_up, _store_holder())
+            self._close_board()
+            self.board = _join_board(store)
         return self._roll_call
+
+    def _close_board(self) -> None:
+        board, self.board = self.board, None
+        if board is not None:
+            board.close()
 
     def is_up(self) -> bool:
         return dist.is_available() and dist.is_initialized()
@@ -95,6 +107,8 @@ class TorchTransport(Transport):
         dist.init_process_group(backend, **given)
 
     def end(self, group: Any) -> None:
+        if group is None:
+            self._close_board()
         dist.destroy_process_group(group)
 
     def new_group(
@@ -112,6 +126,16 @@ class TorchTransport(Transport):
             )
 
     # Tensors
+
+    def check_tensor(self, data: Any, call: str) -> None:
+        super().check_tensor(data, call)
+        if data.layout is not torch.strided:
+            raise ArgumentTypeError(
+                f"`{call}` takes a dense tensor.",
+                expected="layout torch.strided",
+                got=f"{data.layout}, {describe(data)}",
+                do="Give `x.to_dense()`.",
+            )
 
     def contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().contiguous()
@@ -178,16 +202,24 @@ class TorchTransport(Transport):
     def is_completed(self, work: Any) -> bool:
         return (work.native if type(work) is _HostWork else work).is_completed()
 
+    def is_failure(self, error: Exception, is_pair: bool) -> bool:
+        # Collectives start in a thread or on a stream: what is raised here is about the arguments, or a connection that could not be made.
+        # A send on the CPU begins at once, and finds a connection that is closed.
+        return isinstance(error, dist.DistError) or (is_pair and type(error) is RuntimeError)
+
     def launch_all_reduce(self, tensor: torch.Tensor, op: Reduction, group: Any) -> Launched:
+        _check_reducible(tensor, op, group)
         work = dist.all_reduce(tensor, _NATIVE[op], group=group, async_op=True)
         return tensor, _work(work, tensor), None
 
     def launch_all_gather(self, tensor: torch.Tensor, group: Any) -> Launched:
         output = tensor.new_empty((tensor.shape[0] * dist.get_world_size(group), *tensor.shape[1:]))
-        work = _all_gather(output, tensor, group=group, async_op=True)
+        sent, received = _sendable(tensor, group), _sendable(output, group)
+        work = _all_gather(received, sent, group=group, async_op=True)
         return output, _work(work, tensor), None
 
     def launch_reduce_scatter(self, tensor: torch.Tensor, op: Reduction, group: Any) -> Launched:
+        _check_reducible(tensor, op, group)
         num_ranks = dist.get_world_size(group)
         output = tensor.new_empty((tensor.shape[0] // num_ranks, *tensor.shape[1:]))
         if tensor.device.type != "cpu":
@@ -209,27 +241,32 @@ class TorchTransport(Transport):
         return output, _work(work, tensor), finish
 
     def launch_broadcast(self, tensor: torch.Tensor, src: int, group: Any) -> Launched:
-        work = dist.broadcast(tensor, src, group=group, async_op=True)
+        work = dist.broadcast(_sendable(tensor, group), src, group=group, async_op=True)
         return tensor, _work(work, tensor), None
 
     def launch_all_to_all(
         self, tensor: torch.Tensor, input_splits: Sequence[int], output_splits: Sequence[int], group: Any
     ) -> Launched:
         output = tensor.new_empty((sum(output_splits), *tensor.shape[1:]))
+        sent, received = _sendable(tensor, group), _sendable(output, group)
         work = dist.all_to_all_single(
-            output, tensor, list(output_splits), list(input_splits), group=group, async_op=True
+            received, sent, list(output_splits), list(input_splits), group=group, async_op=True
         )
         return output, _work(work, tensor), None
 
     def launch_send(self, tensor: torch.Tensor, dst: int, group: Any, tag: int) -> Launched:
+        if _is_staged(tensor, group):
+            return tensor, launch_staged_send(tensor, dst, group, tag), None
         return tensor, dist.isend(tensor, dst, group=group, tag=tag), None
 
     def launch_receive(self, tensor: torch.Tensor, src: int, group: Any, tag: int) -> Launched:
+        if _is_staged(tensor, group):
+            return tensor, *launch_staged_receive(tensor, src, group, tag)
         return tensor, dist.irecv(tensor, src, group=group, tag=tag), None
 
     def launch_barrier(self, group: Any, device_ids: Any) -> Launched:
         work = dist.barrier(group=group, async_op=True, device_ids=device_ids)
-        return None, _HostWork(work) if _device_of(group).type == "cpu" else work, None
+        return None, _HostWork(work) if dist.get_backend(group) == "gloo" else work, None
 
 
 class _HostWork:
@@ -251,7 +288,62 @@ def _work(work: Any, tensor: torch.Tensor) -> Any:
 
 
 def _device_of(group: Any) -> torch.device:
-    return torch.device("cpu") if "gloo" in dist.get_backend(group) else Devices.device()
+    """Where the group takes what is made from objects: the host, if it has a backend for it."""
+    return torch.device("cpu") if any(each.type == "cpu" for each in group._device_types) else Devices.device()
+
+
+def _is_staged(tensor: torch.Tensor, group: Any) -> bool:
+    """Whether a send or receive has to go through the host."""
+    return tensor.device.type not in ("cpu", "meta") and _is_gloo(tensor, group)
+
+
+def _is_gloo(tensor: torch.Tensor, group: Any) -> bool:
+    try:
+        return str(group._get_backend(torch.device(tensor.device.type)).name()) == "gloo"
+    except RuntimeError:  # no backend for this device: its own error says so
+        return False
+
+
+# What gloo knows; of another dtype it finds out while it communicates, when a group is broken. (Complex numbers go as pairs of real ones.)
+_OF_GLOO = {
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool,
+    torch.complex64, torch.complex128,
+}  # fmt: skip
+
+
+def _sendable(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """The same memory, in a dtype that the group moves; the rows stay rows."""
+    if tensor.dtype in _OF_GLOO or not _is_gloo(tensor, group):
+        return tensor
+    num_rows = tensor.shape[0] if tensor.ndim else 1
+    return tensor.view(num_rows, tensor.numel() // max(num_rows, 1)).view(torch.uint8)
+
+
+def _check_reducible(tensor: torch.Tensor, op: Reduction, group: Any) -> None:
+    if tensor.dtype not in _OF_GLOO and _is_gloo(tensor, group):
+        raise ArgumentTypeError(
+            f"gloo cannot reduce this dtype ({op.value}).",
+            expected=", ".join(sorted(str(each).removeprefix("torch.") for each in _OF_GLOO)),
+            got=describe(tensor),
+            where=f"rank {dist.get_rank()}; nothing was sent, and the group is as it was",
+            do="Cast it first, for example with `x.float()`.",
+        )
+
+
+def _join_board(store: Any) -> Board | None:
+    """The board of the world, for gloo alone: whoever communicates first makes it, and nobody waits for a rank that does not communicate."""
+    if store is None or dist.get_world_size() == 1 or not _is_gloo(torch.empty(0), dist.group.WORLD):
+        return None
+    try:
+        return Board.join(
+            store, dist.get_rank(), dist.get_world_size(), store.add("hyper_parallel/board/asked", 1) == 1
+        )
+    except (
+        RuntimeError,
+        NotImplementedError,
+        OSError,
+    ):  # a store that cannot count, or memory that cannot be had: nothing is compared
+        return None
 
 
 def _open_store() -> Any:
