@@ -246,7 +246,9 @@ def test_other_values_are_found_by_the_check(backend: Backend, x: Any) -> None:
         calls.append(1)
         return (y * backend.tensor(np.full((2, 3), len(calls)))).exp().sin()
 
-    with configure_swap(check="values"), pytest.raises(RuntimeError, match="other values than forward"):
+    # MindSpore compares what comes from outside in any case.
+    message = "other values than forward|another tensor from outside"
+    with configure_swap(check="values"), pytest.raises(RuntimeError, match=message):
         backend.grad_of(lambda y: backend.platform.checkpoint(function, y), x)
     with configure_swap(check="values"):
         (found,) = backend.grad_of(lambda y: backend.platform.checkpoint(lambda z: (z * z).exp().sin(), y), x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -602,3 +603,49 @@ def test_dropouts_that_must_not_draw_again_share_one_stand_in() -> None:
         for cell in wrapped:
             differentiate(lambda y, cell=cell: cell(y).sum(), (x,), [], "tape")
     assert len(random_ops._stand_ins) == before + 1
+
+
+# -- what the second run reads from outside ------------------------------------------------------------------------------
+
+
+class FromOutside(nn.Cell):
+    """Reads something from outside of itself, another one each time."""
+
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        self.read = read
+
+    def construct(self, x: Any) -> Any:
+        return ops.sin(x * self.read())
+
+
+def alternating(make: Any) -> Any:
+    """Two lasting ones in turn."""
+    return itertools.cycle([make(1.0), make(3.0)]).__next__
+
+
+def made_anew(make: Any) -> Any:
+    """A new one each time, gone when the op is done."""
+    values = itertools.cycle([1.0, 3.0])
+    return lambda: make(next(values))
+
+
+@pytest.mark.parametrize("read", [alternating, made_anew])
+@pytest.mark.parametrize(
+    "make",
+    [float, lambda value: Tensor(np.full(4, value, np.float32)), lambda value: Tensor(value, mindspore.float32)],
+    ids=["number", "tensor", "scalar"],
+)
+def test_what_the_second_run_reads_from_outside_and_is_another_one_is_found(read: Any, make: Any) -> None:
+    cell = checkpoint_wrapper(FromOutside(read(make)))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"did not do what forward did[^£]*another tensor from outside"):
+            mindspore.grad(lambda x: cell(x * 1).sum())(Tensor(np.ones(4, np.float32)))
+
+
+def test_a_tensor_that_is_made_again_in_the_second_run_with_the_same_values_is_the_same() -> None:
+    x = Tensor(np.linspace(0, 1, 4).astype(np.float32))
+    make = FromOutside(lambda: Tensor(np.full(4, 2.0, np.float32)))
+    expected = mindspore.grad(lambda y: make(y * 1).sum())(x)
+    found = mindspore.grad(lambda y: checkpoint_wrapper(make)(y * 1).sum())(x)
+    assert np.array_equal(found.asnumpy(), expected.asnumpy())

@@ -223,7 +223,9 @@ def machine_disk_budget(directory: str) -> int:
         disk = os.statvfs(directory)
     except OSError as error:
         check_directory(directory)  # it was there when it was configured: says what has become of it
-        raise ArgumentError("disk_dir cannot be read.", got=f"{directory} ({error.strerror})", do="Name another one.") from error
+        raise ArgumentError(
+            "disk_dir cannot be read.", got=f"{directory} ({error.strerror})", do="Name another one."
+        ) from error
     return default_disk_budget(disk.f_bavail * disk.f_frsize, num_processes=num_local_processes())
 
 

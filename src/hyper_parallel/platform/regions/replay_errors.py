@@ -14,10 +14,13 @@ def other_ops(replay: Any, first: Any, ops: Iterable[Any], where: str, *, lists_
     if lists_ops:
         lines = [f"  {'found  ' if replay.has_met(op) else 'missing'} {op}" for op in ops]
         listing = "\n".join(["", "Ops of the forward, and whether recomputation ran them:", *lines])
+    got = "the end of the function" if replay.first_unknown is None else f"{replay.first_unknown} instead"
+    if replay.first_unknown is not None and replay.first_unknown in str(first):
+        got = "it with another number, or with another tensor from outside of the region"
     return StateError(
         "Recomputation did not do what forward did.",
         expected=str(first),
-        got="the end of the function" if replay.first_unknown is None else f"{replay.first_unknown} instead",
+        got=got,
         where=where,
         do="Let the function take the same way each time, or let the policy save what decides about it." + listing,
     )

@@ -29,6 +29,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.storages import (
     watcher,
     whole,
 )
+from hyper_parallel.platform.mindspore.activation_checkpoint.value_sums import value_sum
 from hyper_parallel.platform.regions.module_calls import ModuleCalls, Occurrence
 from hyper_parallel.platform.regions.questions import PolicyContext, asked
 from hyper_parallel.platform.trees import leaves
@@ -129,8 +130,8 @@ class RecordedOp:
     """One op of a record."""
 
     __slots__ = (
-        "before_write", "depends_on", "index", "is_primitive", "is_random", "must_run", "name", "nodes", "outputs", "policy", "reads", "redo",
-        "rest", "seeds", "takes_lists", "where",
+        "before_write", "depends_on", "index", "is_primitive", "is_random", "must_run", "name", "nodes", "outputs", "outside", "policy", "reads",
+        "redo", "rest", "seeds", "takes_lists", "where",
     )  # fmt: skip
 
     def __init__(self, index: int, call: Call, reads: list[Node | None], rest: list[Any], where: Occurrence) -> None:
@@ -142,6 +143,9 @@ class RecordedOp:
         self.must_run = self.is_primitive or self.takes_lists
         self.reads = reads  # None: a tensor that no op of the region has made
         self.depends_on: list[Node] = []  # what unknown tensors among them may be copies of
+        self.outside: dict[
+            int, bytes
+        ] = {}  # which of them are no op's, input or parameter -> a checksum of what was in it
         self.rest = rest  # the arguments that are no tensors, and how the tensors look
         self.where = where
         self.seeds = seeds_of(call.primitive)
@@ -259,6 +263,7 @@ class Record:
         for tensor, node in zip(tensors, reads, strict=True):
             if node is None:
                 op.depends_on += self._views.get((tensor.dtype, tensor.shape), ())
+        op.outside = outside_sums(tensors, reads)
         writes = _writes(call)
         if writes:
             self._note_writes(op, tensors, writes)
@@ -341,6 +346,19 @@ class Record:
             if node.source is not None:
                 tensor = base.look.on(whole(tensor))
             base.kept = Swappable(tensor) if op.policy.swaps else Saved(tensor)
+
+
+def outside_sums(tensors: list[Tensor], nodes: list[Node | None]) -> dict[int, bytes]:
+    """A checksum of each tensor that nobody knows and that is no parameter, by position.
+
+    That an iterator, a table or NumPy gives another one of the same shape in the second run is found by nothing else: MindSpore's tensors
+    have no identity that lasts, and the copies that kernels make of views are new in each run.
+    """
+    return {
+        position: value_sum(tensor)
+        for position, (tensor, node) in enumerate(zip(tensors, nodes, strict=True))
+        if node is None and tensor.param_info is None and storage_bytes(tensor) > 0
+    }
 
 
 def _writes(call: Call) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.recording import (
     RecordedOp,
     Saves,
     Stop,
+    outside_sums,
 )
 from hyper_parallel.platform.mindspore.activation_checkpoint.storages import (
     Look,
@@ -142,7 +143,7 @@ class Replay:
         self._stop_if_done()
         tensors, rest = call.sorted()
         values = [self._node_of(tensor) for tensor in tensors]
-        op = self._match(call, values, rest)
+        op = self._match(call, tensors, values, rest)
         if op is None:
             return self._run_unknown(call, tensors)
         self._current = op.index
@@ -270,16 +271,23 @@ class Replay:
 
     # -- which op it is -------------------------------------------------------------------------------------------------
 
-    def _match(self, call: Call, values: list[Node | None], rest: list[Any]) -> RecordedOp | None:
+    def _match(
+        self, call: Call, tensors: list[Tensor], values: list[Node | None], rest: list[Any]
+    ) -> RecordedOp | None:
         """The recorded op that this one is (rule 1)."""
         ops = self._record.ops
+        outside = outside_sums(tensors, values)
         index = self._next
-        if index < len(ops) and self._is_same(ops[index], call, values, rest, in_order=True):  # nearly always
+        if index < len(ops) and self._is_same(ops[index], call, values, rest, outside, in_order=True):  # nearly always
             self._next = index + 1
             self._met[index] = 1
             return ops[index]
         for op in ops:
-            if not self._met[op.index] and any(op.reads) and self._is_same(op, call, values, rest, in_order=False):
+            if (
+                not self._met[op.index]
+                and any(op.reads)
+                and self._is_same(op, call, values, rest, outside, in_order=False)
+            ):
                 if self.first_missing is None and op.index > self._next:
                     self.first_missing = ops[self._next]
                 self._met[op.index] = 1
@@ -288,9 +296,18 @@ class Replay:
         return None
 
     def _is_same(
-        self, op: RecordedOp, call: Call, values: list[Node | None], rest: list[Any], *, in_order: bool
+        self,
+        op: RecordedOp,
+        call: Call,
+        values: list[Node | None],
+        rest: list[Any],
+        outside: dict[int, bytes],
+        *,
+        in_order: bool,
     ) -> bool:
         if op.name != call.name or not _same_rest(op.rest, rest):
+            return False
+        if any(op.outside.get(position, found) != found for position, found in outside.items()):
             return False
         if op.reads != values and not (in_order and self._may_read(op, values)):
             return False
