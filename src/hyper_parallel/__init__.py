@@ -64,6 +64,8 @@ _PUBLIC = {
     "explicit_communication": "hyper_parallel.core.shard.communication_log",
     "unknown_ops": "hyper_parallel.core.shard._op_dispatch",
     "NoRuleError": "hyper_parallel.core.shard._op_dispatch",
+    "HookCoordinator": "hyper_parallel.core.parallel.pipeline.coordinator",
+    "overlap_forward_backward": "hyper_parallel.core.parallel.pipeline.coordinator",
 }
 
 # Of these a framework has its own: they are asked for each time, as `get_platform` is.

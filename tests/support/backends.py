@@ -38,6 +38,15 @@ class Backend:
         """Gradients of `fn(*tensors).sum()` with respect to every tensor."""
         raise NotImplementedError
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """A block in which operations are recorded for `backward`."""
+        yield
+
+    def backward(self, loss: Any) -> None:
+        """Gradients of a number, left on the parameters (`get_grad`)."""
+        raise NotImplementedError
+
     def numbers(self, tensor: Any) -> np.ndarray:
         return self.platform.tensor_to_numpy(tensor)
 
@@ -85,6 +94,9 @@ class TorchBackend(Backend):
         inputs = [tensor.detach().clone().requires_grad_() for tensor in tensors]
         fn(*inputs).sum().backward()
         return [self.numbers(tensor.grad) for tensor in inputs]
+
+    def backward(self, loss: Any) -> None:
+        loss.backward()
 
     def linear(self, num_in: int, num_out: int) -> Any:
         import torch
@@ -202,6 +214,22 @@ class MindSporeBackend(Backend):
         positions = tuple(range(len(tensors)))
         grads = ms.grad(lambda *inputs: fn(*inputs).sum(), grad_position=positions)(*tensors)
         return [self.numbers(grad) for grad in (grads if isinstance(grads, tuple) else (grads,))]
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        from mindspore.graph.api import _pynative_executor
+
+        _pynative_executor.set_grad_flag(True)
+        try:
+            yield
+        finally:
+            _pynative_executor.set_grad_flag(False)
+
+    def backward(self, loss: Any) -> None:
+        from mindspore import ops
+        from mindspore._c_expression import run_backward
+
+        run_backward((loss,), (ops.ones_like(loss),), False, False, (), True, accumulate_grad=True)
 
     def linear(self, num_in: int, num_out: int) -> Any:
         from mindspore import nn

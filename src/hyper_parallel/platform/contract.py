@@ -54,9 +54,6 @@ class Operation(NamedTuple):
         return Signature(found)
 
 
-COORDINATOR = "dual-pipe overlap"
-
-
 def _rows(section: Section, text: str, comes_with: str | None = None) -> list[Operation]:
     """One operation per line: `name(arguments): summary`; `name*` is called on the instance, `name!` is a property."""
     rows = []
@@ -114,12 +111,8 @@ OPERATIONS: tuple[Operation, ...] = (
         differentiable_all_to_all_single_async(input_tensor, input_splits, output_splits, group=None): The same, returning once it is launched.
         p2p_exchange(tensor, peer_rank, group=None): Exchange with one peer; backward exchanges the gradients.
         differentiable_async_a2a_wait(x, work, out_perm, group, world_size, concat_dim, split_dim, handle_box=None): Finish an exchange that was launched before, inside the graph.
+        differentiable_sync_hook(x, hook_name, coordinator): Identity at which forward and backward meet the coordinator.
         """,
-    ),
-    *_rows(
-        Section.DIFFERENTIABLE,
-        "differentiable_sync_hook(x, hook_name, coordinator): Identity at which forward and backward meet the coordinator.",
-        COORDINATOR,
     ),
     *_rows(
         Section.GRAD_REDUCTION,

@@ -159,6 +159,12 @@ def bind(since: str) -> Platform:
         return platform
 
 
+def chosen_type() -> PlatformType | None:
+    """The framework that this process works on; None as long as nobody has chosen."""
+    chosen = _state.chosen
+    return None if chosen is None else chosen.platform_type
+
+
 def part_of(platform: Platform, part: str, call: str) -> Any:
     """A module of the platform's own folder that the core reaches through the call, such as `activation_checkpoint`.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
-from hyper_parallel.platform.arguments import check_same_shape
+from hyper_parallel.platform.arguments import check_same_shape, check_tensor
 from hyper_parallel.platform.communication.functions import Functions
 from hyper_parallel.platform.communication.reductions import EXTREMES, Reduction, check_can_average, to_reduction
 from hyper_parallel.platform.communication.splits import (
@@ -16,6 +16,7 @@ from hyper_parallel.platform.communication.splits import (
     check_output_shape,
     check_splits,
 )
+from hyper_parallel.platform.communication.sync_hook import Coordinator, check_hook
 from hyper_parallel.platform.communication.transport import Transport, check_rank
 from hyper_parallel.platform.interface import Platform
 
@@ -151,6 +152,17 @@ class Differentiable(Platform):
         if work is not None:
             work.wait()
         return cls.functions.finish_exchange.apply(x, out_perm, gathered, split, group, handle_box)
+
+    @classmethod
+    def differentiable_sync_hook(cls, x: Any, hook_name: str, coordinator: Coordinator) -> Any:
+        """`x` itself, and its gradient; on the way forward and backward meet at `coordinator` (a `hyper_parallel.HookCoordinator`).
+
+        `A` stands before a dispatch, `B` after it, `C` before a combine, `D` after it. While the coordinator is disabled nobody waits.
+        """
+        call = "differentiable_sync_hook"
+        check_tensor(x, cls.transport.tensor_type, call)
+        check_hook(hook_name, coordinator, call)
+        return cls.functions.sync_hook.apply(x, hook_name, coordinator)
 
     @classmethod
     def _exchange_rows(cls, data: Any, sent: Any, received: Any, group: Any, is_lazy: bool, call: str) -> Any:

@@ -21,6 +21,7 @@ from hyper_parallel.platform.communication.collectives import (
 from hyper_parallel.platform.communication.handles import Handle
 from hyper_parallel.platform.communication.point_to_point import launch_receive, launch_send
 from hyper_parallel.platform.communication.reductions import EXTREMES, Reduction
+from hyper_parallel.platform.communication.sync_hook import Coordinator, Hook, meet
 from hyper_parallel.platform.communication.transport import Transport
 
 
@@ -172,6 +173,21 @@ class Functions:
                 transport.at_end_of_backward(lambda: check_was_taken(box, entry))
                 return transport.zeros(shape, grad), None, None, None, None, None
 
+        class SyncHook(function):  # type: ignore[misc]
+            """Identity; a node of the graph even while its coordinator is disabled, so that backward finds it whenever that is enabled."""
+
+            @staticmethod
+            def forward(ctx: Any, x: Any, name: str, coordinator: Coordinator) -> Any:
+                ctx.arguments = (name, coordinator)
+                meet(Hook(name, is_backward=False), coordinator)
+                return x
+
+            @staticmethod
+            def backward(ctx: Any, grad: Any) -> Any:
+                name, coordinator = ctx.arguments
+                meet(Hook(name, is_backward=True), coordinator)
+                return grad, None, None
+
         self.all_gather = AllGather
         self.reduce_scatter = ReduceScatter
         self.reduce_scatter_extreme = ReduceScatterExtreme
@@ -181,6 +197,7 @@ class Functions:
         self.exchange_rows = ExchangeRows
         self.pair = Pair
         self.finish_exchange = FinishExchange
+        self.sync_hook = SyncHook
 
 
 def num_ranks_of(transport: Transport, group: Any) -> int:

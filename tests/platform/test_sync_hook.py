@@ -1,0 +1,259 @@
+"""Forward and backward that meet at hooks in their graphs: one text, every framework."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import HookCoordinator, overlap_forward_backward
+from hyper_parallel.platform.selection import _choose, _forget
+from support.backends import Backend
+
+covers = pytest.mark.covers
+LONG = 60.0
+NAME = "differentiable_sync_hook"
+
+
+class Recorder:
+    """A coordinator of a user's own: writes down what it is told, and lets everybody pass."""
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.calls: list[tuple[str, str]] = []
+
+    def notify_dispatched(self, role: str) -> None:
+        self.calls.append(("leave", role))
+
+    def rendezvous(self, role: str) -> None:
+        self.calls.append(("enter", role))
+
+
+@pytest.fixture(autouse=True)
+def is_chosen(backend: Backend) -> Any:
+    _choose(backend.platform.platform_type)
+    yield
+    _forget()
+
+
+def through_hooks(platform: Any, x: Any, names: str, coordinator: Any) -> Any:
+    for name in names:
+        x = platform.differentiable_sync_hook(x, name, coordinator) * 2.0
+    return x
+
+
+@covers(NAME)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_hook_is_the_identity_on_value_and_gradient(backend: Backend, platform: Any, enabled: bool) -> None:
+    x = backend.tensor([[1.0, -2.0], [0.5, 3.0]])
+    for name in "ABCD":
+        coordinator = Recorder(enabled)
+        assert np.array_equal(
+            backend.numbers(platform.differentiable_sync_hook(x, name, coordinator)), backend.numbers(x)
+        )
+        (grad,) = backend.grad_of(
+            lambda t, name=name, c=coordinator: platform.differentiable_sync_hook(t * t, name, c) * 3.0, x
+        )
+        assert np.array_equal(grad, 6.0 * backend.numbers(x))
+        assert bool(coordinator.calls) is enabled
+
+
+@covers(NAME)
+def test_forward_and_backward_tell_their_own_roles_and_backward_the_reverse(backend: Backend, platform: Any) -> None:
+    comm, compute = "comm", "compute"
+    coordinator = Recorder()
+    backend.grad_of(lambda x: through_hooks(platform, x, "ABCD", coordinator), backend.tensor([1.0]))
+    forward = [(compute, comm), (comm, compute)] * 2
+    backward = [(entered, left) for left, entered in reversed(forward)]
+    expected = [call for left, entered in forward + backward for call in (("leave", left), ("enter", entered))]
+    assert coordinator.calls == expected
+
+
+@covers(NAME)
+def test_a_graph_made_while_the_coordinator_was_disabled_meets_later(backend: Backend, platform: Any) -> None:
+    coordinator = Recorder(enabled=False)
+    with backend.recording():
+        x = platform.new_zero_parameter((2,), "float32", True, None)
+        loss = through_hooks(platform, x, "AB", coordinator).sum()
+        coordinator.enabled = True
+        backend.backward(loss)
+    assert [role for what, role in coordinator.calls if what == "enter"] == ["comm", "compute"]
+    assert backend.get_grad(x).tolist() == [4.0, 4.0]
+
+
+@covers(NAME)
+def test_wrong_arguments_of_a_hook_are_refused_in_words(backend: Backend, platform: Any) -> None:
+    x, coordinator = backend.tensor([1.0]), HookCoordinator()
+    for wrong in ("E", "a", "AB", ""):
+        with pytest.raises(ValueError, match="'A' \\(before dispatch\\)"):
+            platform.differentiable_sync_hook(x, wrong, coordinator)
+    with pytest.raises(TypeError, match="name of a hook"):
+        platform.differentiable_sync_hook(x, 1, coordinator)
+    with pytest.raises(TypeError, match="takes a tensor"):
+        platform.differentiable_sync_hook([1.0], "A", coordinator)
+    for nobody in (None, HookCoordinator, "coordinator"):
+        with pytest.raises(TypeError, match="takes a coordinator"):
+            platform.differentiable_sync_hook(x, "A", nobody)
+
+
+@covers(NAME)
+def test_outside_of_an_overlap_hooks_are_passed(backend: Backend, platform: Any) -> None:
+    coordinator = HookCoordinator(timeout=0.01)
+    (grad,) = backend.grad_of(lambda x: through_hooks(platform, x, "ABCD", coordinator), backend.tensor([1.0]))
+    assert grad.tolist() == [16.0]
+    with platform.no_grad():
+        assert backend.numbers(through_hooks(platform, backend.tensor([1.0]), "A", coordinator)).tolist() == [2.0]
+
+
+class Chunk:
+    """Layers with hooks, and a note of each part that is run, forward (the hook before it) and backward (the hook after it)."""
+
+    def __init__(self, backend: Backend, num_layers: int, coordinator: Any, log: list[tuple[str, int]]) -> None:
+        self.backend, self.platform, self.coordinator = backend, backend.platform, coordinator
+        values = np.linspace(0.5, 1.5, 4 * num_layers)
+        self.weights = [self.platform.new_zero_parameter((3,), "float32", True, None) for _ in values]
+        with self.platform.no_grad():
+            for weight, value in zip(self.weights, values, strict=True):
+                self.platform.load_into_param(weight, backend.tensor(np.full(3, value)))
+        self.log, self.fail = log, None  # type: tuple[Any, Any]
+        outer = self
+
+        class Note(self.platform.Function):  # type: ignore[misc, name-defined]
+            @staticmethod
+            def forward(ctx: Any, x: Any, number: int) -> Any:
+                ctx.number = number
+                outer.passed("forward", number)
+                return x * 1.0
+
+            @staticmethod
+            def backward(ctx: Any, grad: Any) -> Any:
+                outer.passed("backward", ctx.number)
+                return grad * 1.0, None
+
+        self.note = Note
+
+    def passed(self, side: str, number: int) -> None:
+        at = number if side == "forward" else len(self.weights) - 1 - number
+        self.log.append((side, at))
+        if self.fail is not None:
+            self.fail(side, at)
+
+    def __call__(self) -> Any:
+        x = self.backend.tensor([0.5, -1.0, 2.0])
+        for number, weight in enumerate(self.weights):
+            x = self.note.apply(x * weight, number)
+            x = self.platform.differentiable_sync_hook(x, "ABCD"[number % 4], self.coordinator)
+        return (x * x).sum()
+
+    def gradients(self) -> list[np.ndarray]:
+        return [self.backend.get_grad(weight) for weight in self.weights]
+
+
+def expected_gradients(backend: Backend, num_layers: int) -> list[np.ndarray]:
+    chunk = Chunk(backend, num_layers, HookCoordinator(LONG), [])
+    if num_layers:
+        backend.backward(chunk())
+    return chunk.gradients()
+
+
+@covers(NAME)
+@pytest.mark.parametrize(("num_forward", "num_backward"), [(1, 1), (2, 2), (3, 1), (1, 3), (2, 0), (0, 2)])
+def test_an_overlap_takes_turns_and_gives_the_gradients_of_one_after_the_other(
+    backend: Backend, platform: Any, num_forward: int, num_backward: int
+) -> None:
+    coordinator, log = HookCoordinator(LONG), []  # type: tuple[Any, list[tuple[str, int]]]
+    with backend.recording():
+        before, now = (Chunk(backend, number, coordinator, log) for number in (num_backward, num_forward))
+        wanted = expected_gradients(backend, num_backward), expected_gradients(backend, num_forward)
+        loss = before() if num_backward else None
+        log.clear()
+        next_loss, result = overlap_forward_backward(
+            now, lambda: backend.backward(loss) if num_backward else "none", coordinator
+        )
+        assert result == (None if num_backward else "none")
+        # A part stands before its hook, which backward passes first. Of the k-th of each the one that communicates is enqueued first.
+        ordered = [
+            entry
+            for at in range(1, min(4 * num_forward, 4 * num_backward - 1))
+            for entry in sorted([("forward", at), ("backward", at)], reverse=at % 2 == 1)
+        ]
+        assert [entry for entry in log if entry in ordered] == ordered
+        if num_forward:
+            backend.backward(next_loss)
+    for chunk, gradients in zip((before, now), wanted, strict=True):
+        assert all(np.array_equal(got, want) for got, want in zip(chunk.gradients(), gradients, strict=True))
+
+
+class Stop(BaseException):
+    pass
+
+
+@covers(NAME)
+@pytest.mark.parametrize("kind", [ValueError, Stop])
+@pytest.mark.parametrize(("failing", "at"), [(side, at) for side in ("forward", "backward") for at in range(4)])
+def test_an_error_at_any_hook_in_a_graph_ends_both_sides(
+    backend: Backend, platform: Any, failing: str, at: int, kind: type[BaseException]
+) -> None:
+    coordinator, log = HookCoordinator(LONG), []  # type: tuple[Any, list[tuple[str, int]]]
+    error = kind("broken")
+
+    def fail(side: str, now: int) -> None:
+        if (side, now) == (failing, at):
+            raise error
+
+    with backend.recording():
+        before, now = Chunk(backend, 1, coordinator, log), Chunk(backend, 1, coordinator, log)
+        loss = before()
+        before.fail = now.fail = fail
+        with pytest.raises(kind, match="broken"):
+            overlap_forward_backward(now, lambda: backend.backward(loss), coordinator)
+    again(backend, coordinator)
+
+
+@covers(NAME)
+@pytest.mark.parametrize(("late", "at"), [("forward", 0), ("forward", 2), ("backward", 1), ("backward", 3)])
+def test_a_side_that_is_late_at_a_hook_in_a_graph_is_named(backend: Backend, platform: Any, late: str, at: int) -> None:
+    coordinator, gave_up = HookCoordinator(timeout=0.05), threading.Event()
+
+    def stay(side: str, now: int) -> None:
+        if (side, now) == (late, at):
+            gave_up.wait(LONG)
+
+    def until_its_end(name: str, function: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            try:
+                return function()
+            finally:
+                if name != late:
+                    gave_up.set()
+
+        return run
+
+    with backend.recording():
+        before, now = Chunk(backend, 1, coordinator, []), Chunk(backend, 1, coordinator, [])
+        loss = before()
+        before.fail = now.fail = stay
+        with pytest.raises(TimeoutError, match=f"(?s)for the {late} side.*hook . of "):
+            overlap_forward_backward(
+                until_its_end("forward", now), until_its_end("backward", lambda: backend.backward(loss)), coordinator
+            )
+    again(backend, coordinator)
+
+
+def again(backend: Backend, coordinator: Any) -> None:
+    """After a failure the same coordinator and new graphs give right gradients."""
+    coordinator._timeout = LONG
+    wanted = expected_gradients_in(backend, 1)
+    with backend.recording():
+        before, now = Chunk(backend, 1, coordinator, []), Chunk(backend, 1, coordinator, [])
+        loss = before()
+        overlap_forward_backward(now, lambda: backend.backward(loss), coordinator)
+    assert all(np.array_equal(got, want) for got, want in zip(before.gradients(), wanted, strict=True))
+
+
+def expected_gradients_in(backend: Backend, num_layers: int) -> list[np.ndarray]:
+    with backend.recording():
+        return expected_gradients(backend, num_layers)
