@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from support import dtensor_programs as programs
@@ -70,6 +72,24 @@ def test_dropout_draws_the_same_for_replicas_and_others_for_parts() -> None:
 
 def test_pytorchs_own_tensors_share_the_memory() -> None:
     for found in on_ranks(programs.to_torch_and_back):
+        assert all(found.values()), found
+
+
+def test_pytorchs_clipping_is_right_where_a_part_of_the_model_is_sharded() -> None:
+    for found in on_ranks(programs.clipped_by_pytorch, ranks=2):
+        assert all(found.values()), found
+
+
+def test_pytorchs_placements_and_meshes_are_taken_wherever_ours_are() -> None:
+    for found in on_ranks(programs.pytorchs_words, ranks=2):
+        assert all(found.values()), found
+
+
+def test_pytorchs_ways_of_saving_work_or_say_what_to_use(tmp_path: Path) -> None:
+    for found in on_ranks(programs.saved_by_pytorch, str(tmp_path), ranks=2):
+        assert "another rank's part" in found.pop("another rank's file")
+        assert "`hp.distribute_tensor(tensor, mesh, placements)` of a whole tensor" in found.pop("whole tensors")
+        assert "get_model_state_dict" in found.pop("save_checkpoint")
         assert all(found.values()), found
 
 

@@ -465,3 +465,110 @@ def layouts_in_any_order() -> bool:
     keep = torch.equal(x.to_local()[0], right) and torch.equal(x.full_tensor(), torch.arange(8.0).reshape(4, 2))
     keep_platform_groups()
     return keep
+
+
+# -- beside PyTorch's own -----------------------------------------------------------------------------------------------
+
+
+def clipped_by_pytorch() -> dict[str, bool]:
+    """`torch.nn.utils.clip_grad_norm_` of a model of which one parameter is sharded."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    gradients = [torch.randn_like(each) for each in plain.parameters()]
+    mixed = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    mixed[1].weight = nn.Parameter(hp.distribute_tensor(mixed[1].weight.detach(), mesh, [Shard(0)]))
+    found = {}
+    for norm_type in (2.0, 1.0, float("inf")):
+        for one, other, gradient in zip(plain.parameters(), mixed.parameters(), gradients, strict=True):
+            one.grad = gradient.clone()
+            other.grad = gradient.clone() if type(other) is nn.Parameter and not isinstance(other, DTensor) else None
+            if isinstance(other, DTensor):
+                other.grad = hp.distribute_tensor(gradient.clone(), other.layout)
+        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5, norm_type) for each in (plain, mixed)]
+        found[f"norm {norm_type}"] = abs(float(norms[0]) - float(norms[1])) < 1e-5
+        found[f"gradients {norm_type}"] = all(
+            torch.allclose(one.grad, _whole(other.grad), atol=1e-6)  # the norm is summed in another order
+            for one, other in zip(plain.parameters(), mixed.parameters(), strict=True)
+        )
+    number = hp.distribute_tensor(torch.tensor(3.0), mesh)
+    found["a plain number is stacked first"] = torch.stack([torch.tensor(1.0), number]).tolist() == [1.0, 3.0]
+    found["and last"] = torch.stack([number, torch.tensor(1.0)]).tolist() == [3.0, 1.0]
+    found["a number leaves plain tensors plain"] = torch.equal(torch.ones(2) * number, torch.full((2,), 3.0))
+    keep_platform_groups()
+    return found
+
+
+def pytorchs_words() -> dict[str, bool]:
+    """PyTorch's own placements and meshes in the places of ours."""
+    from torch.distributed import tensor as native
+
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    ours = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    split = hp.distribute_tensor(x, mesh, [native.Shard(0)])
+    theirs = native.distribute_tensor(x, mesh, [native.Shard(1)])
+    linear = hp.shard_module(
+        nn.Linear(4, 8), mesh, ShardPlan({"weight": [native.Shard(0)]}, {"": [[native.Replicate()]]})
+    )
+    found = {
+        "the mesh is the same": split.device_mesh is ours,
+        "a layout": split.layout is ours.layout("tp", None),
+        "values": torch.equal(split.full_tensor(), x),
+        "redistributed": split.redistribute([native.Replicate()]).layout is ours.layout(None, None),
+        "mixed with ours": hp.ones((8,), mesh, [Shard(0)]).layout is hp.ones((8,), ours, [native.Shard(0)]).layout,
+        "partial": Layout.from_placements(mesh, [native.Partial("product")], 1).placements == (Partial("prod"),),
+        "from a part": DTensor.from_local(x, mesh, [native.Partial()]).layout.partial == (("tp", "sum"),),
+        "a tensor of theirs": torch.equal(hp.distribute_tensor(theirs, ours, [Shard(0)]).to_local(), split.to_local()),
+        "a module": linear(x).layout is ours.layout(None, "tp"),
+        "a function": hp.custom_shard(torch.neg, mesh, [[native.Shard(0)]], [native.Shard(0)])(x).layout
+        is split.layout,
+    }
+    keep_all_groups()
+    return found
+
+
+def saved_by_pytorch(folder: str) -> dict[str, Any]:
+    """A model with a sharded parameter, saved and loaded in PyTorch's ways."""
+    import io
+
+    from torch.distributed import checkpoint as dcp
+
+    torch.manual_seed(5)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+    def model(axes: tuple[Any, Any]) -> nn.Module:
+        return hp.shard_module(nn.Linear(4, 6), mesh, ShardPlan({"weight": axes}))
+
+    first, second = model(("tp", None)), model((None, "tp"))
+    whole = first.weight.full_tensor().detach()
+    dcp.save(first.state_dict(), checkpoint_id=folder)
+    state = second.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    found: dict[str, Any] = {"resharded": torch.equal(second.weight.full_tensor(), whole)}
+    buffer = io.BytesIO()
+    torch.save(first.state_dict(), buffer)
+    third = model(("tp", None))
+    third.load_state_dict(torch.load(io.BytesIO(buffer.getvalue()), weights_only=True))
+    found["torch.save"] = torch.equal(third.weight.to_local(), first.weight.to_local())
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, buffer.getvalue())
+    try:
+        torch.load(io.BytesIO(texts[dist.get_rank() - 1]), weights_only=True)
+    except RuntimeError as error:
+        found["another rank's file"] = str(error)
+    try:
+        third.load_state_dict({"weight": whole, "bias": torch.zeros(6)})
+    except RuntimeError as error:
+        found["whole tensors"] = str(error)
+    platform = hp.get_platform()
+    options = dcp.state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = platform.get_model_state_dict(first, options=options)
+    found["full"] = type(full["weight"]) is torch.Tensor and torch.equal(full["weight"], whole)
+    try:
+        platform.save_checkpoint(first, f"{folder}/x.safetensors")
+    except ValueError as error:
+        found["save_checkpoint"] = str(error)
+    keep_platform_groups()
+    return found

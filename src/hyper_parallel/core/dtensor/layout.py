@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.core.dtensor.interned import Interned
-from hyper_parallel.core.dtensor.mesh import DeviceMesh, current_mesh
-from hyper_parallel.core.dtensor.placements import Partial, Placement, Replicate, Shard, check_op
+from hyper_parallel.core.dtensor.mesh import DeviceMesh, as_mesh, current_mesh
+from hyper_parallel.core.dtensor.placements import Partial, Placement, Replicate, Shard, as_placement, check_op
 
 __all__ = ["AxesOfDim", "Layout", "PartialAxes", "check_same_mesh", "layout"]
 
@@ -60,8 +60,7 @@ class Layout(Interned):
     _placements: tuple[Placement, ...] | None
 
     def __new__(cls, mesh: DeviceMesh, axes_per_dim: Sequence[AxesOfDim], partial: PartialAxes = ()) -> Layout:
-        if not isinstance(mesh, DeviceMesh):
-            raise ArgumentTypeError("A layout needs a mesh.", expected="a DeviceMesh", got=describe(mesh))
+        mesh = as_mesh(mesh, "A layout needs a mesh.")
         axes = _axes_per_dim(axes_per_dim)
         ops = _partial_pairs(partial)
         found = mesh._layouts.get((axes, ops))
@@ -105,6 +104,11 @@ class Layout(Interned):
         Raises:
             ValueError: another number of placements than axes, or a dim that the tensor does not have.
         """
+        mesh = as_mesh(mesh, "A layout needs a mesh.")
+        if isinstance(placements, (str, bytes)) or not hasattr(placements, "__iter__"):
+            raise ArgumentTypeError(
+                "Placements come as a list, one per mesh axis.", expected="such as [Shard(0)]", got=describe(placements)
+            )
         key = (tuple(placements), ndim)
         try:
             found = mesh._layouts.get(key)
@@ -210,7 +214,7 @@ def layout(*dims: AxesOfDim, mesh: DeviceMesh | None = None, partial: PartialAxe
             got="neither",
             do="Write `mesh.layout(...)`, or pass the mesh.",
         )
-    return Layout(chosen, dims, partial)
+    return Layout(as_mesh(chosen, "A layout needs a mesh."), dims, partial)
 
 
 def check_same_mesh(first: Layout, second: Layout) -> None:
@@ -250,6 +254,10 @@ def _axes_per_dim(dims: Sequence[AxesOfDim]) -> tuple[tuple[str, ...], ...]:
 def _partial_pairs(partial: PartialAxes) -> tuple[tuple[str, str], ...]:
     if isinstance(partial, str):
         return ((partial, "sum"),)
+    if not hasattr(partial, "__iter__"):
+        raise ArgumentTypeError(
+            "Partial axes are given by name, with their reduction.", expected='such as {"tp": "max"}', got=describe(partial)
+        )  # fmt: skip
     items: Iterable[Any] = partial.items() if isinstance(partial, Mapping) else partial
     pairs = []
     for item in items:
@@ -288,13 +296,14 @@ def _from_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim: in
         raise ArgumentError(
             "The placements do not match the axes of the mesh.",
             expected=f"{mesh.ndim} placements",
-            got=f"{len(placements)}: {list(placements)}",
+            got=f"{len(placements)}: {describe(list(placements))}",
             where=repr(mesh),
             do="Give one placement per mesh axis.",
         )
     axes: list[list[str]] = [[] for _ in range(ndim)]
     partial = []
-    for axis, placement in zip(mesh.axis_names, placements, strict=True):
+    for axis, given in zip(mesh.axis_names, placements, strict=True):
+        placement = as_placement(given)
         if isinstance(placement, Shard):
             if not -ndim <= placement.dim < ndim:
                 raise ArgumentError(
@@ -306,7 +315,8 @@ def _from_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim: in
             partial.append((axis, placement.op))
         elif not isinstance(placement, Replicate):
             raise ArgumentTypeError(
-                "A placement is missing.", expected="Shard, Replicate or Partial", got=describe(placement), where=f"axis {axis!r}"
+                "A placement is missing.", expected="hp.Shard, hp.Replicate or hp.Partial, or PyTorch's",
+                got=describe(given), where=f"axis {axis!r}",
             )  # fmt: skip
     return Layout(mesh, tuple(tuple(names) for names in axes), tuple(partial))
 

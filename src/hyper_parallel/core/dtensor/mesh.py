@@ -20,7 +20,7 @@ from hyper_parallel.core.dtensor.mesh_arguments import axis_names_of, ranks_of, 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.layout import AxesOfDim, Layout, PartialAxes
 
-__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh"]
+__all__ = ["DeviceMesh", "as_mesh", "current_mesh", "init_device_mesh"]
 
 _made: dict[tuple[object, ...], DeviceMesh] = {}
 _entered: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("entered meshes", default=())
@@ -392,6 +392,20 @@ def init_device_mesh(
     shape = shape_of(mesh_shape)
     ranks = range(math.prod(shape)) if rank_list is None else rank_list
     return DeviceMesh(device_type, shape, mesh_dim_names=mesh_dim_names, rank_list=ranks)
+
+
+def as_mesh(value: Any, what: str) -> DeviceMesh:
+    """A mesh, of this package or PyTorch's own, whose groups are used then; PyTorch's is known by its class's name: nothing is imported.
+
+    Raises:
+        TypeError: it is none; `what` says what for.
+    """
+    if isinstance(value, DeviceMesh):
+        return value
+    kind = type(value)
+    if kind.__name__ == "DeviceMesh" and kind.__module__.partition(".")[0] == "torch":
+        return DeviceMesh.from_torch(value)
+    raise ArgumentTypeError(what, expected="a hp.DeviceMesh, or PyTorch's", got=describe(value))
 
 
 def current_mesh() -> DeviceMesh | None:

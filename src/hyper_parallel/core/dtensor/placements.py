@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.core.dtensor.interned import Interned
 
-__all__ = ["Partial", "Placement", "REDUCE_OPS", "Replicate", "Shard", "check_op"]
+__all__ = ["Partial", "Placement", "REDUCE_OPS", "Replicate", "Shard", "as_placement", "check_op"]
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "prod")
 
@@ -110,6 +110,28 @@ class Partial(Placement):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Partial, (self.op,)
+
+
+def as_placement(value: Any) -> Placement | None:
+    """A placement, of this package or PyTorch's own; None for anything else. PyTorch's is known by its class's name: nothing is imported.
+
+    Example:
+        >>> as_placement(Shard(0)), as_placement("tp")
+        (Shard(0), None)
+    """
+    if isinstance(value, Placement):
+        return value
+    kind = type(value)
+    if kind.__module__.partition(".")[0] != "torch":
+        return None
+    # Exactly these: PyTorch's `_StridedShard` is a `Shard` that splits in another order.
+    if kind.__name__ == "Shard":
+        return Shard(value.dim)
+    if kind.__name__ == "Replicate":
+        return Replicate()
+    if kind.__name__ == "Partial":
+        return Partial({"product": "prod"}.get(value.reduce_op, value.reduce_op))
+    return None
 
 
 def check_op(op: object) -> None:

@@ -269,6 +269,21 @@ class OpDispatcher:
         rule = registry.by_name(name)
         if rule is not None:
             return decide_by_user_rule(rule, func, args, kwargs, tensors, glue)
+        if all(_is_number(tensor, glue) for tensor in tensors) and _has_plain((args, kwargs), glue, self._dtensors):
+            # Numbers, among plain tensors: those stay plain. (PyTorch's clipping multiplies every gradient by one number.)
+            positions = _positions(args, kwargs, self._dtensors)
+            return Call(
+                ((None, ()),) * len(tensors),
+                positions,
+                (None,),
+                False,
+                None,
+                None,
+                _as_it_is,
+                False,
+                name,
+                is_kept=False,
+            )
         slots = [Slot(index, tensor._spec) for index, tensor in enumerate(tensors)]
         slotted_args, slotted_kwargs = self._rebuilt((list(args), kwargs), iter(slots))
         self._check_no_plain(name, (slotted_args, slotted_kwargs), glue)
@@ -281,16 +296,27 @@ class OpDispatcher:
                     where=f"{name}({', '.join(repr(tensor._spec) for tensor in tensors)})",
                 ) from None  # fmt: skip
             raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"The rule of `{name}` cannot do with these arguments.",
+                expected="what the operator takes, a number where it takes one",
+                got=f"{describe(list(args))} {describe(kwargs) if kwargs else ''}".strip(),
+                where=f"{type(error).__name__}: {error}",
+            ) from error
         if prepared is None:
             raise NoRuleError(
                 f"The operator `{name}` has no rule for distributed tensors.",
                 got=", ".join(repr(tensor._spec) for tensor in tensors),
-                do=(
-                    f"Register one (a subclass of `hp.DistributedOp`, made with the name {name!r}), or compute it on whole tensors: "
-                    '`with hp.unknown_ops("replicate"):`.'
-                ),
+                do=_what_to_do(name),
             )
         decision = prepared.decision
+        if len(prepared.order) != len(decision.inputs):
+            raise ArgumentError(
+                f"`{name}` was given a distributed tensor where it takes a number.",
+                expected=f"{len(decision.inputs)} distributed tensors",
+                got=f"{len(prepared.order)}: {describe([repr(tensor._spec) for tensor in tensors], 200)}",
+                do="Pass the number itself, `x.item()`.",
+            )
         moves: list[tuple[Layout | None, tuple[str, ...]]] = [(None, ())] * len(tensors)
         for index, target in zip(prepared.order, decision.inputs, strict=True):
             is_moved = target is not tensors[index]._spec.layout
@@ -325,8 +351,28 @@ class OpDispatcher:
                 f"`{name}` has a plain tensor among its distributed ones.",
                 expected="DTensors alone (numbers, and tensors without dims, may be mixed in)",
                 got=describe(value),
-                do="Say how it lies: `hp.distribute_tensor(tensor, mesh, placements)`, or `DTensor.from_local`.",
+                do="Say how it lies: `hp.distribute_tensor(tensor, mesh, placements)` of a whole tensor, `DTensor.from_local` of a part.",
             )
+
+
+# What calls an operator without a rule, and what to do then; by the beginning of its name.
+_INSTEAD = {
+    "new_": "Make it with its layout: `hp.zeros(size, mesh, placements)`. (What asks for it: `fully_shard`, Adafactor and the like take plain parameters.)",
+    **dict.fromkeys(
+        ("kaiming_", "xavier_", "trunc_normal_", "orthogonal_", "uniform_", "normal_", "constant_"),
+        "Fill a plain tensor, and copy it: `p.copy_(hp.distribute_tensor(whole, p.layout))`; or fill the parameter before it gets its layout.",
+    ),
+}
+
+
+def _what_to_do(name: str) -> str:
+    for beginning, advice in _INSTEAD.items():
+        if name.startswith(beginning):
+            return advice
+    return (
+        f"Register one (a subclass of `hp.DistributedOp`, made with the name {name!r}), or compute it on whole tensors: "
+        '`with hp.unknown_ops("replicate"):`.'
+    )
 
 
 def has_empty_parts(tensors: Sequence[Any], decision: Decision | None) -> bool:
@@ -340,6 +386,20 @@ def has_empty_parts(tensors: Sequence[Any], decision: Decision | None) -> bool:
             if layout.ndim == spec.ndim
         ]
     return any(spec.has_empty_parts for spec in specs)
+
+
+def _is_number(tensor: Any, glue: Glue) -> bool:
+    """Whether a DTensor is one number, the same on all ranks, that nobody wants the gradient of."""
+    return tensor._spec.shape == () and tensor._spec.layout.is_replicated and glue.is_plain_scalar(tensor)
+
+
+def _has_plain(value: Any, glue: Glue, dtensors: dict[type, Glue]) -> bool:
+    """Whether plain tensors with dims are among the arguments."""
+    if isinstance(value, (list, tuple)):
+        return any(_has_plain(each, glue, dtensors) for each in value)
+    if isinstance(value, dict):
+        return _has_plain(list(value.values()), glue, dtensors)
+    return glue.is_tensor(value) and type(value) not in dtensors and not glue.is_plain_scalar(value)
 
 
 def _as_it_is(result: Any) -> Any:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
+from hyper_parallel._base.errors import ArgumentError, StateError
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.mesh import DeviceMesh
+from hyper_parallel.core.dtensor.mesh import DeviceMesh, as_mesh
 from hyper_parallel.core.dtensor.placements import Placement
 from hyper_parallel.core.dtensor.redistribution.platform_transport import LocalTensors, PlatformTransport
 from hyper_parallel.core.shard.communication_log import note
@@ -52,11 +52,10 @@ def as_layout(mesh: DeviceMesh | Any, placements: Sequence[Placement] | Layout |
         return mesh
     if isinstance(placements, Layout):
         return placements
-    if not isinstance(mesh, DeviceMesh):
-        raise ArgumentTypeError("A distributed tensor lies on a mesh.", expected="a hp.DeviceMesh", got=describe(mesh))
+    mesh = as_mesh(mesh, "A distributed tensor lies on a mesh.")
     if placements is None:
         return Layout(mesh, ((),) * ndim)
-    return Layout.from_placements(mesh, list(placements), ndim)
+    return Layout.from_placements(mesh, placements, ndim)
 
 
 def checked_spec(local: Any, layout: Layout, shape: Sequence[int] | None, run_check: bool) -> Spec:

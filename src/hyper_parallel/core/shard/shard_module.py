@@ -12,8 +12,8 @@ from typing import Any
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.core.dtensor.framework import framework_folder
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placements import Placement, Shard
+from hyper_parallel.core.dtensor.mesh import DeviceMesh, as_mesh
+from hyper_parallel.core.dtensor.placements import Placement, Shard, as_placement
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
 from hyper_parallel.core.shard.decision import tied_axes
 from hyper_parallel.core.shard.local_parts import checked_spec
@@ -43,7 +43,8 @@ class ShardPlan:
 def shard_module(module: Any, mesh: DeviceMesh, plan: ShardPlan | Mapping[str, Mapping[str, Any]]) -> Any:
     """Makes every parameter of a module a DTensor, and lays out what goes in and comes out. The module itself is changed and returned.
 
-    Every rank has the same whole parameters when it calls this. A plain tensor that goes in is taken to be the same on all ranks.
+    Every rank has the same whole parameters when it calls this. What goes in where `inputs` names the module may be plain: it is taken to be the
+    same on all ranks, and laid out. Elsewhere a module takes DTensors: plain tensors do not mix with its parameters.
 
     Raises:
         ValueError: a name or pattern that matches nothing, or a layout that does not fit.
@@ -60,7 +61,8 @@ def shard_module(module: Any, mesh: DeviceMesh, plan: ShardPlan | Mapping[str, M
                 "A plan has three parts.", expected="parameters, inputs and outputs", got=", ".join(sorted(wrong))
             )
         plan = ShardPlan(**plan)
-    platform = platform_of(module)
+    platform = platform_of(module, call="shard_module")
+    mesh = as_mesh(mesh, "A module is sharded over a mesh.")
     parameters = platform.parameters_dict(module)
     cells = dict(platform.get_cells_and_names(module))
     chosen = _matches(plan.parameters, list(parameters), "parameter")
@@ -111,6 +113,8 @@ def custom_shard(
     Gradients of an argument that is replicated on an axis on which results vary are summed over it, as for every operator.
     """
 
+    mesh = as_mesh(mesh, "A function of shards runs over a mesh.")
+
     @functools.wraps(fn)
     def on_shards(*args: Any, **kwargs: Any) -> Any:
         tensors = importlib.import_module(framework_folder("custom_shard"))
@@ -157,7 +161,15 @@ def _call_on_shards(
     return tuple(outcome) if is_several else outcome[0]
 
 
+def _own_placements(wanted: Any) -> Any:
+    """A list of placements with those of PyTorch's replaced by ours; anything else as it is."""
+    if type(wanted) not in (list, tuple):
+        return wanted
+    return type(wanted)(as_placement(each) or each for each in wanted)
+
+
 def _spec_of_any_shape(wanted: Any, mesh: DeviceMesh) -> Spec:
+    wanted = _own_placements(wanted)
     if isinstance(wanted, Layout):
         ndim = wanted.ndim
     elif any(isinstance(each, Placement) for each in wanted):
@@ -169,11 +181,12 @@ def _spec_of_any_shape(wanted: Any, mesh: DeviceMesh) -> Spec:
 
 
 def as_layout(wanted: Any, mesh: DeviceMesh, ndim: int, what: str) -> Layout:
-    """A layout as users write it: a `Layout`, placements, or axis names per dim.
+    """A layout as users write it: a `Layout`, placements (PyTorch's, too), or axis names per dim.
 
     Raises:
         ValueError: it does not fit the mesh or the tensor.
     """
+    wanted = _own_placements(wanted)
     if isinstance(wanted, Layout):
         layout = wanted
     elif isinstance(wanted, (list, tuple)):
@@ -249,6 +262,7 @@ def _lay_out_outputs(folder: str, mesh: DeviceMesh, wanted: Any, name: str, modu
 
 def _per_value(wanted: Any, count: int) -> list[Any]:
     """One layout per value: a list of layouts, or one layout, which is for the first."""
+    wanted = _own_placements(wanted)
     is_one = isinstance(wanted, Layout) or (
         isinstance(wanted, (list, tuple)) and all(each is None or isinstance(each, (str, Placement)) for each in wanted)
     )

@@ -58,7 +58,10 @@ class _Codec:
         if tensor.has_init:
             return "it has no data (its initializer has not run; `init_parameters` runs it)."
         if hasattr(tensor, "to_local"):
-            return "it is one rank's part of a distributed tensor; gather it with `full_tensor()` first."
+            return (
+                "it is one rank's part of a distributed tensor; save `platform.get_model_state_dict(model, options=...)` with "
+                "`full_state_dict`, or `full_tensor()` of it."
+            )
         return None
 
     def content(self, tensor: Tensor) -> Any:

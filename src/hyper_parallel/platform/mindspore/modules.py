@@ -112,12 +112,19 @@ class Modules:
     @staticmethod
     def get_model_state_dict(model: nn.Cell, *, options: Any = None) -> dict[str, Tensor]:
         """Parameters and buffers by name; `options` may have `full_state_dict`, `cpu_offload` and `rank0_only`."""
-        state = check_module(model, nn.Cell, "get_model_state_dict").state_dict()
+        state = dict(check_module(model, nn.Cell, "get_model_state_dict").state_dict())
+        if getattr(options, "full_state_dict", False):  # every rank takes part, whoever keeps the result
+            state = {name: _whole(value) for name, value in state.items()}
         if getattr(options, "rank0_only", False) and Communication.get_rank() != 0:
             return {}
         if getattr(options, "cpu_offload", False):
             return {name: value.to("CPU") if isinstance(value, Tensor) else value for name, value in state.items()}
-        return dict(state)
+        return state
+
+
+def _whole(value: Any) -> Any:
+    gather = getattr(value, "full_tensor", None)  # of a DTensor
+    return value if gather is None else gather()
 
 
 _GENERATED_NAME = "Parameter#"  # how MindSpore names a parameter that was given no name

@@ -49,10 +49,13 @@ class _Codec:
     def refusal(self, tensor: torch.Tensor) -> str | None:
         if tensor.device.type == "meta":
             return "it has no data (it lives on the meta device)."
+        if hasattr(tensor, "to_local"):
+            return (
+                "it is one rank's part of a distributed tensor; save `platform.get_model_state_dict(model, options=...)` with "
+                "`full_state_dict`, or `full_tensor()` of it; or each rank's part, by `torch.distributed.checkpoint`."
+            )
         if tensor.layout is not torch.strided:
             return "it is sparse."
-        if hasattr(tensor, "to_local"):
-            return "it is one rank's part of a distributed tensor; gather it with `full_tensor()` first."
         return None
 
     def content(self, tensor: torch.Tensor) -> Any:

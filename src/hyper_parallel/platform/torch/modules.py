@@ -87,12 +87,19 @@ class Modules:
     @staticmethod
     def get_model_state_dict(model: nn.Module, *, options: Any = None) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name; `options` has `full_state_dict`, `cpu_offload`, `rank0_only` (all optional)."""
-        state = check_module(model, nn.Module, "get_model_state_dict").state_dict()
+        state = dict(check_module(model, nn.Module, "get_model_state_dict").state_dict())
+        if getattr(options, "full_state_dict", False):  # every rank takes part, whoever keeps the result
+            state = {name: _whole(value) for name, value in state.items()}
         if getattr(options, "rank0_only", False) and Communication.get_rank() != 0:
             return {}
         if getattr(options, "cpu_offload", False):
             return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
-        return dict(state)
+        return state
+
+
+def _whole(value: Any) -> Any:
+    gather = getattr(value, "full_tensor", None)  # of a DTensor, ours or PyTorch's
+    return value if gather is None else gather().detach()
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -214,8 +214,11 @@ def _groups(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[list
 
 def join(tensors: Sequence[Spec], dim: int) -> Decision:
     """`cat`: whole along `dim`, split alike elsewhere."""
+    tensors, plain = _with_plain(tensors)
     # Old programs join an empty vector to anything; it has no dims to be split.
     ndim = max(spec.ndim for spec in tensors)
+    if ndim == 0:
+        raise ArgumentError("Tensors without dims cannot be joined.", do="Use `stack`.")
     at = dim_in(dim, ndim)
     first = next(spec for spec in tensors if spec.ndim == ndim)
     for spec in tensors:
@@ -231,10 +234,11 @@ def join(tensors: Sequence[Spec], dim: int) -> Decision:
     strategies = [Strategy((R,) * len(tensors), (R,))]
     strategies += [Strategy((S(each),) * len(tensors), (S(each),)) for each in range(ndim) if each != at]
     strategies += [Strategy((place,) * len(tensors), (place,)) for place in _PARTIAL]
-    return decided(tensors, strategies, shape)
+    return _without(plain, decided(tensors, strategies, shape, pinned=plain))
 
 
 def stack(tensors: Sequence[Spec], dim: int) -> Decision:
+    tensors, plain = _with_plain(tensors)
     first = tensors[0]
     if any(spec.shape != first.shape for spec in tensors):
         raise ArgumentError(
@@ -246,4 +250,18 @@ def stack(tensors: Sequence[Spec], dim: int) -> Decision:
         Strategy((S(each),) * len(tensors), (S(each + (each >= at)),)) for each in range(first.ndim)
     ]  # fmt: skip
     strategies += [Strategy((place,) * len(tensors), (place,)) for place in _PARTIAL]
-    return decided(tensors, strategies, [*first.shape[:at], len(tensors), *first.shape[at:]])
+    shape = [*first.shape[:at], len(tensors), *first.shape[at:]]
+    return _without(plain, decided(tensors, strategies, shape, pinned=plain))
+
+
+def _with_plain(tensors: Sequence[Any]) -> tuple[list[Spec], list[int]]:
+    """A list in which plain tensors without dims may stand among distributed ones: the same number on all ranks. And where they stand."""
+    distributed = next(each for each in tensors if isinstance(each, Spec))
+    plain = [index for index, each in enumerate(tensors) if not isinstance(each, Spec)]
+    number = Spec(Layout(distributed.layout.mesh, ()), ())
+    return [each if isinstance(each, Spec) else number for each in tensors], plain
+
+
+def _without(plain: Sequence[int], decision: Decision) -> Decision:
+    """The decision for those that are DTensors."""
+    return decision._replace(inputs=tuple(each for index, each in enumerate(decision.inputs) if index not in plain))

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh as NativeMesh
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placements import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placements import Partial, Placement, Shard, as_placement
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.torch.dtensor.tensor import DTensor, wrapped
 
@@ -77,14 +77,11 @@ def _to_native(placement: Placement) -> Any:
 
 
 def _from_native(placement: Any) -> Placement:
-    if type(placement) is native.Shard:
-        return Shard(placement.dim)
-    if isinstance(placement, native.Partial):
-        return Partial({"product": "prod"}.get(placement.reduce_op, placement.reduce_op))
-    if isinstance(placement, native.Replicate):
-        return Replicate()
-    raise ArgumentError(
-        "This placement of PyTorch has no counterpart here.",
-        expected="Shard, Replicate or Partial",
-        got=repr(placement),
-    )
+    found = as_placement(placement)
+    if found is None:
+        raise ArgumentError(
+            "This placement of PyTorch has no counterpart here.",
+            expected="Shard, Replicate or Partial",
+            got=repr(placement),
+        )
+    return found

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed import tensor as native
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
 from hyper_parallel.core.dtensor.boxes import Box
@@ -15,6 +16,7 @@ from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placements import Placement
 from hyper_parallel.core.shard.local_parts import as_layout
 from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform.torch.dtensor.conversion import from_torch
 from hyper_parallel.platform.torch.dtensor.tensor import DTensor, wrapped
 
 __all__ = ["distribute_tensor", "drawn", "filled"]
@@ -32,6 +34,8 @@ def distribute_tensor(
     """
     if isinstance(tensor, DTensor):
         return tensor.redistribute(mesh, placements)
+    if isinstance(tensor, native.DTensor):
+        return from_torch(tensor).redistribute(mesh, placements)
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError("Only a tensor can be distributed.", expected="a torch.Tensor", got=describe(tensor))
     layout = mesh if isinstance(mesh, Layout) else as_layout(mesh, placements, tensor.ndim)

@@ -46,7 +46,10 @@ def _no_memory(name: str) -> Any:
 
 def _compatible(x: Any, y: Any) -> bool:
     """Whether `x.data = y` can be done: what a module asks before it changes dtype or device of its parameters."""
-    return isinstance(x, DTensor) and isinstance(y, DTensor)
+    if not (isinstance(x, DTensor) and isinstance(y, DTensor)):
+        return False
+    # Not between devices such as "cpu" and "meta": then the module makes a new parameter.
+    return bool(torch._has_compatible_shallow_copy_type(_any_local(x), _any_local(y)))
 
 
 def _fill() -> None:

@@ -19,12 +19,14 @@ from typing import Any
 import torch
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
+from hyper_parallel.core.dtensor.boxes import box_of
 from hyper_parallel.core.dtensor.gradients import gradient_divisor, gradient_layout
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
+from hyper_parallel.core.dtensor.mesh import _rebuild as rebuilt_mesh
 from hyper_parallel.core.dtensor.placements import Placement
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, NoRuleError
-from hyper_parallel.core.shard.local_parts import as_layout, checked_spec
+from hyper_parallel.core.shard.local_parts import as_layout, checked_spec, mesh_coordinate
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.torch.dtensor.movement import extremes_reduced, move_values, tied_to
 
@@ -113,6 +115,10 @@ class DTensor(torch.Tensor):
         """
         if isinstance(local, DTensor):
             raise ArgumentTypeError("This is a DTensor already.", got=describe(local), do="Use `redistribute`.")
+        if hasattr(local, "_local_tensor"):
+            raise ArgumentTypeError(
+                "This is a DTensor of PyTorch.", got=describe(local), do="Use `DTensor.from_torch(tensor)`."
+            )
         if not isinstance(local, torch.Tensor):
             raise ArgumentTypeError("A part is a tensor.", expected="a torch.Tensor", got=describe(local))
         layout = mesh if isinstance(mesh, Layout) else as_layout(mesh, placements, local.ndim)
@@ -140,7 +146,11 @@ class DTensor(torch.Tensor):
         layout = self._spec.layout
         if isinstance(mesh, (list, tuple)) and placements is None:
             mesh, placements = None, mesh
-        target = mesh if isinstance(mesh, Layout) else as_layout(mesh or layout.mesh, placements, layout.ndim)
+        target = (
+            mesh
+            if isinstance(mesh, Layout)
+            else as_layout(layout.mesh if mesh is None else mesh, placements, layout.ndim)
+        )
         if target.mesh is not layout.mesh:
             raise ArgumentError(
                 "A tensor cannot be redistributed to another mesh.", expected=repr(layout.mesh), got=repr(target.mesh)
@@ -380,7 +390,21 @@ class DTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (self._local, self._spec, bool(getattr(self, "_is_param", False)))
+        coordinate = mesh_coordinate(self._spec.layout.mesh)
+        return _rebuilt, (self._local, self._spec, bool(getattr(self, "_is_param", False)), coordinate)
+
+    # -- saved by torch.distributed.checkpoint, as PyTorch's own DTensor is: by its protocol ---------------------------
+
+    def __create_write_items__(self, fqn: str, tensor: Any) -> Any:
+        native = self.detach().to_torch()
+        return native.__create_write_items__(fqn, native)
+
+    def __create_chunk_list__(self) -> Any:
+        return self.detach().to_torch().__create_chunk_list__()
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        shard: torch.Tensor = self.detach().to_torch().__get_tensor_shard__(index)
+        return shard
 
 
 def wrapped(local: torch.Tensor, spec: Spec) -> DTensor:
@@ -438,8 +462,30 @@ def _as_gradient(grad: torch.Tensor, of: DTensor) -> DTensor:
     return wrapped(whole, Spec(gradient_layout(of._spec.layout), of._spec.shape))
 
 
-def _rebuilt(local: torch.Tensor, spec: Spec, is_parameter: bool) -> DTensor:
+def _rebuilt(local: torch.Tensor, spec: Spec, is_parameter: bool, coordinate: tuple[int, ...] | None = None) -> DTensor:
+    """From a pickle, of the process at that coordinate: another one would take its part for the own."""
+    layout = spec.layout
+    here = mesh_coordinate(layout.mesh)
+    if coordinate is not None and _part(spec, coordinate) != _part(spec, here):
+        raise StateError(
+            "A file or message has another rank's part of a distributed tensor.",
+            expected=f"the part at {here} of {layout.mesh}",
+            got=f"that at {coordinate}",
+            do="Let every rank load what it saved; or save whole tensors (`x.full_tensor()`), or by `torch.distributed.checkpoint`.",
+        )
     made = wrapped(local, spec)
     if is_parameter:
         made._is_param = True
     return made
+
+
+def _part(spec: Spec, coordinate: tuple[int, ...]) -> Any:
+    """What a rank there holds: its box, and its summand where there are several."""
+    layout = spec.layout
+    return box_of(layout, spec.shape, coordinate), [
+        coordinate[layout.mesh.axis_index(axis)] for axis, _ in layout.partial
+    ]
+
+
+# So that `torch.load(weights_only=True)` reads what `torch.save` wrote: these make layouts, and run no code of a file's.
+torch.serialization.add_safe_globals([_rebuilt, Spec, Layout, rebuilt_mesh])
