@@ -105,7 +105,7 @@ class Layout(Interned):
             ValueError: another number of placements than axes, or a dim that the tensor does not have.
         """
         mesh = as_mesh(mesh, "A layout needs a mesh.")
-        if isinstance(placements, (str, bytes)) or not hasattr(placements, "__iter__"):
+        if not hasattr(placements, "__iter__"):
             raise ArgumentTypeError(
                 "Placements come as a list, one per mesh axis.", expected="such as [Shard(0)]", got=describe(placements)
             )
