@@ -15,6 +15,7 @@ import pytest
 import hyper_parallel.platform
 from hyper_parallel import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.mesh import current_mesh
+from hyper_parallel.core.shard.local_parts import mesh_coordinate
 from support.interpreter import run_fresh
 
 
@@ -233,3 +234,62 @@ box_of(layout("dp", "tp", mesh=mesh), (8, 8), mesh.coordinate_of(3))
 result = sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "mindspore", "numpy"})
 """
     assert run_fresh(program) == []
+
+
+# A mesh that cannot be
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch):
+    def become(started: int | None, device_type: str | None) -> None:
+        monkeypatch.setattr(hyper_parallel.platform.selection, "started_world_size", lambda: started)
+        monkeypatch.setattr(hyper_parallel.platform.selection, "device_type_here", lambda: device_type)
+
+    return become
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: init_device_mesh("cpu", (16,)),
+        lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),  # made before, too
+        lambda: init_device_mesh("cpu", (1, 2), rank_list=[0, 2]),
+        lambda: DeviceMesh("cpu", [[0, 1], [2, 3]]),
+        lambda: DeviceMesh("cpu", [2]),
+    ],
+)
+def test_a_mesh_with_ranks_that_were_not_started_is_refused_when_it_is_made(make: Any, world: Any) -> None:
+    make()
+    world(2, "cpu")
+    with pytest.raises(RuntimeError, match=r"not started.\nExpected \d+ processes, got 2; DeviceMesh"):
+        make()
+
+
+def test_parts_of_a_larger_mesh_and_one_that_was_saved_can_still_be_looked_at(world: Any) -> None:
+    saved = pickle.dumps(MESH)
+    world(1, "cpu")
+    assert pickle.loads(saved) is MESH  # noqa: S301 - of this test
+    assert MESH.submesh("tp", 5).ranks == (4, 5, 6, 7)
+    assert MESH.flatten().ranks == MESH.ranks
+
+
+def test_a_mesh_of_devices_that_are_not_there_is_refused_when_it_is_made(world: Any) -> None:
+    world(2, "cpu")
+    for make in (lambda: init_device_mesh("cuda", (2,)), lambda: DeviceMesh("npu", [0])):
+        with pytest.raises(RuntimeError, match=r'does not have.\nExpected "cpu", got "(cuda|npu)"'):
+            make()
+    world(None, "cpu")
+    with pytest.raises(RuntimeError, match="does not have"):
+        init_device_mesh("cuda", (1,))
+    assert init_device_mesh("cuda", (1024,)).size() == 1024, "a plan for another machine"
+    world(2, "cuda")
+    assert init_device_mesh("cuda", (2,)).size() == 2
+    assert init_device_mesh("meta", (2,)).size() == 2
+
+
+def test_no_tensor_lies_on_a_mesh_of_which_the_world_has_a_part(process: Any) -> None:
+    process(0, 1)
+    with pytest.raises(RuntimeError, match=r"not started.\nExpected 24 processes, got 1"):
+        mesh_coordinate(MESH)
+    process(5, 24)
+    assert mesh_coordinate(MESH) == (0, 1, 1)

@@ -394,3 +394,18 @@ def test_in_a_world_of_one_rank_every_collective_gives_back_what_it_got(backend:
     for call in (platform.send_object_list, platform.recv_object_list):
         with pytest.raises(ValueError, match="between two ranks"):
             call([1], 0)
+
+
+def test_in_a_world_of_one_rank_a_mesh_of_more_or_of_other_devices_is_refused(
+    backend: Backend, world_of_one: Any
+) -> None:
+    import torch
+
+    import hyper_parallel as hp
+
+    with pytest.raises(RuntimeError, match="Expected 16 processes, got 1"):
+        hp.init_device_mesh("cpu", (16,))
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match='Expected "cpu", got "cuda"'):
+            hp.init_device_mesh("cuda", (1,))
+    assert hp.init_device_mesh("cpu", (1,)).size() == 1

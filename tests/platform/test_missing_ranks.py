@@ -269,3 +269,24 @@ def test_a_rank_that_is_stopped_is_named_even_if_it_holds_the_store(
     for text, elapsed_s in caught.value.results.values():
         assert re.match(f"`barrier` did not finish: rank {victim}[^;]* does not answer", text)
         assert elapsed_s < timeout_s + GRACE_S, text
+
+
+# Under msrun the ranks meet at its scheduler, where they cannot ask each other
+
+
+def meet_again(framework: str) -> tuple[int, bytes]:
+    from hyper_parallel.platform.mindspore.communication import starting
+
+    here = Here(backend_of(framework), "world")
+    store = starting._met_again(timedelta(seconds=20))
+    if here.rank == 0:
+        store.set("answer", "42")
+    answer = store.get("answer")
+    here.platform.barrier()
+    return int(store.add("ranks", 1)) and here.rank, answer
+
+
+def test_ranks_that_msrun_brought_together_get_a_store_at_which_they_can_ask_each_other() -> None:
+    pytest.importorskip("mindspore")
+    found = processes.pool("mindspore", 2).run(meet_again, "mindspore")
+    assert [(rank, bytes(answer)) for rank, answer in found] == [(0, b"42"), (1, b"42")]

@@ -115,6 +115,29 @@ def communicating_platform() -> Platform:
         return get_platform()
 
 
+def started_world_size() -> int | None:
+    """How many processes communicate; None while communication was not started. Chooses no framework."""
+    with _lock:
+        if _state.chosen is not None:
+            transport = getattr(_state.chosen, "transport", None)
+            return int(_state.chosen.get_world_size()) if transport is not None and transport.is_up() else None
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            return int(distributed.get_world_size())
+        return None
+
+
+def device_type_here() -> str | None:
+    """The accelerator that this process works on, or "cpu"; None while no framework is there to ask. Chooses none."""
+    with _lock:
+        if _state.chosen is not None:
+            return str(_state.chosen.device_type())
+        torch = sys.modules.get("torch")
+        if torch is None or "mindspore" in sys.modules:
+            return None
+        return str(torch.accelerator.current_accelerator().type) if torch.accelerator.is_available() else "cpu"
+
+
 def get_torch_platform() -> Platform:
     """PyTorch's platform, chosen from now on. An error once something is bound to MindSpore."""
     return _choose(PlatformType.PYTORCH)

@@ -2,6 +2,9 @@
 
 What a mesh is (ranks, names, coordinates, sub-meshes of a given rank) is pure. What it is *for this process* (its coordinate, its
 groups) is asked of the platform, inside the call, so that a mesh of a thousand ranks can be planned for on a laptop.
+
+Once communication was started, the world is known: a mesh with ranks that it does not have, or on devices that this machine does not have, is
+refused when it is made. Before, it is refused when a tensor is to lie on it.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class DeviceMesh(Interned):
 
     Raises:
         ValueError: ranks that repeat, are negative or do not fill the shape; names that repeat or do not match the axes.
+        RuntimeError: communication was started, and there are not so many processes, or no such devices.
 
     Example:
         >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
@@ -77,7 +81,12 @@ class DeviceMesh(Interned):
             )
         shape, ranks = ranks_of(mesh, rank_list)
         names = axis_names_of(mesh_dim_names, shape)
-        key = (device_type, shape, names, ranks)
+        made = cls._interned(device_type, shape, names, ranks)
+        made._check_possible()
+        return made
+
+    @classmethod
+    def _interned(cls, *key: Any) -> DeviceMesh:
         found = _made.get(key)
         return found if found is not None else _made.setdefault(key, cls._make(*key))
 
@@ -189,11 +198,11 @@ class DeviceMesh(Interned):
     def submesh(self, axes: str | int | Sequence[str | int], rank: int) -> DeviceMesh:
         """The mesh of these axes, in this order, that `rank` is in."""
         indices = self._indices_of(axes)
-        return DeviceMesh(
+        return DeviceMesh._interned(
             self.device_type,
             tuple(self.shape[index] for index in indices),
-            mesh_dim_names=tuple(self.axis_names[index] for index in indices),
-            rank_list=self.ranks_along(axes, rank),
+            tuple(self.axis_names[index] for index in indices),
+            self.ranks_along(axes, rank),
         )
 
     def flatten(self, name: str | None = None) -> DeviceMesh:
@@ -201,12 +210,9 @@ class DeviceMesh(Interned):
 
         Its name is that of all axes, joined by "_", unless told.
         """
-        return DeviceMesh(
-            self.device_type,
-            (len(self.ranks),),
-            mesh_dim_names=("_".join(self.axis_names) if name is None else name,),
-            rank_list=self.ranks,
-        )
+        shape = (len(self.ranks),)
+        names = axis_names_of(("_".join(self.axis_names) if name is None else name,), shape)
+        return DeviceMesh._interned(self.device_type, shape, names, self.ranks)
 
     def layout(self, *dims: AxesOfDim, partial: PartialAxes = ()) -> Layout:
         """A layout on this mesh: for each tensor dim an axis name, several from the outermost split inwards, or None.
@@ -241,6 +247,45 @@ class DeviceMesh(Interned):
         """Where this process is, or None if the mesh does not have it."""
         return self._coordinates.get(self.get_rank())
 
+    def check_started(self) -> None:
+        """Refuse a mesh of which this world, as far as it goes now, has only a part; nothing that was not started is a world of one.
+
+        Raises:
+            RuntimeError: the mesh has ranks that the world does not have.
+        """
+        from hyper_parallel.platform.selection import communicating_platform
+
+        self._check_fits(int(communicating_platform().get_world_size()))
+
+    def _check_fits(self, world_size: int) -> None:
+        if max(self.ranks) >= world_size:
+            raise StateError(
+                "The mesh has ranks that were not started.",
+                expected=f"{max(self.ranks) + 1} processes",
+                got=f"{world_size}",
+                where=repr(self),
+                do="Start more processes and call `init_process_group` in each, or make the mesh smaller.",
+            )
+
+    def _check_possible(self) -> None:
+        """As far as it is known: whoever has not started anything may plan for any machine."""
+        from hyper_parallel.platform.selection import device_type_here, started_world_size
+
+        world_size = started_world_size()
+        if world_size is not None:
+            self._check_fits(world_size)
+        if self.device_type in ("cpu", "meta") or (world_size is None and self.ranks != (0,)):
+            return
+        here = device_type_here()
+        if here is not None and here != self.device_type and {here, self.device_type} != {"cuda", "gpu"}:
+            raise StateError(
+                "The mesh is of devices that this machine does not have.",
+                expected=f'"{here}"',
+                got=f'"{self.device_type}"',
+                where=repr(self),
+                do=f'Make it a mesh of "{here}", or run this where there are such devices (`hyper-parallel doctor` shows what is here).',
+            )
+
     def get_local_rank(self, axis: str | int | None = None) -> int:
         """This process's position on an axis; a mesh of one axis needs no name.
 
@@ -261,16 +306,8 @@ class DeviceMesh(Interned):
         from hyper_parallel.platform.selection import communicating_platform
 
         rank = self._rank_inside()
+        self.check_started()
         platform = communicating_platform()
-        world_size = int(platform.get_world_size())
-        if max(self.ranks) >= world_size:
-            raise StateError(
-                "The mesh has ranks that were not started.",
-                expected=f"{max(self.ranks) + 1} processes",
-                got=f"{world_size}",
-                where=repr(self),
-                do="Start more processes and call `init_process_group` in each, or make the mesh smaller.",
-            )
         return platform.create_group(list(self.ranks_along(self._only_axis() if axes is None else axes, rank)))
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
@@ -384,6 +421,7 @@ def init_device_mesh(
 
     Raises:
         ValueError: sizes below 1, ranks that do not fill the shape or repeat, names that repeat or do not match the axes.
+        RuntimeError: communication was started, and there are not so many processes, or no such devices.
 
     Example:
         >>> init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
@@ -417,7 +455,9 @@ def current_mesh() -> DeviceMesh | None:
 def _rebuild(
     device_type: str, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: tuple[int, ...]
 ) -> DeviceMesh:
-    return DeviceMesh(device_type, shape, mesh_dim_names=axis_names, rank_list=ranks)
+    return DeviceMesh._interned(
+        device_type, shape, axis_names, ranks
+    )  # what was saved in a larger world can be read in this one
 
 
 def _some(ranks: tuple[int, ...]) -> str:

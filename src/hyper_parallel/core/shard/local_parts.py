@@ -21,8 +21,9 @@ def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
     """Where this process is on a mesh.
 
     Raises:
-        RuntimeError: the mesh does not have it.
+        RuntimeError: the mesh does not have it, or has ranks that were not started.
     """
+    mesh.check_started()
     found = mesh.get_coordinate()
     if found is None:
         raise StateError(

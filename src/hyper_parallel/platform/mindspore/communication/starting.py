@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
 import mindspore.communication as communication
 import mindspore.communication.comm_func as comm_func
+import mindspore.mint.distributed as dist
 import mindspore.mint.distributed.distributed as mint_distributed
+import numpy as np
+from mindspore import Tensor
 from mindspore.communication import GlobalComm
 from mindspore.communication.management import _init_with_store
 from mindspore.mint.distributed import TCPStore
@@ -29,7 +34,7 @@ _DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
 def start(backend: str, settings: dict[str, Any]) -> Any:
-    """Join the world; the store at which the ranks met, or None where MindSpore's launcher brought them together."""
+    """Join the world; the store at which the ranks met, or None where they have none (msrun on Ascend)."""
     timeout: timedelta = settings["timeout"] or _DEFAULT_TIMEOUT
     if settings["timeout"] is not None and backend == "mccl":
         os.environ.setdefault(OP_TIMEOUT, str(max(1, math.ceil(timeout.total_seconds()))))
@@ -40,7 +45,7 @@ def start(backend: str, settings: dict[str, Any]) -> Any:
     elif store is None and "MS_ROLE" in os.environ:  # started by msrun: its scheduler knows everyone
         communication.init(backend)
         _name_the_world(backend)
-        return None
+        return _met_again(timeout) if backend == "mccl" else None
     elif store is None:
         address, rank, num_ranks = _from_environment(rank, num_ranks)
     if rank < 0 or num_ranks < 1:
@@ -54,6 +59,27 @@ def start(backend: str, settings: dict[str, Any]) -> Any:
     _init_with_store(backend=backend, timeout=timeout, world_size=num_ranks, rank=rank, store=store)
     _name_the_world(backend)
     return store
+
+
+def _met_again(timeout: timedelta) -> Any:
+    """A store for ranks that msrun's scheduler brought together, at which they can ask each other; None where it cannot be had.
+
+    It is on the scheduler's host, where rank 0 is unless somebody has ordered the nodes in another way.
+    """
+    world, host = GlobalComm.WORLD_COMM_GROUP, os.environ.get("MS_SCHED_HOST", "127.0.0.1")
+    rank, num_ranks = communication.get_rank(world), communication.get_group_size(world)
+    if num_ranks == 1:
+        return None
+    store, port = None, 0
+    if rank == 0:
+        with contextlib.suppress(OSError, RuntimeError):  # another host's address: nobody can be asked
+            with socket.create_server((host, 0)) as server:
+                port = int(server.getsockname()[1])
+            store = _kept(TCPStore(host, port, num_ranks, True, timeout, False))
+    told = Tensor(np.array([0 if store is None else port], np.int64))
+    dist.broadcast(told, 0, world)
+    port = int(told.asnumpy()[0])
+    return store if rank == 0 or port == 0 else _kept(TCPStore(host, port, num_ranks, False, timeout))
 
 
 def connect_again(store: Any) -> Any:

@@ -37,6 +37,7 @@ def distribute_tensor(
 
     Raises:
         ValueError: a placement does not fit.
+        RuntimeError: the mesh has ranks that were not started.
     """
     if isinstance(tensor, DTensor):
         return tensor.redistribute(mesh, placements)
@@ -45,6 +46,7 @@ def distribute_tensor(
             "Only a tensor can be distributed.", expected="a mindspore.Tensor", got=describe(tensor)
         )
     layout = as_layout(mesh, placements, tensor.ndim)
+    layout.mesh.check_started()
     whole = Spec(Layout(layout.mesh, ((),) * tensor.ndim), tuple(tensor.shape))
     if not isinstance(tensor, Parameter):
         return wrapped(tensor, whole).redistribute(layout)

@@ -31,6 +31,7 @@ def distribute_tensor(
 
     Raises:
         ValueError: a placement does not fit.
+        RuntimeError: the mesh has ranks that were not started.
     """
     if isinstance(tensor, DTensor):
         return tensor.redistribute(mesh, placements)
@@ -39,6 +40,7 @@ def distribute_tensor(
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError("Only a tensor can be distributed.", expected="a torch.Tensor", got=describe(tensor))
     layout = mesh if isinstance(mesh, Layout) else as_layout(mesh, placements, tensor.ndim)
+    layout.mesh.check_started()
     whole = Layout(layout.mesh, ((),) * tensor.ndim)
     spec = Spec(whole, tuple(tensor.shape))
     if isinstance(tensor, torch.nn.Parameter):
