@@ -87,7 +87,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 show_logs_from_environment()

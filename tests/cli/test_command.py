@@ -131,7 +131,7 @@ def test_a_damaged_outcomes_file_is_an_error_without_a_traceback(tmp_path, monke
 def test_without_rich_or_typer_the_command_says_what_to_install(missing):
     result = run_command("doctor", prologue=f"import sys; sys.modules[{missing!r}] = None")
     assert result.returncode == 2
-    assert "pip install 'hyper-parallel[cli]'" in result.stderr
+    assert "pip install rich typer" in result.stderr
     assert missing in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -141,7 +141,7 @@ def test_any_other_missing_module_is_not_blamed_on_the_extra():
         "doctor", prologue="import sys; sys.modules['resource_of_mine'] = None; sys.modules['json'] = None"
     )
     assert result.returncode == 1
-    assert "hyper-parallel[cli]" not in result.stderr
+    assert "pip install" not in result.stderr
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["plan", "--help"]], ids=" ".join)

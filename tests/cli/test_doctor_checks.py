@@ -49,7 +49,7 @@ def test_no_framework_at_all_is_a_problem(machine):
     facts = replace(machine, torch=Framework(PlatformType.PYTORCH))
     found = finding("usable-framework", facts)
     assert found.state is State.PROBLEM
-    assert "pip install 'hyper-parallel[torch]'" in found.do
+    assert "pip install 'torch>=2.8'" in found.do
     assert finding("torch", facts).state is State.OK, "a framework that is not installed is no trap by itself"
 
 

@@ -23,7 +23,7 @@ from hyper_parallel.core.planner.choices import (
 )
 from hyper_parallel.core.planner.problem import Peak, Problem, cost, displaced_bytes, evaluate, peak, room_for_copies
 from hyper_parallel.core.planner.profile import Input, Link, Region, Turn, Value
-from hyper_parallel.core.planner.table import residual_table
+from hyper_parallel.core.planner.table import residual_parts, text_of
 from support.campaign import share
 from support.planner_cases import all_costs, candidates, is_carried_out, loads, op, problem, random_problem, region
 
@@ -480,5 +480,5 @@ def test_a_part_is_said_to_cost_its_share_of_what_makes_all_parts_again() -> Non
     parts = [dataclasses.replace(op(n * mib, 0.0, (0,), part=n), name=f"compiled[{n}]") for n in (1, 3)]
     for ms, expected in ((8.0, ["6.00", "recompute"]), (12.0, ["9.00", "swap"])):
         profile = problem(region(dataclasses.replace(whole, forward_ms=ms), *parts), link=Link(mib, mib)).profile
-        line = next(line for line in residual_table(profile).splitlines() if "compiled[3]" in line)
+        line = next(line for line in text_of(residual_parts(profile)).splitlines() if "compiled[3]" in line)
         assert line.split()[-2:] == expected

@@ -681,7 +681,7 @@ def test_a_missing_file_is_a_file_not_found_error(tmp_path: Path) -> None:
 def test_without_the_package_the_error_names_the_extra(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(target, [])
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(FrameworkMissingError, match=r"pip install 'hyper-parallel\[files\]'"):
+    with pytest.raises(FrameworkMissingError, match="pip install safetensors"):
         open_tensors(target)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 
+from hyper_parallel._base.extras import install_words
+
 _NEEDED = ("rich", "typer")
 
 
@@ -14,7 +16,7 @@ def main() -> None:
     if missing:
         sys.stderr.write(
             f"The hyper-parallel command needs {' and '.join(_NEEDED)}, and {missing[0]} is not installed.\n"
-            "Run: pip install 'hyper-parallel[cli]'\n"
+            f"{install_words('cli')}\n"
         )
         sys.exit(2)
     try:

@@ -18,6 +18,7 @@ from hyper_parallel._version import __version__
 PROGRAM = "hyper-parallel"
 
 _INTERRUPTED = 130
+_CODES = {"UsageError": 2, "BudgetError": 3}
 EXAMPLES = """Examples:
 
 `hyper-parallel demo`: what it does, on a small transformer, with a picture.
@@ -55,7 +56,7 @@ def run() -> None:
             raise
         sys.stderr.write(f"{error}\n")
         # By name: the solver is not imported for it.
-        sys.exit(3 if type(error).__name__ == "BudgetError" else 1)
+        sys.exit(_CODES.get(type(error).__name__, 1))
     except Exception as error:  # of the model, or of a library: one line says what, and how to see where
         if is_debug:
             raise
@@ -108,6 +109,12 @@ def doctor(
         raise typer.Exit(1)
 
 
+SwapOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="A folder to swap to, for a device without slower memory of its own, such as a CPU. Without it nothing is swapped there."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 BuildArgument = Annotated[
     str, typer.Argument(metavar="MODULE:FUNCTION", help="Your function that returns the model and a batch.")
@@ -119,6 +126,7 @@ def demo(
     budget: Annotated[str, typer.Option(help='Memory that may be used: "40%" of the activations, or a size.')] = "40%",
     steps: Annotated[int, typer.Option(min=1, help="Training steps with and without the plan.")] = 10,
     report: Annotated[Path, typer.Option(help="Where the page with the picture goes.")] = Path("report.html"),
+    swap_dir: SwapOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan a small transformer under a memory budget and train it with and without the plan, on whatever device is there.
@@ -127,11 +135,12 @@ def demo(
     """
     from rich.console import Console
 
-    from hyper_parallel.cli.build import check_folder
+    from hyper_parallel.cli.build import check_folder, check_swap_dir
     from hyper_parallel.cli.demo import run_demo
 
     check_folder(report)
-    outcome = run_demo(Console(highlight=False, quiet=as_json), budget, steps, report)
+    check_swap_dir(swap_dir)
+    outcome = run_demo(Console(highlight=False, quiet=as_json), budget, steps, report, swap_dir)
     if as_json:
         _print_json(outcome.as_dict())
     if not outcome.is_equal:
@@ -146,23 +155,24 @@ def plan(
     budget: Annotated[str, typer.Option(help='"24GiB", "40%" of the activations, or "auto".')] = "auto",
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write a page with a picture here.")] = None,
+    swap_dir: SwapOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan a model of your own: what is saved, recomputed and swapped so that it fits and loses the least speed.
 
     The function returns (model, batch), (model, batch, loss_fn) or a dict of `plan_memory`'s arguments.
     """
-    from hyper_parallel.cli.build import check_folder, quiet_stdout
+    from hyper_parallel.cli.build import check_folder, check_swap_dir
     from hyper_parallel.cli.plan import plan_build
 
     check_folder(out)
     check_folder(report)
-    made = plan_build(build, budget)
+    check_swap_dir(swap_dir)
+    made = plan_build(build, budget, swap_dir)
     if out is not None:
         made.save(out)
     if report is not None:
-        with quiet_stdout():
-            made.report(report)
+        made.report(report)
     if as_json:
         _print_json(made.as_dict())
     else:
@@ -175,17 +185,19 @@ def largest(
     budget: Annotated[str, typer.Option(help='"24GiB", or "auto".')] = "auto",
     at_most: Annotated[int | None, typer.Option(min=1, help="Where sizes end.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan for the largest size here, as JSON.")] = None,
+    swap_dir: SwapOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find the largest batch, or the longest sequence, that fits, and the plan for it.
 
     The function returns (model, make_batch), (model, make_batch, loss_fn) or a dict of `largest`'s arguments; make_batch(n) gives a batch of size n.
     """
-    from hyper_parallel.cli.build import check_folder
+    from hyper_parallel.cli.build import check_folder, check_swap_dir
     from hyper_parallel.cli.plan import largest_build
 
     check_folder(out)
-    found = largest_build(build, budget, at_most)
+    check_swap_dir(swap_dir)
+    found = largest_build(build, budget, at_most, swap_dir)
     if out is not None:
         found.plan.save(out)
     if as_json:
@@ -216,15 +228,14 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Show a saved plan: its table, and a page with the memory of one step before and after."""
-    from hyper_parallel.cli.build import check_file, check_folder, quiet_stdout
+    from hyper_parallel.cli.build import check_file, check_folder
     from hyper_parallel.core.planner.plan import MemoryPlan
 
     target = file.with_suffix(".html") if out is None else out
     check_folder(target)
     check_file(file)
     saved = MemoryPlan.load(file)
-    with quiet_stdout():
-        saved.report(target)
+    saved.report(target)
     if as_json:
         _print_json({**saved.as_dict(), "report": str(target)})
     else:

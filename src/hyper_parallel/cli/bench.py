@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from hyper_parallel.cli.build import quiet_stdout
-from hyper_parallel.core.planner.budget import check_budget
+from hyper_parallel.cli.build import check_budget_option, users_stdout
 from hyper_parallel.core.planner.planning import plan_memory
 from hyper_parallel.core.swap.config import configure_swap
 from hyper_parallel.core.swap.sizes import format_size
@@ -32,13 +31,13 @@ class Row(NamedTuple):
 
 def run_bench(console: Console, num_rounds: int, budget: str) -> list[Row]:
     """Every way takes one step per round; the median counts."""
-    check_budget(budget)
+    check_budget_option(budget)
     part = part_of(get_torch_platform(), "planner.ways", "hyper-parallel bench")
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-bench-") as directory:
         # On a CPU activations are swapped to files, so that swapping is real there, too.
         setting = configure_swap(disk_dir=directory) if part.is_cpu() else None
         try:
-            with console.status("planning …"), quiet_stdout():
+            with console.status("planning …"), users_stdout():
                 trainer = part.trainer()
                 plan = plan_memory(trainer.model, trainer.batch(), budget=budget, progress=False)
             ways = part.ways(plan)

@@ -19,6 +19,10 @@ class BuildError(HyperParallelError, RuntimeError):
     """The user's function raised. The cause is the error itself."""
 
 
+class UsageError(ArgumentError):
+    """What was typed cannot be carried out, whatever the model is. The command ends with 2."""
+
+
 class Built(NamedTuple):
     model: Any
     batch: Any
@@ -69,14 +73,14 @@ def built(build: str, second: str = "batch") -> Built:
 def _function(build: str) -> Any:
     module_name, colon, name = build.partition(":")
     if not colon or not module_name or not name:
-        raise ArgumentError(
+        raise UsageError(
             "What builds the model was not understood.",
             expected="package.module:function",
             got=repr(build),
             do="For a file train.py with a function build: train:build",
         )
     if module_name.endswith(".py"):
-        raise ArgumentError(
+        raise UsageError(
             "What builds the model is named by its module, not by its file.",
             expected="package.module:function",
             got=repr(build),
@@ -88,7 +92,7 @@ def _function(build: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         is_the_module = (error.name or "") == module_name.partition(".")[0] or error.name == module_name
-        raise ArgumentError(
+        raise (UsageError if is_the_module else ArgumentError)(
             "The module that builds the model cannot be imported.",
             got=str(error),
             where=module_name,
@@ -105,7 +109,7 @@ def _function(build: str) -> Any:
     if not callable(function):
         there = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
         close = difflib.get_close_matches(name, there, 1)
-        raise ArgumentError(
+        raise UsageError(
             "The function that builds the model is not there.",
             expected=f"a function {name!r}",
             got=f"one of {', '.join(there[:8])}" if there else "no function at all",
@@ -124,16 +128,34 @@ def _instead_of(module_name: str, name: str) -> str:
     return "Run the command in the folder that has it, or put that folder on PYTHONPATH."
 
 
+def check_budget_option(budget: str, *, may_be_part: bool = True) -> None:
+    """Before a model is built, which may take minutes. `may_be_part=False`: no part of the activations."""
+    from hyper_parallel.core.planner.budget import check_budget, is_percentage
+
+    try:
+        check_budget(budget)
+    except ArgumentError as error:
+        raise UsageError(error.what, expected=error.expected, got=error.got, where="--budget", do=error.do) from None
+    if not may_be_part and is_percentage(budget):
+        raise UsageError(
+            "A part of the activations is no budget here: they grow with n.",
+            expected='bytes, a size such as "24GiB", or "auto"',
+            got=budget,
+            where="--budget",
+            do="Name a size.",
+        )
+
+
 def check_folder(path: Path | None) -> None:
     """Before the work is done: what comes out of it must have a place to go to."""
     if path is not None and path.is_dir():
-        raise ArgumentError(
+        raise UsageError(
             "A file is to be written here, and this is a folder.",
             got=str(path),
             do="Name a file in it.",
         )
     if path is not None and not path.absolute().parent.is_dir():
-        raise ArgumentError(
+        raise UsageError(
             "There is no folder for this file.",
             expected="a folder that exists",
             got=str(path),
@@ -141,10 +163,22 @@ def check_folder(path: Path | None) -> None:
         )
 
 
+def check_swap_dir(path: Path | None) -> None:
+    """Raises where it is no folder."""
+    if path is not None and not path.is_dir():
+        raise UsageError(
+            "There is no folder to swap to.",
+            expected="a folder that exists",
+            got=str(path),
+            where="--swap-dir",
+            do="Make it first, on a fast disk.",
+        )
+
+
 def check_file(path: Path) -> None:
     """Raises where there is no such file."""
     if not path.is_file():
-        raise ArgumentError(
+        raise UsageError(
             "There is no such plan.",
             expected="a file that `plan --out` or `plan.save` wrote",
             got=str(path),
@@ -153,36 +187,28 @@ def check_file(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def quiet_stdout() -> Iterator[None]:
-    """What libraries print themselves goes nowhere: HiGHS sometimes leaves a line of its own on standard output, in the middle of a document.
+def swap_directory(path: Path | None) -> Iterator[None]:
+    """Within: what is swapped goes to files in this folder where the device has no slower memory of its own, as a CPU has not."""
+    if path is None:
+        yield
+        return
+    from hyper_parallel.core.swap.config import configure_swap
 
-    What Python prints, the user's model among others, goes to standard error.
-    """
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        with _stdout_to(nowhere):
-            yield
-    finally:
-        os.close(nowhere)
+    with configure_swap(disk_dir=path):
+        yield
 
 
 @contextlib.contextmanager
 def users_stdout() -> Iterator[None]:
     """While the user's own code runs: standard output is for our document, and what is printed goes to standard error."""
-    with _stdout_to(2):
-        yield
-
-
-@contextlib.contextmanager
-def _stdout_to(target: int) -> Iterator[None]:
     _flush()
     saved = os.dup(1)
     try:
-        os.dup2(target, 1)
+        os.dup2(2, 1)
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        _flush()  # what is still in a buffer belongs to the target
+        _flush()  # what is still in a buffer belongs there
         os.dup2(saved, 1)
         os.close(saved)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hyper_parallel.cli.build import quiet_stdout
-from hyper_parallel.core.planner.budget import check_budget
+from hyper_parallel.cli.build import check_budget_option, swap_directory, users_stdout
 from hyper_parallel.core.planner.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import plan_memory
-from hyper_parallel.core.swap.config import configure_swap
 from hyper_parallel.core.swap.sizes import format_size
 from hyper_parallel.platform import get_torch_platform
 from hyper_parallel.platform.selection import part_of
@@ -51,36 +46,23 @@ class Outcome(NamedTuple):
         }
 
 
-def run_demo(console: Console, budget: str, num_steps: int, report: Path) -> Outcome:
+def run_demo(console: Console, budget: str, num_steps: int, report: Path, swap_dir: Path | None = None) -> Outcome:
     """Plan, train twice, show."""
-    check_budget(budget)
+    check_budget_option(budget)
     part = part_of(get_torch_platform(), "planner.demo", "hyper-parallel demo")
     trainer = part.Trainer()
     console.print(f"[bold]{trainer.describe()}[/]")
-    with _swap_directory(trainer.device.type):
-        with quiet_stdout():
+    with swap_directory(swap_dir):
+        with users_stdout():
             plan = plan_memory(trainer.model, trainer.batch(), budget=budget, optimizer=trainer.optimizer)
         console.print(f"\n{plan}\n", markup=False)
         plain = _trained(part.Trainer(), None, num_steps, "training as it is", console)
         planned = _trained(part.Trainer(), plan, num_steps, "training with the plan", console)
-        if plan.measured is not None:
-            plan.measured = type(plan.measured)(plan.measured.peak_bytes, planned.step_ms)
     outcome = Outcome(plan, plain, planned, report)
     same = "equal, bit for bit" if outcome.is_equal else "DIFFERENT"
-    with quiet_stdout():
-        write_report(plan, report, notes=[("losses of both runs", same)])
+    write_report(plan, report, notes=[("losses of both runs", same)])
     _show(console, outcome)
     return outcome
-
-
-@contextlib.contextmanager
-def _swap_directory(device_type: str) -> Iterator[None]:
-    """On a CPU activations are swapped to files, so that swapping is real there, too."""
-    if device_type != "cpu":
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="hyper-parallel-demo-") as directory, configure_swap(disk_dir=directory):
-        yield
 
 
 def _trained(trainer: Any, plan: MemoryPlan | None, num_steps: int, what: str, console: Console) -> Trained:

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from hyper_parallel.cli.build import built, quiet_stdout
-from hyper_parallel.core.planner.budget import check_budget
+from pathlib import Path
+
+from hyper_parallel.cli.build import built, check_budget_option, swap_directory, users_stdout
 from hyper_parallel.core.planner.largest import Largest, largest
 from hyper_parallel.core.planner.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import Explanation, explain, plan_memory
 
 
-def plan_build(build: str, budget: str) -> MemoryPlan:
+def plan_build(build: str, budget: str, swap_dir: Path | None = None) -> MemoryPlan:
     """The plan for what `package.module:function` builds. A budget in its dict counts where the command names none."""
-    check_budget(budget)  # before a model is built that may take minutes
+    check_budget_option(budget)
     made = built(build)
     arguments = {**made.arguments, "budget": made.arguments.get("budget", "auto") if budget == "auto" else budget}
-    with quiet_stdout():
+    with swap_directory(swap_dir), users_stdout():
         return plan_memory(made.model, made.batch, **arguments)
 
 
-def largest_build(build: str, budget: str, at_most: int | None) -> Largest:
+def largest_build(build: str, budget: str, at_most: int | None, swap_dir: Path | None = None) -> Largest:
     """The largest size for what `package.module:function` builds: a model, and a function that makes a batch of a size."""
-    check_budget(budget)
+    check_budget_option(budget, may_be_part=False)
     made = built(build, "make_batch")
     arguments = {**made.arguments, "budget": made.arguments.get("budget", "auto") if budget == "auto" else budget}
     if at_most is not None:
         arguments["at_most"] = at_most
-    with quiet_stdout():
+    with swap_directory(swap_dir), users_stdout():
         return largest(made.model, made.batch, **arguments)
 
 
 def explain_build(build: str) -> Explanation:
     """What the model that `package.module:function` builds keeps for backward."""
     made = built(build)
-    with quiet_stdout():
+    with users_stdout():
         return explain(made.model, made.batch, **made.of("loss_fn", "regions"))

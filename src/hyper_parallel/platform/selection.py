@@ -28,6 +28,7 @@ from hyper_parallel._base.errors import (
     StateError,
     describe,
 )
+from hyper_parallel._base.extras import install_words
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform.interface import Platform, PlatformType
 
@@ -98,7 +99,7 @@ def get_platform() -> Platform:
             "No framework can be used.",
             expected="PyTorch 2.8 or later, or MindSpore 2.10",
             got="; ".join(reasons).rstrip("."),
-            do="Run `pip install 'hyper-parallel[torch]'` or `pip install 'hyper-parallel[mindspore]'`.",
+            do="Run `pip install 'torch>=2.8'`, or `pip install 'mindspore>=2.10,<2.11' 'numpy<2'`.",
         )
 
 
@@ -228,7 +229,7 @@ def _choose(platform_type: PlatformType, asked_by: str | None = None) -> Platfor
             raise FrameworkMissingError(
                 f"{platform_type.display_name} is not installed.",
                 where=asked_by,
-                do=f"Run `pip install 'hyper-parallel[{platform_type.value}]'`.",
+                do=install_words(platform_type.value),
             ) from error
         _state.chosen = cast(Platform, getattr(module, class_name)())
         _state.bound_since = None

@@ -45,6 +45,7 @@ from hyper_parallel._base.errors import (
     StateError,
     describe,
 )
+from hyper_parallel._base.extras import install_words
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -422,7 +423,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
         raise FrameworkMissingError(
             "Reading a tensor file needs the package `safetensors`.",
             got=str(error),
-            do="Run `pip install 'hyper-parallel[files]'`.",
+            do=install_words("files"),
         ) from error
     name = os.fsdecode(path)
     content = _map(name)

@@ -26,7 +26,7 @@ from hyper_parallel.platform import HYPER_PARALLEL_PLATFORM, PlatformType
 # Docker gives 64 MiB unless told; communication and data loaders' workers need more.
 SMALL_SHARED_BYTES = 2**30
 
-_INSTALL = "Run: pip install 'hyper-parallel[torch]' (or [mindspore])."
+_INSTALL = "Run: pip install 'torch>=2.8' (or 'mindspore>=2.10,<2.11' 'numpy<2')."
 
 
 class State(Enum):
@@ -154,7 +154,7 @@ def _judge(facts: Facts, framework: Framework) -> _Verdict:
     if framework.is_recent_enough:
         return _ok(f"{framework.version} imports and runs ({oldest} or later is needed).")
     what = f"{name} is {framework.version}; {oldest} or later is needed."
-    do = f"Run: pip install --upgrade 'hyper-parallel[{framework.platform.value}]'"
+    do = f"Run: pip install --upgrade '{framework.platform.value}>={oldest}'"
     other_serves = any(other.is_usable for other in facts.frameworks if other is not framework)
     return _attention(what, do) if other_serves else _problem(what, do)
 

@@ -15,7 +15,7 @@ from hyper_parallel.cli.doctor.units import counted, gibibytes, gigabytes_per_s
 
 STYLES = {State.OK: "green", State.ATTENTION: "yellow", State.PROBLEM: "bold red"}
 
-# Texts are `Text`, never markup: `pip install 'hyper-parallel[torch]'` would lose its brackets.
+# Texts are `Text`, never markup: `pip install '.[torch]'` would lose its brackets.
 
 
 def show_doctor(console: Console, facts: Facts, choice: Choice, findings: list[Finding]) -> None:

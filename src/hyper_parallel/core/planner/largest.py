@@ -13,11 +13,11 @@ from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.budget import check_budget, is_percentage
 from hyper_parallel.core.planner.choosing import smallest_budget
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, _part
-from hyper_parallel.core.planner.planning import check_loss_fn, first_margin, planned, reserve_bytes
+from hyper_parallel.core.planner.planning import check_loss_fn, first_margin, planned, reserve_bytes, time_by_turns
 from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.progress import Progress, progress_of
 from hyper_parallel.core.planner.solver import BudgetError
-from hyper_parallel.core.planner.table import table
+from hyper_parallel.core.planner.table import Table, html_of, plan_parts, text_of
 from hyper_parallel.core.swap.sizes import format_size
 
 _FIRST = (1, 2, 4)  # are profiled in any case: what grows with n, and with its square
@@ -58,6 +58,15 @@ class Largest:
         return self.predicted_peak_bytes if self.plan.measured is None else self.plan.measured.peak_bytes
 
     def __str__(self) -> str:
+        return text_of(self._parts())
+
+    def __repr__(self) -> str:
+        return f"<Largest: n = {self.n}, {self.plan!r}>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self._parts())
+
+    def _parts(self) -> list[str | Table]:
         if self.next is None:
             end = "larger sizes were not asked for"
         elif self.next.smallest_bytes is None:
@@ -68,16 +77,14 @@ class Largest:
             [str(each.n), "-" if each.smallest_bytes is None else format_size(each.smallest_bytes), "yes" if each.fits else "no"]
             for each in self.tried
         ]  # fmt: skip
-        return "\n".join(
-            [
-                f"The largest n is {self.n}: a step needs {format_size(self.peak_bytes)} (predicted: {format_size(self.predicted_peak_bytes)}) "
-                f"of {format_size(self.plan.budget_bytes)}; {end}.",
-                "",
-                table(["n", "smallest peak", "fits"], rows),
-                "",
-                str(self.plan),
-            ]
-        )
+        return [
+            f"The largest n is {self.n}: a step needs {format_size(self.peak_bytes)} (predicted: {format_size(self.predicted_peak_bytes)}) "
+            f"of {format_size(self.plan.budget_bytes)}; {end}.",
+            "",
+            Table(["n", "smallest peak", "fits"], rows),
+            "",
+            *plan_parts(self.plan),
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -219,6 +226,8 @@ class _Sizes:
             plan = planned(profile, allowed_bytes, profiled, names_smallest=names_smallest)
             if plan.measured is None:  # the plain step, which needs no plan
                 plan.measured = Measured(profiled.peak_bytes() + profile.base_bytes)
+            elif names_smallest:
+                time_by_turns(plan, profiled)
             return plan
 
     def _profiled(self, n: int) -> Any:
@@ -393,5 +402,5 @@ def _nothing_fits(error: BudgetError | None) -> BudgetError:
         expected=error.expected,
         got=error.got,
         where=error.where,
-        do="Raise the budget.",
+        do=error.do,
     )

@@ -23,8 +23,9 @@ from hyper_parallel.core.planner.choices import check as check_decision
 from hyper_parallel.core.planner.host_need import HostNeed, host_need
 from hyper_parallel.core.planner.profile import StepProfile, checked
 from hyper_parallel.core.planner.settings import Setting
-from hyper_parallel.core.planner.table import plan_table
+from hyper_parallel.core.planner.table import html_of, plan_parts, text_of
 from hyper_parallel.core.swap.config import SwapSetting, configure_swap, current_config
+from hyper_parallel.core.swap.sizes import format_size
 from hyper_parallel.platform import platform_of
 from hyper_parallel.platform.regions.batch_fit import PlannedBatch
 from hyper_parallel.platform.selection import part_of
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _ON_MISMATCH = ("error", "recompute")
 _ON_OOM = ("error", "replan")
+_MADE_FOR = {"batch": "batch", "device": "device", "framework": "framework"}  # fact -> what differs then
 _PLAN_AGAIN = "Plan again, and save the plan anew."
 
 
@@ -47,10 +49,11 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Measured:
-    """What steps under a plan took."""
+    """What steps under a plan took. `plain_step_ms`: what plain ones took that were run by turns with them; None: those of the profile count."""
 
     peak_bytes: int
     step_ms: float | None = None
+    plain_step_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class MemoryPlan:
         self.measured = measured
         self.gap = gap
         self.origin: Origin | None = None
+        self.note: str | None = None  # for whoever wrote the budget; not in the file
         self._managed: weakref.WeakKeyDictionary[Any, ManagedModel] = weakref.WeakKeyDictionary()
         self._applied: weakref.WeakKeyDictionary[Any, tuple[Any, SwapSetting | None]] = weakref.WeakKeyDictionary()
 
@@ -109,24 +113,58 @@ class MemoryPlan:
     def base_bytes(self) -> int:
         return self.profile.base_bytes
 
+    @property
+    def predicted_to_plain(self) -> float:
+        """What a step will take, as a multiple of a plain one."""
+        return self.predicted.step_ms / self.profile.step_ms if self.profile.step_ms else 1.0
+
+    @property
+    def measured_to_plain(self) -> float | None:
+        """What steps under the plan took, as a multiple of plain ones; None: they were not timed."""
+        if self.measured is None or self.measured.step_ms is None:
+            return None
+        plain_ms = self.measured.plain_step_ms or self.profile.step_ms
+        return self.measured.step_ms / plain_ms if plain_ms else None
+
     @cached_property
     def host(self) -> HostNeed:
         """What is swapped needs as much of the host's memory, pinned, or of a disk."""
         return host_need(self.profile, self.decision, self.setting)
 
     def __str__(self) -> str:
-        return plan_table(self)
+        return text_of(plan_parts(self))
+
+    def __repr__(self) -> str:
+        is_measured, to_plain = self.measured is not None, self.measured_to_plain
+        peak = self.predicted.peak_bytes if self.measured is None else self.measured.peak_bytes
+        words = [
+            f"at most {format_size(self.budget_bytes)}",
+            f"peak {format_size(peak)} {'measured' if is_measured else 'predicted'}",
+        ]
+        if self.is_empty:
+            words.append("nothing is changed")
+        elif to_plain is None:
+            words.append(f"{self.predicted_to_plain:.2f} of the plain step's time predicted")
+        else:
+            words.append(f"{to_plain:.2f} of the plain step's time measured")
+        return (
+            f"<MemoryPlan for {self.profile.facts.get('model', 'a model')}: {', '.join(words)}; print it for the table>"
+        )
+
+    def _repr_html_(self) -> str:
+        return html_of(plan_parts(self))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Everything, for JSON; what is asked for most comes first."""
         return {
-            "facts": self.profile.facts,
             "budget_bytes": self.budget_bytes,
+            "plain": {"peak_bytes": self.profile.peak_bytes, "step_ms": self.profile.step_ms},
             "predicted": vars(self.predicted),
             "measured": None if self.measured is None else vars(self.measured),
             "gap": self.gap,
             "setting": self.setting._asdict(),
             "host": self.host._asdict(),
+            "facts": self.profile.facts,
             "decision": [
                 {"plain": True}
                 if each.is_plain
@@ -255,6 +293,7 @@ class MemoryPlan:
         if "autocast" in self.profile.facts:
             ways["autocast"] = self.profile.facts["autocast"]
         applied = part.Applied(model, self.profile.regions, self.decision, on_mismatch, **ways)
+        applied.mismatches.is_in_another_mode = self.profile.facts.get("training") is False and bool(model.training)
         try:
             setting = self._configure() if self.has_swaps else None
         except BaseException:
@@ -293,8 +332,9 @@ class MemoryPlan:
         difference = plan_file.first_difference(expected, facts)
         if difference is not None:
             where, wanted, got = difference
+            what = next((words for name, words in _MADE_FOR.items() if where.startswith(name)), "model")
             raise ArgumentError(
-                "The plan was made for another model or device.",
+                f"The plan was made for another {what}.",
                 expected=wanted,
                 got=got,
                 where=where,

@@ -5,32 +5,33 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
-from hyper_parallel.core.planner.budget import check_budget
+from hyper_parallel.core.planner.budget import budget_note, check_budget
 from hyper_parallel.core.planner.choices import RECOMPUTE, plain, recompute_all
 from hyper_parallel.core.planner.choosing import choose, overhead_ms, overhead_without_copies_ms, unmanaged
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, Predicted, _part
 from hyper_parallel.core.planner.problem import Problem, evaluate
 from hyper_parallel.core.planner.profile import Region, StepProfile
 from hyper_parallel.core.planner.progress import Progress, progress_of
+from hyper_parallel.core.planner.refusal import BudgetError, advice, blocks_words
 from hyper_parallel.core.planner.settings import candidates
-from hyper_parallel.core.planner.solver import BudgetError
-from hyper_parallel.core.planner.table import residual_table
+from hyper_parallel.core.planner.table import html_of, residual_parts, text_of
 from hyper_parallel.core.swap.sizes import format_size, parse_size
 
 _logger = get_logger("planner")
 _KIB = 1024
+_NUM_TURNS = 3
 _MAX_TRIES = 5  # of solving again with what was measured
 _TOO_SLOW = 1.04  # real steps to predicted ones: more than what clocks and temperature do
 _NEAR = 1.02  # of two measured plans: which is the faster may be otherwise tomorrow
 # Where all regions together take the host more than this share of a step, steps of one plan were seen to differ by so much within minutes.
 _HOST_SHARE, _HOST_DRIFT = 0.05, 1.1
-_ONE_BLOCK = 'Raise the budget, or name smaller blocks, such as regions=["encoder.layer.*"]: {} is the only one, and is planned as a whole.'
 
 
 def plan_memory(
@@ -86,12 +87,15 @@ def plan_memory(
         optimizer=optimizer,
         reserve_bytes=reserve_bytes(reserve),
     )
-    with progress_of(progress, "planning", num_steps=8) as say, profiled.preserved():
+    with progress_of(progress, "planning", num_steps=9) as say, profiled.preserved():
         profile: StepProfile = profiled.profile(say)
         allowed = parse_budget(budget, profile, part.free_bytes(profiled.device))
         say("solving")
         plan = planned(profile, allowed, profiled if verify else None)
+        say("timing steps")
+        time_by_turns(plan, profiled)
         plan.origin = Origin(loss_fn, optimizer, reserve_bytes(reserve))
+        plan.note = budget_note(budget)
         return plan
 
 
@@ -123,14 +127,14 @@ def planned(profile: StepProfile, allowed_bytes: int, profiled: Any, *, names_sm
             smallest = profile.peak_bytes
             parts = format_size(profile.activation_peak_bytes), format_size(profile.base_bytes)
             where = "the plain step: {} of activations, {} alive when forward begins".format(*parts)
-        paths = {region.path for region in profile.regions}
         raise BudgetError(
             error.what,
             smallest_bytes=smallest,
-            expected=f"a budget of at least {smallest} bytes ({format_size(smallest)})",
+            peak=error.peak,
+            expected=f"a budget of at least {smallest} bytes ({format_size(smallest)}) with these blocks",
             got=f"{allowed_bytes} ({format_size(allowed_bytes)})",
-            where=where,
-            do=error.do if len(paths) > 1 else _ONE_BLOCK.format(*paths),
+            where="; ".join(filter(None, (where, blocks_words(profile)))),
+            do=advice(profile, allowed_bytes, error.peak, None if profiled is None else profiled.suggested_blocks),
         ) from None
 
 
@@ -309,13 +313,29 @@ def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Calla
     plan.check(model, batch)
     with profiled.preserved():
         proved = _proved(plan, profiled)
-        if proved.measured is not None and proved.measured.step_ms is None:
-            proved.attach(model, "error")
-            try:
-                proved.measured = Measured(proved.measured.peak_bytes, profiled.step_ms())
-            finally:
-                proved.detach(model)
+        time_by_turns(proved, profiled)
     return proved
+
+
+def time_by_turns(plan: MemoryPlan, profiled: Any) -> None:
+    """Time steps under a proved plan and plain ones by turns, where proving has timed none: on a CPU, whose speed changes with what else it does.
+
+    Nothing is decided by it: it is shown beside what was predicted. Ranks that plan together would have to take as many steps each, so not there.
+    """
+    measured = plan.measured
+    if measured is None or measured.step_ms is not None or not (profiled.is_alone and plan.profile.is_plain_measured):
+        return
+    plain_ms, under_ms = [], []
+    for _ in range(_NUM_TURNS):
+        plain_ms.append(profiled.step_ms(1))
+        plan.attach(profiled.model, "error")
+        try:
+            profiled.step_ms(1)  # the first step of a plan looks at everything
+            under_ms.append(profiled.step_ms(1))
+        finally:
+            plan.detach(profiled.model)
+    times = statistics.median(under_ms), statistics.median(plain_ms)
+    plan.measured = dataclasses.replace(measured, step_ms=times[0], plain_step_ms=times[1])
 
 
 def _proved(plan: MemoryPlan, profiled: Any, *, times: bool = True) -> MemoryPlan:
@@ -410,8 +430,17 @@ class Explanation:
     def __init__(self, profile: StepProfile) -> None:
         self.profile = profile
 
+    def __repr__(self) -> str:
+        regions = self.profile.regions
+        total = sum(region.residual_bytes for region in regions)
+        model = self.profile.facts.get("model", "a model")
+        return f"<Explanation of {model}: {format_size(total)} kept for backward by {len(regions)} blocks; print it for the table>"
+
+    def _repr_html_(self) -> str:
+        return html_of(residual_parts(self.profile))
+
     def __str__(self) -> str:
-        return residual_table(self.profile)
+        return text_of(residual_parts(self.profile))
 
     def as_dict(self) -> dict[str, Any]:
         """Everything that was measured, for JSON."""

@@ -14,17 +14,15 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.planner.choices import Decision, plain, recompute_all, swapped_bytes
-from hyper_parallel.core.planner.problem import Cost, Peak, Problem, evaluate
+from hyper_parallel.core.planner.problem import Cost, Problem, evaluate
 from hyper_parallel.core.planner.profile import StepProfile
+from hyper_parallel.core.planner.refusal import BudgetError, budget_error
 from hyper_parallel.core.planner.solver_model import Clock
 from hyper_parallel.core.planner.solver_peak import smallest_peak
 from hyper_parallel.core.planner.solver_rows import Case
 from hyper_parallel.core.planner.solver_search import Search, plain_ms
-from hyper_parallel.core.swap.sizes import format_size
 
 __all__ = ["BudgetError", "Solution", "is_small", "smallest_peak", "solve"]
 
@@ -32,21 +30,6 @@ _SMALL = 80  # ops and inputs of all regions together: solved exactly
 _MEDIUM = 1000  # solved with a whole number for each op
 _GOOD_GAP = 5e-4  # without a wish of the caller, enough for a problem that is not small
 _PROVED_GAP = 1e-6  # what HiGHS is exact to
-
-
-class BudgetError(ArgumentError):
-    """No decision fits into the budget.
-
-    `smallest_bytes` is the smallest budget that can be met; 0 where that is not known.
-    """
-
-    def __init__(self, what: str, *, smallest_bytes: int = 0, **parts: Any) -> None:
-        super().__init__(what, **parts)
-        self.smallest_bytes = smallest_bytes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, (cls, what, parts) = super().__reduce__()
-        return rebuild, (cls, what, {**parts, "smallest_bytes": self.smallest_bytes})
 
 
 @dataclass(frozen=True)
@@ -97,7 +80,7 @@ def solve(problem: Problem, *, gap: float | None = None, time_limit_s: float = 1
     if best is None:
         best = smallest_peak(problem)
         if best[1].peak_bytes > problem.budget_bytes:
-            raise _budget_error(problem, best[1].peak)
+            raise budget_error(problem.profile, problem.budget_bytes, best[1].peak)
     bound_ms = min(search.bound_ms for search in searches) / ticks_per_ms
     return _solution((best[0], evaluate(problem, best[0])), bound_ms, clock)
 
@@ -195,25 +178,3 @@ def _solution(best: tuple[Decision, Cost], bound_ms: float, clock: Clock) -> Sol
     lower_bound_ms = min(bound_ms, step_ms)
     gap = (step_ms - lower_bound_ms) / step_ms if step_ms else 0.0
     return Solution(*best, lower_bound_ms, gap, gap <= _PROVED_GAP, clock.passed_s)
-
-
-def _budget_error(problem: Problem, peak: Peak) -> BudgetError:
-    parts = {
-        "alive when forward begins": peak.base_bytes,
-        "kept outside of all regions": peak.outside_bytes,
-        "kept by the regions before": peak.kept_bytes,
-        f"in the {peak.moment} itself": peak.own_bytes,
-        "saved or swapped to cut recomputation short": peak.extra_bytes,
-        "for copies in flight": peak.in_flight_bytes,
-        "of margin": peak.margin_bytes,
-    }
-    largest = sorted(((num, name) for name, num in parts.items() if num), key=lambda each: -each[0])
-    where = "the turn" if peak.region is None else f"{peak.moment} of {problem.profile.regions[peak.region].path}"
-    return BudgetError(
-        "No choice of what to save, swap and recompute fits into the budget.",
-        expected=f"at least {peak.num_bytes} bytes ({format_size(peak.num_bytes)})",
-        got=f"{problem.budget_bytes} ({format_size(problem.budget_bytes)})",
-        where=f"{where}: " + ", ".join(f"{format_size(num)} {name}" for num, name in largest),
-        do="Raise the budget, or make the batch or the sequence smaller.",
-        smallest_bytes=peak.num_bytes,
-    )

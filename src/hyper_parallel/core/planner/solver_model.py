@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hyper_parallel._base.errors import FrameworkMissingError
+from hyper_parallel._base.extras import install_words
+from hyper_parallel.core.planner.solver_quiet import quiet_solver
 
 Terms: TypeAlias = Iterable[tuple[int, float]]
 
@@ -166,7 +168,8 @@ def _with_or_without_presolve(
     """HiGHS 1.12 fails now and then where its presolve took nearly everything away; without presolve it does not."""
     for presolve in (True, False):
         limits = {"presolve": presolve, "time_limit": max(clock.left_s, 0.01)}
-        found = solver(costs, options={**(options or {}), **limits}, **others)
+        with quiet_solver():
+            found = solver(costs, options={**(options or {}), **limits}, **others)
         if found.status != _FAILED:
             break
     return found
@@ -179,5 +182,5 @@ def _scipy(part: str) -> Any:
         raise FrameworkMissingError(
             "Planning memory needs the package `scipy`.",
             got=str(error),
-            do="Run `pip install 'hyper-parallel[planner]'`.",
+            do=install_words("planner"),
         ) from error

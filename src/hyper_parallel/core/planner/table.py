@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
 
 from hyper_parallel.core.planner.choices import kept_bytes, recompute_ms, recomputed_bytes, swapped_bytes
 from hyper_parallel.core.planner.profile import Link, Region, StepProfile
@@ -13,6 +15,35 @@ if TYPE_CHECKING:
     from hyper_parallel.core.planner.plan import MemoryPlan
 
 _MAX_ROWS = 60
+
+
+class Table(NamedTuple):
+    header: list[str]
+    rows: list[list[str]]
+
+
+Parts = Sequence[str | Table]  # lines and tables, in the order in which they are read
+
+
+def text_of(parts: Parts) -> str:
+    """For a terminal."""
+    return "\n".join(part if isinstance(part, str) else table(*part) for part in parts)
+
+
+def html_of(parts: Parts) -> str:
+    """For a notebook: colours and fonts are its own."""
+    found = []
+    for part in parts:
+        if isinstance(part, str):
+            found.append(f"<p>{escape(part)}</p>" if part else "")
+            continue
+        head = "".join(f"<th>{escape(name)}</th>" for name in part.header)
+        cells = (["<td>" + escape(cell) + "</td>" for cell in row[1:]] for row in part.rows)
+        rows = (
+            f"<tr><th>{escape(row[0])}</th>{''.join(rest)}</tr>" for row, rest in zip(part.rows, cells, strict=True)
+        )
+        found.append(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
+    return "\n".join(filter(None, found))
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -28,42 +59,63 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
 
 
-def plan_table(plan: MemoryPlan) -> str:
+def plan_parts(plan: MemoryPlan) -> Parts:
     """What is saved, recomputed and swapped, per block; peak and time before and after."""
     profile, predicted = plan.profile, plan.predicted
     base = profile.base_bytes
-    lines = [
+    lines: list[str | Table] = [
         f"Memory plan for {profile.facts.get('model', 'a model')}: at most {format_size(plan.budget_bytes)}, "
         f"of which {format_size(base)} are alive when forward begins",
         "",
     ]
     if plan.is_empty:
         lines.append(f"The plain step fits: its peak is {format_size(profile.peak_bytes)}. Nothing is changed.")
-        return "\n".join(lines)
+        return [*lines, *notes_words(plan)]
     plain = "plain" if profile.is_plain_measured else "plain (computed)"
     rows = [
         [plain, format_size(profile.peak_bytes), "100.0%", f"{profile.step_ms:.1f}", "1.000"],
-        ["predicted", *_numbers(profile, predicted.peak_bytes, predicted.step_ms)],
+        ["predicted", *_numbers(profile, predicted.peak_bytes, predicted.step_ms, plan.predicted_to_plain)],
     ]
     if plan.measured is not None:
-        rows.append(["measured", *_numbers(profile, plan.measured.peak_bytes, plan.measured.step_ms)])
-    lines.append(table(["", "peak", "of activations", "step ms", "to plain"], rows))
-    lines += ["", table(["block", "saved", "swapped", "recomputed", "recompute ms"], _regions(plan))]
+        times = plan.measured.step_ms, plan.measured_to_plain
+        rows.append(["measured", *_numbers(profile, plan.measured.peak_bytes, *times)])
+    lines.append(Table(["", "peak", "of activations", "step ms", "to plain"], rows))
+    lines += time_words(plan)
+    lines += ["", Table(["block", "saved", "swapped", "recomputed", "recompute ms"], _regions(plan)), ""]
+    if profile.link is None:
+        lines.append(nothing_swapped_words(plan))
     if plan.has_swaps:
         window, prefetch = plan.setting.window_bytes, plan.setting.prefetch_bytes
         lines.append(
-            f"\nCopies in flight: at most {format_size(window)} out and {format_size(prefetch)} ahead of backward."
+            f"Copies in flight: at most {format_size(window)} out and {format_size(prefetch)} ahead of backward."
         )
         lines.append(host_words(plan))
     if not profile.is_plain_measured:
-        lines.append(
-            "\nA plain step does not fit the device: what it would take was computed from one that recomputes."
-        )
+        lines.append("A plain step does not fit the device: what it would take was computed from one that recomputes.")
     if plan.gap > 1e-6:
         lines.append(
             f"By the rules of time this choice is at most {plan.gap:.2%} from the best for its windows and link."
         )
-    return "\n".join(lines)
+    lines += notes_words(plan)
+    return lines if lines[-1] else lines[:-1]
+
+
+def notes_words(plan: MemoryPlan) -> list[str]:
+    """What is unusual about what was asked for."""
+    in_eval = plan.profile.facts.get("training") is False
+    words = "Planned in eval mode: a model that trains in train mode, with dropout for example, is another one. Then call `model.train()` and plan again."
+    return [*([words] if in_eval else []), *([plan.note] if plan.note else [])]
+
+
+def nothing_swapped_words(plan: MemoryPlan) -> str:
+    """Why a plan could not swap."""
+    if _is_cpu(plan):
+        return "Nothing is swapped: no directory is set for it, by `hp.configure_swap(disk_dir=...)` or `--swap-dir`."
+    return "Nothing is swapped: there was no room to measure how fast the device copies."
+
+
+def _is_cpu(plan: MemoryPlan) -> bool:
+    return plan.profile.facts.get("device") in ("cpu", "CPU")
 
 
 def host_words(plan: MemoryPlan) -> str:
@@ -73,9 +125,45 @@ def host_words(plan: MemoryPlan) -> str:
     return f"Swapped at once: {format_size(used)}, in {format_size(reserved)} of {where}."
 
 
-def _numbers(profile: StepProfile, peak_bytes: int, step_ms: float | None) -> list[str]:
+def time_words(plan: MemoryPlan) -> list[str]:
+    """What a reader of measured and predicted times has to know, a sentence each: none where they agree."""
+    measured, predicted, to_plain = plan.measured, plan.predicted_to_plain, plan.measured_to_plain
+    is_cpu = _is_cpu(plan)
+    words = []
+    if to_plain is None:
+        if is_cpu and plan.has_swaps:
+            words.append(
+                "The step time is predicted only, and on a CPU it leaves out that copies and compute share the cores."
+            )
+        return words
+    if measured is not None and measured.plain_step_ms is not None:
+        words.append(f"Measured steps took turns with plain ones, of {measured.plain_step_ms:.1f} ms.")
+    if abs(to_plain - predicted) > _NOT_AS_PREDICTED * predicted:
+        words.append(
+            f"{_difference(to_plain, predicted)} {_why_slower(plan, is_cpu) if to_plain > predicted else _NOISE}"
+        )
+    return words
+
+
+def _difference(to_plain: float, predicted: float) -> str:
+    return f"{'Slower' if to_plain > predicted else 'Faster'} than predicted: {to_plain:.2f} of plain, not {predicted:.2f}."
+
+
+def _why_slower(plan: MemoryPlan, is_cpu: bool) -> str:
+    if is_cpu and plan.has_swaps:
+        return "On a CPU copies and compute share the cores, which is not predicted; on a GPU they do not."
+    if is_cpu:
+        return "On a CPU what the regions' own Python takes is not predicted; the smaller the ops, the more that is."
+    return _NOISE
+
+
+_NOISE = "Times of a busy machine differ so much; `plan.verify(model, batch)` measures again."
+_NOT_AS_PREDICTED = 0.1  # a larger difference is said
+
+
+def _numbers(profile: StepProfile, peak_bytes: int, step_ms: float | None, to_plain: float | None) -> list[str]:
     part = (peak_bytes - profile.base_bytes) / max(profile.activation_peak_bytes, 1)
-    times = ["", ""] if step_ms is None else [f"{step_ms:.1f}", f"{step_ms / profile.step_ms:.3f}"]
+    times = ["" if step_ms is None else f"{step_ms:.1f}", "" if to_plain is None else f"{to_plain:.3f}"]
     return [format_size(peak_bytes), f"{part:.1%}", *times]
 
 
@@ -100,7 +188,7 @@ def _folded(rows: list[list[str]]) -> list[list[str]]:
     return folded
 
 
-def residual_table(profile: StepProfile) -> str:
+def residual_parts(profile: StepProfile) -> Parts:
     """What backward needs, per module and op, summed over blocks that are alike; the largest first."""
     bytes_of: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
@@ -129,7 +217,7 @@ def residual_table(profile: StepProfile) -> str:
         f"Residuals of {len(profile.regions)} blocks: {format_size(total)}. Peak of the plain step: {format_size(profile.peak_bytes)}{computed}, "
         f"of which {format_size(profile.base_bytes)} are alive when forward begins; {profile.step_ms:.1f} ms."
     )
-    return "\n".join([head, "", table(["kept by", "times", "bytes", "part", "recompute ms", "suits"], rows)])
+    return [head, "", Table(["kept by", "times", "bytes", "part", "recompute ms", "suits"], rows)]
 
 
 def _again_ms(region: Region, index: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
 from hyper_parallel.core.shard.decision import tied_axes
 from hyper_parallel.core.shard.local_parts import checked_spec
 from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform.patterns import matching
 
 __all__ = ["ShardPlan", "custom_shard", "shard_module"]
 
@@ -26,8 +26,8 @@ __all__ = ["ShardPlan", "custom_shard", "shard_module"]
 class ShardPlan:
     """Which layouts a module's parameters, inputs and outputs have.
 
-    Keys are dotted names, `*` and `?` stand for anything (`"layers.*.attention.wq.weight"`); of several that match, the last wins. A layout is a
-    `Layout`, a list of placements, or axis names per dim such as `("tp", None)`.
+    Keys are dotted names, or patterns in which `*` stands for anything, dots included (`"layers.*.attention.wq.weight"`, `"*.wq.weight"`), as in the
+    `regions=` of a plan; of several that match, the last wins. A layout is a `Layout`, a list of placements, or axis names per dim such as `("tp", None)`.
 
     Attributes:
         parameters: by the parameter's name. Others are replicated.
@@ -211,8 +211,8 @@ def as_layout(wanted: Any, mesh: DeviceMesh, ndim: int, what: str) -> Layout:
 def _matches(wanted: Mapping[str, Any], names: Sequence[str], what: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for pattern, value in wanted.items():
-        matching = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
-        if not matching:
+        fitting = matching(pattern, names)
+        if not fitting:
             near = ", ".join(list(names)[:8]) + (", …" if len(names) > 8 else "")
             raise ArgumentError(
                 f"No {what} has a name that fits {pattern!r}.",
@@ -220,7 +220,7 @@ def _matches(wanted: Mapping[str, Any], names: Sequence[str], what: str) -> dict
                 got="none",
                 do="Check the plan.",
             )
-        found.update(dict.fromkeys(matching, value))
+        found.update(dict.fromkeys(fitting, value))
     return found
 
 

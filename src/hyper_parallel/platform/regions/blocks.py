@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
+from hyper_parallel.platform.patterns import matching
 
 
 class Kinds(NamedTuple):
@@ -25,7 +25,7 @@ class Kinds(NamedTuple):
 def find_blocks(kinds: Kinds, model: Any, regions: Sequence[str | type] | None = None) -> dict[str, Any]:
     """Paths and modules, in the order of the model; none inside another.
 
-    Without `regions`: the members of every list or sequence of modules in which a class with submodules of its own stands at least
+    `regions`: paths, classes, or patterns in which `*` stands for anything, dots included (see `patterns`). Without it: the members of every list or sequence of modules in which a class with submodules of its own stands at least
     twice, and of every such dict in whose members there is no such list (it may hold whole models, by name); without any, the model's own
     children that have parameters.
 
@@ -76,6 +76,77 @@ def check_unplanned(planned: Iterable[str], paths: Iterable[str]) -> None:
                 )
 
 
+def suggested(kinds: Kinds, model: Any, blocks: Iterable[str], inside: str | None = None) -> list[str]:
+    """Patterns of modules that could be planned as well: the parts of one block, or, without it, what is in no block. For a refusal's advice."""
+    modules, planned = dict(kinds.modules(model)), list(blocks)
+    if inside is not None:
+        return [_pattern(path, planned) for path in _parts(kinds, inside, modules, is_only=len(planned) == 1)][:1]
+
+    def is_free(path: str) -> bool:
+        return not any(f"{path}.".startswith(f"{each}.") or f"{each}.".startswith(f"{path}.") for each in planned)
+
+    free = [path for path, module in modules.items() if path and is_free(path) and _has_parameters(kinds, module)]
+    lists = [path for path in free if isinstance(modules[path], (*kinds.sequences, *kinds.mappings))]
+    tops = [path for path in free if not any(path.startswith(f"{each}.") for each in free)]
+    return [f"{path}.*" for path in lists] or tops
+
+
+def _parts(kinds: Kinds, inside: str, modules: dict[str, Any], *, is_only: bool) -> Iterator[str]:
+    """Where a block may be split: at a list in it in which a class is repeated; one that is the only block, at its children."""
+    for path, module in modules.items():
+        if f"{path}.".startswith(f"{inside}.") and isinstance(module, (*kinds.sequences, *kinds.mappings)):
+            members = [type(each) for _, each in kinds.children(module) if _has_parameters(kinds, each)]
+            if len(members) > len(set(members)):
+                yield f"{path}.*"
+    if is_only and any(_has_parameters(kinds, child) for _, child in kinds.children(modules[inside])):
+        yield f"{inside}.*"
+
+
+def _pattern(path: str, planned: Sequence[str]) -> str:
+    """A path in one block as a pattern for all blocks: with the numbers left open in which their paths differ."""
+    paths = [each.split(".") for each in planned]
+    return ".".join(
+        "*" if part.isdecimal() and len({each[place] for each in paths if len(each) > place}) > 1 else part
+        for place, part in enumerate(path.split("."))
+    )
+
+
+def other_reference(kinds: Kinds, model: Any, blocks: Iterable[Any]) -> str | None:
+    """Where the model also holds one of the blocks, and no wrapper would be put: an attribute with a Python list, tuple or dict."""
+    wanted = {id(each) for each in blocks}
+    for path, module in kinds.modules(model):
+        for name, value in vars(module).items():
+            values = value.values() if isinstance(value, dict) else value
+            is_own = name.startswith("_")  # the framework's own tables
+            if not is_own and isinstance(value, (list, tuple, dict)) and any(id(each) in wanted for each in values):
+                return f"{path}.{name}" if path else name
+    return None
+
+
+def check_ran(kinds: Kinds, model: Any, blocks: dict[str, Any], *, num_seen: int, num_ran: int) -> None:
+    """Refuse a model whose blocks did not run, or not where a wrapper would be. `num_ran`: calls of blocks; `num_seen`: those through wrappers.
+
+    Raises:
+        ValueError: the reason is named.
+    """
+    other = other_reference(kinds, model, blocks.values()) if num_seen < num_ran else None
+    if other is not None or (num_ran and not num_seen):
+        raise ArgumentError(
+            "Blocks run, but the model does not call them by the names that they have in it: it holds them by another reference, such as a Python list.",
+            expected="calls of " + ", ".join(list(blocks)[:3]) + " by these names",
+            got=f"{num_ran - num_seen} of {num_ran} calls by another reference" + (f", `{other}`" if other else ""),
+            where=type(model).__name__,
+            do="Call the blocks from a list of modules of the framework, and hold them nowhere else.",
+        )
+    if not num_seen:
+        raise ArgumentError(
+            "No block ran in the forward with gradients on.",
+            expected="calls of " + ", ".join(list(blocks)[:3]),
+            where=type(model).__name__,
+            do='Name the blocks that run: regions=["encoder.layer.*"].',
+        )
+
+
 def _repeated(kinds: Kinds, path: str, module: Any) -> Iterator[tuple[str, Any]]:
     """Members of lists with repeated classes; what is below such a member is part of it."""
     for name, child in kinds.children(module):
@@ -116,10 +187,7 @@ def _named(kinds: Kinds, model: Any, regions: Sequence[str | type]) -> dict[str,
     chosen: set[str] = set()
     for region in regions:
         if isinstance(region, str):
-            # As many segments as the paths it means: a `*` matches no dot.
-            matches = [
-                name for name in modules if fnmatch.fnmatchcase(name, region) and name.count(".") == region.count(".")
-            ]
+            matches = [name for name in matching(region, modules) if type(modules[name]) not in kinds.not_called]
         elif isinstance(region, type):
             matches = [name for name, module in modules.items() if isinstance(module, region)]
         else:
@@ -134,6 +202,7 @@ def _named(kinds: Kinds, model: Any, regions: Sequence[str | type]) -> dict[str,
                 expected='paths such as "layers.0", patterns such as "layers.*", or module classes',
                 got=repr(region),
                 where=type(model).__name__,
+                do=f"The model has {', '.join(list(modules)[:8])}{', …' if len(modules) > 8 else ''}.",
             )
         chosen.update(matches)
     # A region inside another would be part of it.

@@ -17,6 +17,7 @@ class Mismatches:
     def __init__(self, on_mismatch: str) -> None:
         self.raises = on_mismatch == "error"
         self.counts: Counter[str] = Counter()
+        self.is_in_another_mode = False  # planned in eval mode, and trained in train mode
 
     def note(self, what: str, *, expected: str, got: str, where: str, may_raise: bool = True) -> None:
         self.counts[what] += 1
@@ -26,5 +27,7 @@ class Mismatches:
                 expected=expected,
                 got=got,
                 where=where,
-                do='Plan again with a batch like this one, or apply with on_mismatch="recompute".',
+                do="The plan was made in eval mode: call `model.train()`, and plan again."
+                if self.is_in_another_mode
+                else 'Plan again with a batch like this one, or apply with on_mismatch="recompute".',
             )

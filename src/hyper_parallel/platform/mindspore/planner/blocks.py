@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 from mindspore import nn
@@ -27,6 +28,10 @@ _KINDS = blocks.Kinds(
     parameters=nn.Cell.get_parameters,
     modules=nn.Cell.cells_and_names,
 )
+
+
+suggested = functools.partial(blocks.suggested, _KINDS)
+check_ran = functools.partial(blocks.check_ran, _KINDS)
 
 
 def find_blocks(model: nn.Cell, regions: Sequence[str | type[nn.Cell]] | None = None) -> dict[str, nn.Cell]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import mindspore
 from mindspore import Tensor, nn, saved_tensors_hooks
+from mindspore.communication import GlobalComm, get_group_size
 from mindspore.graph.api import _pynative_executor
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
@@ -31,7 +32,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.storages import sto
 from hyper_parallel.platform.mindspore.graph_mode import refuse_graph_mode
 from hyper_parallel.platform.mindspore.planner import signature
 from hyper_parallel.platform.mindspore.planner.applying import looks_of
-from hyper_parallel.platform.mindspore.planner.blocks import find_blocks
+from hyper_parallel.platform.mindspore.planner.blocks import check_ran, find_blocks, suggested
 from hyper_parallel.platform.mindspore.planner.link import measure_link
 from hyper_parallel.platform.mindspore.planner.meters import Clock, is_cpu, memory_meter
 from hyper_parallel.platform.mindspore.planner.surroundings import LossFn, device_of, preserved, run_step, tensors_of
@@ -96,6 +97,10 @@ class ProfiledModel:
         """What is alive before and after a step."""
         return [*self.model.get_parameters(), *self.model.buffers(), *tensors_of(self.batch)]
 
+    def suggested_blocks(self, inside: str | None = None) -> list[str]:
+        """What could be planned instead of a block, or beside all of them: patterns for `regions=`."""
+        return suggested(self.model, self.blocks, inside)
+
     # -- measuring ------------------------------------------------------------------------------------------------------
 
     def step(self, at_turn: Callable[[], None] | None = None) -> float:
@@ -119,6 +124,10 @@ class ProfiledModel:
             return max(span.peak_bytes for span in meter.spans())
 
     tells_time = False  # on a CPU the time of a few steps is noise, and nothing was tried on others
+
+    @property
+    def is_alone(self) -> bool:
+        return not GlobalComm.INITED or get_group_size() == 1
 
     def step_ms(self, num_steps: int = NUM_TIMED) -> float:
         """The median time of a step, as the model is now."""
@@ -157,6 +166,8 @@ class ProfiledModel:
             with self._wrapped(checkpoint) as wrappers:
                 self.step()
                 times_again = self._timed(wrappers)
+                num_seen = _num_forwards(times_again)
+                check_ran(self.model, self.blocks, num_seen=num_seen, num_ran=len(calls))
                 _, again = self._measured(wrappers)
         shared = _note_given(calls)
         kept = _differences(spans, again)
@@ -241,12 +252,8 @@ class ProfiledModel:
             self.step()
 
     def _check_calls(self, calls: list[BlockCall], times: Times) -> None:
-        if not calls:
-            raise ArgumentError(
-                "No block ran in the forward with gradients on.",
-                expected="calls of " + ", ".join(list(self.blocks)[:3]),
-                do='Name the blocks that run: regions=["encoder.layer.*"].',
-            )
+        marked = _num_forwards(times)
+        check_ran(self.model, self.blocks, num_seen=len(calls), num_ran=marked)
         for index, each in enumerate(calls):
             if f"backward {index}" not in times:
                 raise ArgumentError(
@@ -254,7 +261,6 @@ class ProfiledModel:
                     where=each.path,
                     do="Name the blocks that are trained: regions=[...].",
                 )
-        marked = sum(name.startswith("forward ") for name in times)
         if marked != len(calls):
             raise ArgumentError(
                 "The model does not run the same blocks in each step.",
@@ -302,6 +308,10 @@ class _Marks:
             if tensor._requires_grad:
                 tensor.register_hook(lambda gradient: self._meter.mark(f"backward {number}"))
                 return
+
+
+def _num_forwards(times: Times) -> int:
+    return sum(name.startswith("forward ") for name in times)
 
 
 def _note_given(calls: Iterable[BlockCall]) -> list[int]:

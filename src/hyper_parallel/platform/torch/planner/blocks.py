@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from torch import nn
@@ -20,6 +21,10 @@ _KINDS = blocks.Kinds(
     parameters=nn.Module.parameters,
     modules=nn.Module.named_modules,
 )
+
+
+suggested = functools.partial(blocks.suggested, _KINDS)
+check_ran = functools.partial(blocks.check_ran, _KINDS)
 
 
 def find_blocks(model: nn.Module, regions: Sequence[str | type[nn.Module]] | None = None) -> dict[str, nn.Module]:

@@ -34,7 +34,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.planner import signature
 from hyper_parallel.platform.torch.planner.applying import Applied, unwrap
-from hyper_parallel.platform.torch.planner.blocks import find_blocks
+from hyper_parallel.platform.torch.planner.blocks import check_ran, find_blocks, suggested
 from hyper_parallel.platform.torch.planner.link import measure_link
 from hyper_parallel.platform.torch.planner.meters import Clock, memory_meter
 from hyper_parallel.platform.torch.planner.out_of_memory import attempt
@@ -100,6 +100,10 @@ class ProfiledModel:
             storages[storage._cdata] = storage.nbytes()
         return sum(storages.values()) + sum(map(_num_bytes, trained)) + self.extra_bytes
 
+    def suggested_blocks(self, inside: str | None = None) -> list[str]:
+        """What could be planned instead of a block, or beside all of them: patterns for `regions=`."""
+        return suggested(self.model, self.blocks, inside)
+
     # -- measuring ------------------------------------------------------------------------------------------------------
 
     def step(self, at_turn: Callable[[], None] | None = None) -> float:
@@ -127,7 +131,11 @@ class ProfiledModel:
     @property
     def tells_time(self) -> bool:
         """Whether the time of a few steps tells anything: on a CPU it is noise, and ranks would draw different conclusions from their own."""
-        return self.device.type != "cpu" and is_alone()
+        return self.device.type != "cpu" and self.is_alone
+
+    @property
+    def is_alone(self) -> bool:
+        return is_alone()
 
     def step_ms_within(self) -> float | None:
         """`step_ms`; None: memory ran out."""
@@ -342,13 +350,8 @@ class ProfiledModel:
         return {local_tensor(tensor).untyped_storage()._cdata for tensor in held}
 
     def _check_calls(self, calls: list[RecordedCall], times: dict[str, float]) -> None:
-        if not calls:
-            raise ArgumentError(
-                "No block ran in the forward with gradients on.",
-                expected="calls of " + ", ".join(list(self.blocks)[:3]),
-                do='Name the blocks that run: regions=["encoder.layer.*"].',
-            )
         marked = sum(name.startswith("forward ") for name in times)
+        check_ran(self.model, self.blocks, num_seen=len(calls), num_ran=marked)
         if marked != len(calls):
             raise ArgumentError(
                 "The model does not run the same blocks in each step.",

@@ -1,0 +1,82 @@
+"""The solver prints nothing, and what others print while it runs is not lost."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("scipy", reason="the solver is in SciPy")
+
+import scipy.optimize
+
+from hyper_parallel.core.planner.solver_model import Clock, Model
+from hyper_parallel.core.planner.solver_quiet import quiet_solver
+
+_NOISE = b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();"
+_libc = ctypes.CDLL(None)
+
+
+def out_of(capfd: pytest.CaptureFixture[str]) -> str:
+    _libc.fflush(None)
+    return capfd.readouterr().out
+
+
+def solve(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None]) -> None:
+    """Each of HiGHS's two functions, with something that happens while it runs."""
+    for name in ("milp", "linprog"):
+        real = getattr(scipy.optimize, name)
+
+        def noisy(*args: Any, real: Callable[..., Any] = real, **kwargs: Any) -> Any:
+            meanwhile()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(scipy.optimize, name, noisy)
+    model = Model()
+    model.row([(model.variable(cost=1.0, is_integer=True), 1.0)], low=0.5)
+    assert model.solve(Clock(5.0), gap=0.0, node_limit=10).value == 1.0
+    assert model.solve_relaxed(Clock(5.0)).value == 0.5
+
+
+def test_what_the_solver_prints_by_itself_goes_nowhere(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    solve(monkeypatch, lambda: _libc.puts(_NOISE))
+    assert out_of(capfd) == ""
+    _libc.puts(b"after")
+    assert out_of(capfd) == "after\n"
+
+
+def test_what_other_threads_print_while_the_solver_runs_comes_out(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def print_in_a_thread() -> None:
+        _libc.puts(_NOISE)
+        other = threading.Thread(target=lambda: (print("by print", flush=True), os.write(1, b"by descriptor\n")))
+        other.start()
+        other.join()
+
+    solve(monkeypatch, print_in_a_thread)
+    assert out_of(capfd) == "by print\nby descriptor\n" * 2
+
+
+def test_what_was_printed_before_the_solver_ran_comes_out(capfd: pytest.CaptureFixture[str]) -> None:
+    _libc.printf(b"still in C's buffer\n")
+    with quiet_solver():
+        _libc.puts(_NOISE)
+    assert out_of(capfd) == "still in C's buffer\n"
+
+
+def test_the_last_of_several_threads_that_solve_puts_the_stream_back(capfd: pytest.CaptureFixture[str]) -> None:
+    first, second = quiet_solver(), quiet_solver()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    _libc.puts(_NOISE)
+    second.__exit__(None, None, None)
+    _libc.puts(b"after")
+    assert out_of(capfd) == "after\n"
