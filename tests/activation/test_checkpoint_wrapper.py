@@ -37,6 +37,7 @@ from hyper_parallel.platform.torch.activation_checkpoint import (
 from hyper_parallel.platform.trees import leaves
 from support.interpreter import run_fresh
 from support.swapping import Swapping
+from support.tally import TalliesCalls
 
 BOTH = pytest.mark.parametrize("impl", list(CheckpointImpl), ids=lambda impl: impl.name)
 
@@ -74,14 +75,13 @@ class Extras:
     label: str = "x"
 
 
-class Mixer(nn.Module):
+class Mixer(TalliesCalls, nn.Module):
     """Tensors as positional arguments, as keywords and deep inside of keywords; a nested result; dropout."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.second = nn.Linear(4, 4)
-        self.num_calls = 0
 
     def forward(
         self, x: torch.Tensor, *, gain: torch.Tensor, extras: dict[str, Any], parts: list[Any], power: int = 1
@@ -128,13 +128,12 @@ def all_equal(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(ones) == len(others) > 0 and all(map(torch.equal, ones, others))
 
 
-class Counted(nn.Module):
+class Counted(TalliesCalls, nn.Module):
     """A small block that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        self.num_calls = 0
         self.factor = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper
 from support.swapping import Swapping
+from support.tally import TalliesCalls
 
 WIDTH = 8
 
@@ -27,7 +28,7 @@ def _device(swapping: Swapping) -> Iterator[None]:
         yield
 
 
-class Block(nn.Module):
+class Block(TalliesCalls, nn.Module):
     """Counts its calls. `between` is done to an intermediate result."""
 
     def __init__(self, between: Callable[[torch.Tensor], torch.Tensor] = lambda h: h, dropout: float = 0.0) -> None:
@@ -36,7 +37,6 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.between = between
         self.scale = 0.5
-        self.num_calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1

@@ -37,6 +37,7 @@ from support.region_programs import (
     report,
 )
 from support.swapping import Swapping, check_nothing_left
+from support.tally import TalliesCalls
 
 # -- the same results -------------------------------------------------------------------------------------------------------
 
@@ -111,13 +112,12 @@ DRIFTS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], 
 NO_MATRIX_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
-class Drifting(nn.Module):
+class Drifting(TalliesCalls, nn.Module):
     """Does something else when it is called again."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.num_calls = 0
 
     def forward(self, t: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1

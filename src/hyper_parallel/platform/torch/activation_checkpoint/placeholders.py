@@ -8,12 +8,10 @@ plain tensor whose storage claims its size and has no memory: it takes part in v
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from hyper_parallel._base.errors import StateError, describe
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
@@ -22,7 +20,6 @@ from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
     is_distributed,
     local_tensor,
 )
-from hyper_parallel.platform.torch.activation_checkpoint.module_paths import modules_in
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 
 
@@ -168,51 +165,6 @@ def placeholder(
 def another_placeholder(tensor: torch.Tensor) -> torch.Tensor:
     """One that looks at the same storage in the same way."""
     return _without_memory(_looks(tensor))
-
-
-class Attributes:
-    """The attributes of a module, and of those in it, as they were before a second run.
-
-    A forward that puts a tensor aside (`self.last = x`) has done so before; where its second run puts a placeholder, what was there
-    comes back, at the end of a `with` block. Everything else is as the second run left it.
-    """
-
-    def __init__(self, module: nn.Module | None) -> None:
-        self._module = module
-        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def remember(self) -> None:
-        """Call before there is a placeholder."""
-        for each in () if self._module is None else modules_in(self._module):
-            attributes = vars(each)
-            buffers = each._buffers
-            self._before.append((attributes, attributes.copy()))
-            self._before.append((buffers, buffers.copy()))
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_error: object) -> None:
-        self.take_back()
-
-    def take_back(self) -> None:
-        for now, then in self._before:
-            # Nothing was set: so no placeholder was.
-            if len(now) == len(then) and all(map(operator.is_, now.values(), then.values())):
-                continue
-            for name in [name for name, value in now.items() if _has_placeholder(value)]:
-                if name in then:
-                    now[name] = then[name]
-                else:
-                    del now[name]
-
-
-def _has_placeholder(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return has_placeholder(value)
-    if type(value) is dict:
-        return has_placeholder(value.values())
-    return is_placeholder(value)
 
 
 def view_of_placeholder(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

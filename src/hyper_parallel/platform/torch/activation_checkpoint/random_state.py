@@ -20,11 +20,11 @@ class GeneratorState:
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
-        self.state = _quietly(generator.get_state)
+        self.state = quietly(generator.get_state)
 
     def restore(self) -> None:
         with drawing:
-            _quietly(self.generator.set_state, self.state)
+            quietly(self.generator.set_state, self.state)
 
 
 class set_back:  # noqa: N801 - used like a function
@@ -76,7 +76,7 @@ def states_of(tensors: list[torch.Tensor]) -> list[GeneratorState]:
     return states
 
 
-def _quietly(call: Any, *args: Any) -> Any:
+def quietly(call: Any, *args: Any) -> Any:
     # Reading a state makes tensors: no dispatch mode, ours or another region's, takes them for ops of the model.
     if torch._C._len_torch_dispatch_stack() == 0:
         return call(*args)

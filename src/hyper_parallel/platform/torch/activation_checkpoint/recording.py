@@ -54,7 +54,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
 )
 
 _MADE, _INPUT, _OUTSIDE, _WRITTEN = Origin.MADE, Origin.INPUT, Origin.OUTSIDE, Origin.WRITTEN
-_Tensor, _strided = torch.Tensor, torch.strided
+_Tensor, _Parameter, _strided = torch.Tensor, torch.nn.Parameter, torch.strided
 # The views that were met without a policy, by the op's id (TRAITS has the op, so that no other gets it), and what runs them.
 _VIEWS: dict[int, Callable[..., Any]] = {}
 _NOBODY_WAITS = contextlib.nullcontext()
@@ -302,6 +302,8 @@ class Record:
             if value is None:
                 value = self._new_value(_OUTSIDE, -1, tensor)
                 value.seen_version = value.made_version
+                if type(tensor) is not _Parameter:
+                    value.alias = aliased(tensor)
             else:
                 try:
                     value.seen_version = tensor._version

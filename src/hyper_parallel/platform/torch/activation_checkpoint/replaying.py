@@ -21,7 +21,6 @@ from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
 )
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import is_sharding
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
-    Attributes,
     NeedsEverything,
     View,
     has_placeholder,
@@ -82,8 +81,6 @@ class Replay:
     ) -> None:
         self.record = record
         self.found: dict[Value, torch.Tensor] = {}
-        self.has_placeholders = False
-        self.attributes: Attributes | None = None  # of the module, for when the first placeholder is made
         self.first_missing: RecordedOp | None = None
         self.first_unknown: str | None = None
         self._runs = runs
@@ -125,7 +122,6 @@ class Replay:
         # Arguments that share a storage share it here, too: one may be written and the other read.
         known = self._input_storages.get(value)
         if value not in self._takes:
-            self.has_placeholders = True
             made = placeholder(view, value.num_bytes, value.device, known)
             self._input_storages[value] = local_tensor(made).untyped_storage()
             self._empty.add(self._bind(made, value))
@@ -281,10 +277,6 @@ class Replay:
                 taken = outputs.view.on(outputs.kept.memory(), outputs.device)
                 self._bind(taken, outputs)
                 return taken
-            if not self.has_placeholders:
-                self.has_placeholders = True
-                if self.attributes is not None:
-                    self.attributes.remember()
             empty = placeholder(outputs.view, outputs.num_bytes, outputs.device)
             self._empty.add(self._bind(empty, outputs))
             return empty
@@ -299,8 +291,10 @@ class Replay:
         func = traits.func
         arguments = Arguments(args, kwargs, traits.writes)
         if self.first_unknown is None:
+            missing = self.first_missing = self._first_not_met()
             self.first_unknown = str(func)
-            self.first_missing = self._first_not_met()
+            if missing is not None and missing.func is func:
+                self.first_unknown += f" with {_difference(missing.rest, arguments.rest)}"
         by_id: dict[int, torch.Tensor] = {}
         for position, tensor in enumerate(arguments.tensors):
             value = self._value_at(storage_key(tensor), tensor)
@@ -393,13 +387,10 @@ class Replay:
         for recorded, value, tensor in zip(op.reads, values, tensors, strict=True):
             if recorded is value:
                 continue
-            # A tensor that the forward did not have: an index made from a list, a weight that autocast had cast before the region and casts
-            # again. A parameter that the forward did not read stands for none of those it did.
+            # A tensor that the forward did not have: an index made from a list, a weight that autocast had cast before the region and casts again.
             if recorded is None or recorded.origin is not _OUTSIDE or value is not None:
                 return False
-            if tensor.requires_grad and not (recorded.is_gone() or storage_key(tensor) in self._own):
-                return False
-            if local_tensor(tensor).untyped_storage().nbytes() != recorded.num_bytes:
+            if not _has_same_contents(tensor, recorded):
                 return False
             self._bind(tensor, recorded)
         return True
@@ -528,6 +519,29 @@ def _gone(op: RecordedOp, tensor: torch.Tensor) -> StateError:
         where=f"{op}, {describe(tensor)}",
         do="Run the step again: from now on it is kept.",
     )
+
+
+def _has_same_contents(tensor: torch.Tensor, recorded: Value) -> bool:
+    """Whether a tensor that the forward did not read is bit for bit one from outside that it did read, and has not been changed since.
+
+    A parameter stands for itself only, and so does what was changed: nobody knows any more what the forward read.
+    """
+    alias = recorded.alias
+    if alias is None or version_of(alias) != recorded.seen_version:
+        return False
+    storages = [local_tensor(each).untyped_storage() for each in (alias, tensor)]
+    if alias.device != tensor.device or any(each.nbytes() != recorded.num_bytes for each in storages):
+        return False
+    whole = View(torch.uint8, torch.Size([recorded.num_bytes]), (1,), 0, False, False)
+    then, now = (whole.on(each, alias.device) for each in storages)
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        return torch.equal(then, now)  # waits for the device, where one is there
+
+
+def _difference(then: list[Any], now: list[Any]) -> str:
+    """What is another one in an op that comes in place of the same op."""
+    numbers = [f"{b!r} for {a!r}" for a, b in zip(then, now, strict=False) if not same_rest([a], [b])]
+    return ", ".join(numbers) or "another tensor, or other numbers in one"
 
 
 def _looks_like(tensor: torch.Tensor, view: View) -> bool:

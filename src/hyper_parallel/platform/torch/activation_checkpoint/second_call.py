@@ -10,8 +10,9 @@ import torch
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.platform.regions.host_randomness import HostRandomness
 from hyper_parallel.platform.regions.passes import Pass
+from hyper_parallel.platform.torch.activation_checkpoint.attributes import as_noted, note_attributes
 from hyper_parallel.platform.torch.activation_checkpoint.inputs import Inputs
-from hyper_parallel.platform.torch.activation_checkpoint.placeholders import Attributes, NeedsEverything
+from hyper_parallel.platform.torch.activation_checkpoint.placeholders import NeedsEverything
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, set_back, states_of
 from hyper_parallel.platform.torch.activation_checkpoint.region_function import RegionFunction
 from hyper_parallel.platform.torch.activation_checkpoint.replaying import AllFound, Replay, ReplayMode
@@ -36,6 +37,7 @@ class SecondCall:
     def __init__(self, function: RegionFunction, inputs: Inputs) -> None:
         self.surroundings = Surroundings()
         self.parameters = ParametersOfModule(function.module, function.modules)
+        self._attributes = note_attributes(function.module, function.modules)
         self._function = function
         self._inputs = inputs
         self.random_states: list[GeneratorState] = []
@@ -71,14 +73,11 @@ class SecondCall:
             args, kwargs = self._inputs.again(replay, current)
         # Who runs backward inside the region needs the residuals of the replay, too; nobody else does.
         pack = aliased if record.runs_everything else _forget
-        replay.attributes = Attributes(self._function.module)
-        if replay.has_placeholders:
-            replay.attributes.remember()
         with (
             replaying(),
             set_back(generators),
             _NOTHING if self._host_randomness is None else self._host_randomness.again(),
-            replay.attributes,
+            as_noted(self._attributes),
             self.parameters.again(),
             self.surroundings.again(),  # last: it may turn the compiler on for what is called from here
             torch.enable_grad(),

@@ -27,7 +27,6 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
     Value,
 )
 
-_NUMBERS = (bool, int, float, complex, str, type(None))
 _VALUE_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -113,7 +112,6 @@ class Pattern(NamedTuple):
     Attributes:
         name, module, modules: of the function; see `RegionFunction`
         is_dynamic: sizes in the region depend on values, and differ from call to call
-        numbers: of each module, what gives those of its attributes that are numbers, words or switches
         looks: of the arguments that are tensors
         require_grad: of the parameters and buffers
         has_writes: whether an op writes into what another one made
@@ -124,7 +122,6 @@ class Pattern(NamedTuple):
     name: str
     module: nn.Module
     modules: list[nn.Module]
-    numbers: tuple[tuple[dict[str, Any], tuple[str, ...]], ...]
     is_dynamic: bool
     looks: tuple[Any, ...]
     require_grad: tuple[bool, ...]
@@ -134,14 +131,6 @@ class Pattern(NamedTuple):
         """Whether a call with these arguments should be like the watched one."""
         is_same = module_of(function) is self.module and modules_in(self.module) == self.modules
         return is_same and looks_of(tensors) == self.looks
-
-    def numbers_now(self) -> list[list[Any]]:
-        """What the function may decide by, beside its arguments."""
-        return [[attributes.get(name) for name in names] for attributes, names in self.numbers]
-
-    @property
-    def leaves_out(self) -> bool:
-        return any(not step.runs for step in self.steps)
 
 
 def looks_of(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...] | None:
@@ -205,7 +194,6 @@ def pattern_of(call: Watched, *, is_dynamic: bool) -> Pattern | None:
         name=function.name,
         module=function.module,
         modules=function.modules,
-        numbers=tuple((vars(each), _names_of_numbers(each)) for each in function.modules),
         is_dynamic=is_dynamic,
         looks=call.looks,
         require_grad=call.parameters.require_grad(),
@@ -318,10 +306,6 @@ def _offset(state: GeneratorState, begin: torch.Tensor, is_dynamic: bool) -> int
     if before[0] != now[0]:
         raise _CannotBeLeftOutError
     return int(now[1] - before[1])
-
-
-def _names_of_numbers(module: nn.Module) -> tuple[str, ...]:
-    return tuple(name for name, value in vars(module).items() if isinstance(value, _NUMBERS))
 
 
 def tensors_held(modules: Iterable[nn.Module]) -> list[int]:

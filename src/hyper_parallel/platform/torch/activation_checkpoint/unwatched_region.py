@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,15 +21,12 @@ from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform.regions.arguments import SavedArguments
 from hyper_parallel.platform.regions.host_randomness import HostRandomness
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
+from hyper_parallel.platform.torch.activation_checkpoint.attributes import as_noted, note_attributes
 from hyper_parallel.platform.torch.activation_checkpoint.frame import EndOfPass
 from hyper_parallel.platform.torch.activation_checkpoint.inputs import no_leaf
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES, storage_key, version_of
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules
-from hyper_parallel.platform.torch.activation_checkpoint.placeholders import (
-    Attributes,
-    NeedsEverything,
-    View,
-)
+from hyper_parallel.platform.torch.activation_checkpoint.placeholders import NeedsEverything, View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import set_back, states_of
 from hyper_parallel.platform.torch.activation_checkpoint.recomputation import reads_placeholder
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
@@ -135,7 +132,7 @@ class _Frame:
         self._versions = list(map(version_of, self._outside))
         self._random = states_of([each for each in arguments.tensors if not each.is_cpu])
         self._host_randomness: HostRandomness | None = HostRandomness()
-        self._numbers = pattern.numbers_now()
+        self._attributes = note_attributes(pattern.module, pattern.modules)
         self._num_saved = 0
         self._views: list[View | None] = []
         self._num_begun = num_begun()
@@ -306,15 +303,11 @@ class _Frame:
     def _call_again(self, run: SecondRun) -> None:
         with torch.enable_grad():
             args, kwargs = self._arguments.rebuild(lambda index: self._inputs[index].again(self.name))
-        attributes = Attributes(self._pattern.module)
-        if run.leaves_out:
-            attributes.remember()
         with (
             replaying(),
             set_back({state.generator for state in self._random}),
             _NOTHING if self._host_randomness is None else self._host_randomness.again(),
-            attributes,
-            self._numbers_again(),
+            as_noted(self._attributes),
             self._parameters.again(),
             self._surroundings.again(),
             torch.enable_grad(),
@@ -328,21 +321,6 @@ class _Frame:
                     self._function(*args, **kwargs)
             except AllFound:
                 pass
-
-    @contextlib.contextmanager
-    def _numbers_again(self) -> Iterator[None]:
-        """Attributes of the modules that are numbers, words or switches are as when the forward began: `training`, a counter, a schedule."""
-        now = self._pattern.numbers_now()
-        if now != self._numbers:
-            self._set_numbers(self._numbers)
-        try:
-            yield
-        finally:
-            self._set_numbers(now)
-
-    def _set_numbers(self, numbers: list[list[Any]]) -> None:
-        for (attributes, names), values in zip(self._pattern.numbers, numbers, strict=True):
-            attributes.update(zip(names, values, strict=True))
 
 
 class _Packer:

@@ -66,7 +66,6 @@ class SecondRun:
         self._versions = versions
         self.found: dict[int, torch.Tensor] = {}
         self.num_saved = 0
-        self.leaves_out = pattern is not None and pattern.leaves_out
         self._wanted = wanted
         self._steps = () if pattern is None else pattern.steps
         self._is_dynamic = pattern is not None and pattern.is_dynamic

@@ -64,6 +64,7 @@ class Value:
 
     # What most values never set is on the class: one is made for every tensor that an op gives.
     kept: Any = None
+    alias: torch.Tensor | None = None  # of one from outside that is no parameter: what may be compared with it
     view: View  # of the tensor in which an op gave it; only values that an op gave as a result have one
     is_empty = False  # no op has written it
     is_weight_cast = False  # autocast's copy of a parameter: cast again rather than swapped (rule 3)

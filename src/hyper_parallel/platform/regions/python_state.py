@@ -1,0 +1,325 @@
+"""What objects have as Python's own (numbers, lists, generators), noted and put back.
+
+A forward may move what its modules have as attributes: a counter, a list that it appends to, a generator of its own. When it runs again in backward it
+finds them as it found them the first time, and afterwards they are as if it had run once.
+
+    then = PythonState([module], TORCH, holds=False)   # before the forward
+    ...
+    with as_then(then):                                # the forward again
+        module(x)
+
+`holds=False` is for a note that lives as long as a graph does. It holds no tensor and nothing that could lead to one: only numbers, texts and
+containers of these. Everything else it knows weakly, and what is gone by then stays as it is. A note that holds all puts the very same objects back.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import enum
+import operator
+import random
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+_LEAVES: frozenset[type] = frozenset({bool, int, float, complex, str, bytes, type(None), range, type(Ellipsis)})
+_CONTAINERS = (list, dict, set, collections.deque, bytearray)
+_NO_OBJECTS = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, enum.Enum)
+# Objects of these have ways of their own: nobody expects their insides to be set back.
+_FOREIGN = frozenset({"torch", "numpy", "mindspore", "hyper_parallel", *sys.stdlib_module_names}) - {"__main__"}
+_MOST_ARRAY_BYTES = 1 << 18  # an array is compared before each forward
+_LEFT = object()  # in place of a value that is not put back
+_MISSING = object()
+
+
+class Saved(NamedTuple):
+    """How the state of an object that is neither a container nor has attributes is read, compared and set."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], None]
+    same: Callable[[Any, Any], bool] = operator.eq
+
+
+class Framework(NamedTuple):
+    """What is a framework's own among the attributes of a module.
+
+    Attributes:
+        names: attributes that are left to it: parameters, modules, hooks
+        tensors: types that are looked at as a whole
+        saved: by type, objects with a state of their own
+    """
+
+    names: frozenset[str]
+    tensors: tuple[type, ...]
+    saved: dict[type, Saved]
+
+
+class PythonState:
+    """The attributes of some objects at one moment, with what these lead to: containers, generators, plain objects.
+
+    Plain objects are those of a class of the user's; of what these have in turn only containers and generators are noted.
+    """
+
+    def __init__(
+        self, owners: Iterable[object], framework: Framework, *, holds: bool, also: PythonState | None = None
+    ) -> None:
+        self.framework = framework
+        self._owners = [weakref.ref(owner) for owner in owners]
+        self._parts = _Walk(framework, holds=holds).parts(self.owners(), also)
+
+    def owners(self) -> list[object]:
+        """Those that are still there."""
+        return [owner for ref in self._owners if (owner := ref()) is not None]
+
+    def is_of(self, owners: list[Any]) -> bool:
+        return len(owners) == len(self._owners) and all(
+            ref() is owner for ref, owner in zip(self._owners, owners, strict=True)
+        )
+
+    def is_now(self) -> bool:
+        """Whether everything is as it was then."""
+        return all(part.is_now() for part in self._parts)
+
+    def put_back(self) -> None:
+        for part in self._parts:
+            if not part.is_now():
+                part.put_back()
+
+    def objects(self) -> list[Any]:
+        """Containers and objects with a state that were noted, which nothing may lead to any more."""
+        return [part.object for part in self._parts if not isinstance(part, _Attributes)]
+
+
+@contextlib.contextmanager
+def as_then(then: PythonState) -> Iterator[None]:
+    """A block in which all that `then` has noted is as it was then. After it everything is as it was before the block."""
+    now = PythonState(then.owners(), then.framework, holds=True, also=then)
+    try:
+        then.put_back()
+        yield
+    finally:
+        now.put_back()
+
+
+class _Attributes:
+    """The attributes of one object."""
+
+    __slots__ = ("_ids", "_names", "_own", "_owner", "_values", "_weak")
+
+    def __init__(self, owner: Any, own: frozenset[str], *, holds: bool) -> None:
+        items = list(vars(owner).items())
+        self._owner = weakref.ref(owner) if _can_be_weak(owner) else (lambda: owner)
+        self._own = own  # names that are the framework's
+        self._names = tuple(name for name, _ in items)
+        self._ids = tuple(id(value) for _, value in items)
+        self._values = [_LEFT if name in own else value if holds else _weakly(value) for name, value in items]
+        self._weak = tuple(value for value in self._values if type(value) is weakref.ref)
+
+    def is_now(self) -> bool:
+        owner = self._owner()
+        if owner is None:
+            return True
+        now = vars(owner)
+        # An address may be that of another object by now; not if what had it is still there.
+        return (
+            tuple(now) == self._names
+            and tuple(map(id, now.values())) == self._ids
+            and all(ref() is not None for ref in self._weak)
+        )
+
+    def put_back(self) -> None:
+        owner = self._owner()
+        if owner is None:
+            return
+        now = vars(owner)
+        for name, value in zip(self._names, self._values, strict=True):
+            then = value() if type(value) is weakref.ref else value
+            if value is not _LEFT and now.get(name, _MISSING) is not then and not (then is None and value is not None):
+                now[name] = then
+        for name in now.keys() - self._names - self._own:
+            del now[name]
+
+
+class _Contents:
+    """What is in one container."""
+
+    __slots__ = ("_items", "object")
+
+    def __init__(self, container: Any) -> None:
+        self.object = container
+        self._items: list[Any] = list(container.items()) if isinstance(container, dict) else list(container)
+
+    def is_now(self) -> bool:
+        container, items = self.object, self._items
+        if len(container) != len(items):
+            return False
+        if isinstance(container, dict):
+            now = list(container.items())
+            return all(a is c and b is d for (a, b), (c, d) in zip(now, items, strict=True))
+        if isinstance(container, set):
+            return all(map(container.__contains__, items))
+        if isinstance(container, bytearray):
+            return list(container) == items
+        return all(map(operator.is_, container, items))
+
+    def put_back(self) -> None:
+        container, items = self.object, self._items
+        # Not by methods that a class of the user's may have made something else of.
+        if isinstance(container, list):
+            list.__setitem__(container, slice(None), items)
+        elif isinstance(container, bytearray):
+            bytearray.__setitem__(container, slice(None), bytes(items))
+        elif isinstance(container, dict):
+            kind = collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict
+            kind.clear(container)
+            kind.update(container, items)
+        elif isinstance(container, set):
+            set.clear(container)
+            set.update(container, items)
+        else:
+            collections.deque.clear(container)
+            collections.deque.extend(container, items)
+
+
+class _State:
+    """The state of a generator, or the numbers in an array."""
+
+    __slots__ = ("_how", "_state", "object")
+
+    def __init__(self, value: Any, how: Saved) -> None:
+        self.object = value
+        self._how = how
+        self._state = how.read(value)
+
+    def is_now(self) -> bool:
+        return self._how.same(self._how.read(self.object), self._state)
+
+    def put_back(self) -> None:
+        self._how.write(self.object, self._state)
+
+
+class _Walk:
+    """From the attributes of objects to all that is noted."""
+
+    def __init__(self, framework: Framework, *, holds: bool) -> None:
+        self._framework = framework
+        self._holds = holds
+        self._seen: set[int] = set()
+        self._parts: list[_Attributes | _Contents | _State] = []
+
+    def parts(self, owners: list[object], also: PythonState | None) -> list[_Attributes | _Contents | _State]:
+        # First, so that none of them is met again as what another one has.
+        self._seen.update(map(id, owners))
+        for owner in owners:
+            self._note_attributes(owner, may_be_object=True)
+        for value in () if also is None else also.objects():
+            self._note(value, may_be_object=False)
+        return self._parts
+
+    def _note_attributes(self, owner: Any, *, may_be_object: bool) -> None:
+        own = self._framework.names
+        self._parts.append(_Attributes(owner, own, holds=self._holds))
+        for name, value in list(vars(owner).items()):
+            if type(value) not in _LEAVES and name not in own:
+                self._note(value, may_be_object=may_be_object)
+
+    def _note(self, value: Any, *, may_be_object: bool) -> None:
+        if type(value) in _LEAVES or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, self._framework.tensors):
+            return
+        how = self._framework.saved.get(type(value)) or _saved_of(value)
+        if how is not None:
+            self._parts.append(_State(value, how))
+        elif isinstance(value, _CONTAINERS):
+            if self._holds or _is_pure(value):
+                self._parts.append(_Contents(value))
+            for each in list(value.values()) if isinstance(value, dict) else list(value):
+                self._note(each, may_be_object=may_be_object)
+        elif isinstance(value, (tuple, frozenset)):
+            for each in value:
+                self._note(each, may_be_object=may_be_object)
+        elif may_be_object and _is_plain_object(value):
+            self._note_attributes(value, may_be_object=False)
+
+
+def _is_plain_object(value: Any) -> bool:
+    kind = type(value)
+    if kind in (types.SimpleNamespace,):
+        return True
+    root = (getattr(kind, "__module__", None) or "builtins").partition(".")[0]
+    has_attributes = isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, _NO_OBJECTS)
+    return has_attributes and root not in _FOREIGN
+
+
+def _is_pure(value: Any, depth: int = 4) -> bool:
+    """Whether there is nothing in it but numbers and texts."""
+    if type(value) in _LEAVES:
+        return True
+    if depth == 0 or not isinstance(value, (*_CONTAINERS, tuple, frozenset)):
+        return False
+    within = value.values() if isinstance(value, dict) else value
+    return all(type(each) in _LEAVES or _is_pure(each, depth - 1) for each in within)
+
+
+def _weakly(value: Any) -> Any:
+    """What a note that holds nothing has of a value."""
+    if type(value) in _LEAVES or _is_pure(value):
+        return value
+    if _can_be_weak(value):
+        return weakref.ref(value)
+    return _LEFT if isinstance(value, (*_CONTAINERS, tuple, frozenset)) else value
+
+
+def _can_be_weak(value: Any) -> bool:
+    return type(value).__weakrefoffset__ != 0
+
+
+def _saved_of(value: Any) -> Saved | None:
+    """For generators and arrays that are no framework's."""
+    if isinstance(value, random.Random):
+        return _PYTHON_GENERATOR
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not hasattr(numpy, "random"):
+        return None
+    if isinstance(value, numpy.ndarray):
+        return _ARRAY if value.nbytes <= _MOST_ARRAY_BYTES and not value.dtype.hasobject else None
+    if isinstance(value, numpy.random.Generator):
+        return _NUMPY_GENERATOR
+    if isinstance(value, numpy.random.RandomState):
+        return _NUMPY_RANDOM_STATE
+    return None
+
+
+def _same_state(left: Any, right: Any) -> bool:
+    """Of NumPy's generators: dicts and tuples with arrays in them."""
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same_state(left[name], right[name]) for name in left)
+    if isinstance(left, tuple):
+        return len(left) == len(right) and all(map(_same_state, left, right))
+    return left.tobytes() == right.tobytes() if hasattr(left, "tobytes") else bool(left == right)
+
+
+def _write_numpy_generator(generator: Any, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+def _write_array(array: Any, numbers: Any) -> None:
+    if array.flags.writeable and array.shape == numbers.shape and array.dtype == numbers.dtype:
+        array[...] = numbers
+
+
+_PYTHON_GENERATOR = Saved(random.Random.getstate, random.Random.setstate)
+_NUMPY_GENERATOR = Saved(lambda generator: generator.bit_generator.state, _write_numpy_generator, _same_state)
+_NUMPY_RANDOM_STATE = Saved(
+    lambda generator: generator.get_state(legacy=False),
+    lambda generator, state: generator.set_state(state),
+    _same_state,
+)
+_ARRAY = Saved(lambda array: array.copy(), _write_array, _same_state)
+
+__all__ = ["Framework", "PythonState", "Saved", "as_then"]
