@@ -38,7 +38,8 @@ BUGS = [
     Bug("a kept tensor's version is not compared",
         "if self._version is not None and self._saved._version != self._version:", "if False:"),
     Bug("a swapped tensor's version is read from an alias of its own",
-        "alias = tensor.detach()  # shares the version counter, not the graph", "alias = tensor.data"),
+        "_alias: torch.Tensor | None = tensor.detach()  # shares the version counter, not the graph",
+        "_alias: torch.Tensor | None = tensor.data"),
     Bug("a policy's answer is turned around", "if keeps_tensor(call_uncompiled(self.policy_fn, tensor)):",
         "if not keeps_tensor(call_uncompiled(self.policy_fn, tensor)):"),
     Bug("the hooks know the block they belong to",
@@ -156,12 +157,13 @@ def check_versions(hooks: Any) -> None:
     with hooks():
         buffer = torch.zeros(16, 16)
         a = leaf * buffer
+        between = leaf.sin()  # saves something: so what was saved before leaves
         with torch.no_grad():
             buffer += 1
         b = leaf * buffer
     b.sum().backward()
     assert torch.equal(leaf.grad, torch.ones(16, 16))
-    del a, b
+    del a, b, between
 
 
 def check_references(hooks: Any) -> None:

@@ -6,6 +6,7 @@ it), `inputs` (the tensors it is called with), `recomputation` (how a pass makes
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import Counter
@@ -19,6 +20,12 @@ from hyper_parallel.platform.regions.arguments import SavedArguments
 from hyper_parallel.platform.regions.options import Options
 from hyper_parallel.platform.regions.passes import Pass
 from hyper_parallel.platform.torch.activation_checkpoint.inputs import Inputs
+from hyper_parallel.platform.torch.activation_checkpoint.leaving import (
+    forget_waiting,
+    launch_waiting,
+    leave_later,
+    note_save,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES, is_plain
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.recomputation import Recomputation
@@ -83,6 +90,7 @@ class Frame:
         looks = None if self._observer is None else looks_of(self._inputs.tensors)
         held = [] if self._observer is None else tensors_held(self._function.modules)
         begun = num_begun()
+        launch_waiting()  # of a block around this region, which would wait for the end of this one
         packer = _Packer(self) if self._observer is None else _NotingPacker(self)
         try:
             with (
@@ -90,6 +98,9 @@ class Frame:
                 RecordingMode(record),
             ):
                 result = self._function.call(*args, **kwargs)
+        except BaseException:
+            forget_waiting()
+            raise
         finally:
             packer.frame = None  # autograd keeps the hooks as long as the graph
         with torch.no_grad():
@@ -129,18 +140,31 @@ class Frame:
         if value.is_empty:
             record.runs_everything = True  # filled by a kernel that no mode sees
         arrival = None
-        if value.kept is not None:
-            self._swap_out(record, value)
+        if type(value.kept) is Swappable or type(value.kept) is Swapped:
+            leaving = FromKept(tensor, record.ops[value.op].place())
+            leave_later(functools.partial(self._leave, record, value.key, weakref.ref(leaving)), value.device)
+            return leaving
         if value.device != self._swap.quiet_device:
             arrival = self._told(value)
         if value.kept is not None:
-            return FromKept(value.kept, tensor, record.ops[value.op].place(), arrival)
+            return FromKept(tensor, record.ops[value.op].place(), arrival)
         recomputed = Recomputed(self, value, tensor)
         num_writes = recomputed.version - value.made_version
         if num_writes > value.num_writes:
             value.num_writes = num_writes
         self._recomputed.append(weakref.ref(recomputed))
         return recomputed
+
+    def _leave(self, record: Record, key: int, saved: weakref.ref[FromKept]) -> None:
+        """The op that saved a residual is over: let it be swapped, as the op has left it."""
+        residual, value = saved(), record.current_at(key)
+        if residual is None or value is None or not residual.is_as_saved():
+            return
+        self._swap_out(record, value)
+        if type(value.kept) is Swapped:
+            residual.leave(value.kept)
+        elif value.device != self._swap.quiet_device:
+            residual.arrival = self._told(value)
 
     def value_of(self, tensor: torch.Tensor) -> Value | None:
         """While the forward runs."""
@@ -163,12 +187,14 @@ class Frame:
 
     def _finish(self, record: Record) -> None:
         """The forward is over: keep what backward can ask for, and nothing else."""
+        launch_waiting()
         self._second_call.note_host_randomness()
         with torch._C._DisableTorchDispatch():  # nothing of this is an op of a region around this one
             for value in record.kept:
                 # Also one that is swapped: it may have been written over while it was copied. Residuals have handles of their own.
                 if not record.is_current(value):
                     value.kept = None  # written over since
+            self._follow_writes(record)
             recomputed = self._to_recompute(record)
             if recomputed and self._second_call.shows_tensors():
                 record.runs_everything = True
@@ -184,6 +210,17 @@ class Frame:
             self._record = None
         self._function.note_ops(record)
         self._swap.end_forward()
+
+    def _follow_writes(self, record: Record) -> None:
+        """Memory that was written after autograd saved it, which no version tells, is what was written there: so autograd reads it."""
+        for each in _living(self._recomputed):
+            value = record.current_at(each.value.key)
+            if value is not None and value is not each.value and each.is_as_saved():
+                each.value = value
+                value.num_writes = max(value.num_writes, each.version - value.made_version)
+        for each in _living(self._from_inputs):
+            if record.is_current(each.value) or not each.is_as_saved():
+                each.let_go()
 
     def _to_recompute(self, record: Record) -> list[Recomputed]:
         """The living residuals that no policy has kept after all."""
@@ -319,6 +356,7 @@ class _Packer:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         frame = self.frame
+        note_save()
         # What a subclass is made of is its own business.
         if frame is None or not ((type(tensor) is _Tensor and tensor.layout is _strided) or is_plain(tensor)):
             return Kept(tensor, "region" if frame is None else frame.name)

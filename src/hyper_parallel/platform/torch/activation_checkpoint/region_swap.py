@@ -8,7 +8,7 @@ import torch
 
 from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor, version_of
-from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import living_slot, note_slot
+from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import living_slot, note_slot, own_part
 from hyper_parallel.platform.torch.activation_checkpoint.saved_values import Saved
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
 from hyper_parallel.platform.torch.activation_checkpoint.values import Value
@@ -90,10 +90,11 @@ class RegionSwap:
         if place is None or num_bytes < place[2]:
             return None
         engine, group, _ = place
-        slot = living_slot(engine, alias)
+        part = own_part(alias)
+        slot = living_slot(engine, alias, part)
         if slot is None:
             slot = engine.save(flat(alias), num_bytes, group, _Label(what, alias), _Version(alias))
-            note_slot(engine, alias, slot)
+            note_slot(engine, alias, part, slot)
         return Swapped(engine, slot, group)
 
     def place(self, device: torch.device) -> Any:

@@ -225,7 +225,7 @@ class Replay:
         for position, value in op.targets:
             tensor = tensors[position]
             self._rebind(tensor, value)
-            self._collect(value, by_id.get(id(tensor), tensor))
+            self._collect(value, by_id.get(id(tensor), tensor), num_writes=1)
         outputs = op.outputs
         if type(outputs) is Value and type(result) is _Tensor:
             self._note_result(op, outputs, result)
@@ -445,10 +445,11 @@ class Replay:
             self._storages[key] = value.key
             self._states[value.key] = value
 
-    def _collect(self, value: Value, tensor: torch.Tensor) -> None:
+    def _collect(self, value: Value, tensor: torch.Tensor, num_writes: int = 0) -> None:
+        """`num_writes`: those of the op itself, which are counted when it is done; in forward it may have counted them elsewhere (`.data`)."""
         if value in self._wanted and value not in self.found:
             self.found[value] = aliased(tensor)
-            self._versions[value] = version_of(tensor) + value.num_writes
+            self._versions[value] = version_of(tensor) + max(num_writes, value.num_writes)
 
     # -- checks -----------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,7 +36,13 @@ class Recomputed:
     def keep(self, place: OpPlace) -> None:
         """A policy has kept the value after it was saved here (by a view of it)."""
         if self._held is not None:
-            self._kept = FromKept(self.value.kept, self._held, place)
+            self._kept = FromKept(self._held, place)
+            if isinstance(self.value.kept, Swapped):
+                self._kept.leave(self.value.kept)
+
+    def is_as_saved(self) -> bool:
+        """Whether no version tells that it was written since; asked while the forward runs."""
+        return self._held is not None and version_of(self._held) == self.version
 
     @property
     def held(self) -> torch.Tensor | None:
@@ -82,17 +88,34 @@ def _view_of_result(value: Value, tensor: torch.Tensor) -> View:
 
 
 class FromInput:
-    """A residual that is an argument of the region, or a view of one."""
+    """A residual that is an argument of the region, or a view of one.
 
-    __slots__ = ("__weakref__", "_device", "_frame", "_view", "value")
+    While the forward runs it holds the tensor, and after that if an op has written it and no version tells (running statistics).
+    """
+
+    __slots__ = ("__weakref__", "_device", "_frame", "_held", "_version", "_view", "value")
 
     def __init__(self, frame: Frame, value: Value, tensor: torch.Tensor) -> None:
         self._frame = frame
         self.value = value
         self._view = View.of(tensor)
         self._device = tensor.device
+        self._held: torch.Tensor | None = aliased(tensor)
+        self._version = version_of(tensor)
+
+    def is_as_saved(self) -> bool:
+        """Whether no version tells that it was written since; asked while the forward runs."""
+        return self._held is not None and version_of(self._held) == self._version
+
+    def let_go(self) -> None:
+        """The forward is over, and backward gets it from the arguments."""
+        self._held = None
 
     def tensor(self) -> torch.Tensor:
+        if self._held is not None:
+            if version_of(self._held) != self._version:
+                raise changed_in_place(f"an input of {self._frame.name}", self._version, version_of(self._held))
+            return self._held
         tensor = self._frame.input_tensor(self.value)
         if View.of(tensor) == self._view:
             return tensor
@@ -102,26 +125,32 @@ class FromInput:
 class FromKept:
     """A residual that a policy saved, as an alias of its own, or swapped."""
 
-    __slots__ = ("_alias", "_arrival", "_device", "_kept", "_place", "_version", "_view")
+    __slots__ = ("__weakref__", "_alias", "_kept", "_place", "_version", "_view", "arrival")
 
-    def __init__(self, kept: Any, tensor: torch.Tensor, place: OpPlace, arrival: Arrival | None = None) -> None:
-        self._arrival = arrival
+    def __init__(self, tensor: torch.Tensor, place: OpPlace, arrival: Arrival | None = None) -> None:
+        self.arrival = arrival  # set only where it stays
         self._place = place
-        if isinstance(kept, Swapped):
-            self._kept = kept.another()
-            self._alias: torch.Tensor | None = None
-            self._view = View.of(tensor)
-            self._device = tensor.device
-        else:
-            self._alias = aliased(tensor)
-            self._version = version_of(tensor)
+        self._alias: torch.Tensor | None = aliased(tensor)
+        self._version = version_of(tensor)
+
+    def is_as_saved(self) -> bool:
+        """Whether no version tells that it was written since."""
+        return self._alias is not None and version_of(self._alias) == self._version
+
+    def leave(self, swapped: Swapped) -> None:
+        """It has been swapped."""
+        if self._alias is not None:
+            self._kept = swapped.another()
+            self._view = View.of(self._alias), self._alias.device
+            self._alias = None
 
     def tensor(self) -> torch.Tensor:
         alias = self._alias
         if alias is None:
-            return self._view.on(self._kept.memory(), self._device)
-        if self._arrival is not None:
-            self._arrival.note()
+            view, device = self._view
+            return view.on(self._kept.memory(), device)
+        if self.arrival is not None:
+            self.arrival.note()
         version = version_of(alias)
         if version != self._version:
             raise changed_in_place(str(self._place), self._version, version)

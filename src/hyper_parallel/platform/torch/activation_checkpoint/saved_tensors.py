@@ -15,6 +15,12 @@ from hyper_parallel._base.errors import StateError, describe
 from hyper_parallel.platform.regions.saved_tensors import OfSavedTensors, SavedTensors, checked_policy
 from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import check_no_cuda_graph, cuda_graph_now
+from hyper_parallel.platform.torch.activation_checkpoint.leaving import (
+    forget_waiting,
+    launch_waiting,
+    leave_later,
+    note_save,
+)
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
     PLAIN_TYPES,
     Outer,
@@ -95,11 +101,19 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
 
     def __enter__(self) -> None:
         check_surroundings("Swapping")
+        launch_waiting()  # of a block around this one, which would wait for the end of this one
         self._recorder.watches_graphs, self._recorder.graph_before = True, cuda_graph_now()
         self._recorder.look_up_parameters()
         if not self._has_name:
             self._recorder.look_up_path()
         super().__enter__()
+
+    def __exit__(self, kind: Any = None, *rest: Any) -> None:
+        super().__exit__(kind, *rest)
+        if kind is None:
+            launch_waiting()
+        else:
+            forget_waiting()
 
     @property
     def storage(self) -> Any:
@@ -123,18 +137,19 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
 
 # storage -> its slot, while both live: a second view of a storage moves nothing (rule 1), nor does what one block makes and the
 # next one saves as its input
+Part = tuple[int, torch.Size, tuple[int, ...]]
 _slots: dict[int, tuple[StorageWeakRef, weakref.ref[Any], int, Any, Any]] = {}
 
 
-def living_slot(engine: Any, tensor: torch.Tensor) -> Any:
-    """The slot that already has a tensor's storage as it is now; None if there is none."""
+def living_slot(engine: Any, tensor: torch.Tensor, part: Part | None) -> Any:
+    """The slot that already has a tensor's storage as it is now; None if there is none. `part`: see `own_part`."""
     known = _slots.get(tensor.untyped_storage()._cdata)
     if known is not None and not known[0].expired() and known[2] == tensor._version and known[3] is engine:
-        return known[1]() if known[4] == _own_part(tensor) else None
+        return known[1]() if known[4] == part else None
     return None
 
 
-def note_slot(engine: Any, tensor: torch.Tensor, slot: Any) -> None:
+def note_slot(engine: Any, tensor: torch.Tensor, part: Part | None, slot: Any) -> None:
     storage = tensor.untyped_storage()
     key = storage._cdata
 
@@ -143,10 +158,10 @@ def note_slot(engine: Any, tensor: torch.Tensor, slot: Any) -> None:
         if known and known[1] is ref:
             slots.pop(key, None)
 
-    _slots[key] = (StorageWeakRef(storage), weakref.ref(slot, forget), tensor._version, engine, _own_part(tensor))
+    _slots[key] = (StorageWeakRef(storage), weakref.ref(slot, forget), tensor._version, engine, part)
 
 
-def _own_part(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def own_part(tensor: torch.Tensor) -> Part | None:
     """Which part of a storage a tensor's version is about; None: all of it.
 
     What `unsafe_chunk` and `unsafe_split` give (a GRU is made of them) are no views: each part counts its own writes, and that two of
@@ -167,12 +182,15 @@ class _Recorder:
         module: nn.Module | None,
         name: str,
         place: Callable[[torch.device], Any] | None = None,
+        *,
+        swaps_at_once: bool = False,
     ) -> None:
         self.policy_fn = policy_fn
         self._module = None if module is None else weakref.ref(module)
         self._name = name
         # Unlike the name, the key tells two blocks of one class apart: the engine learns by it what a forward saves last.
         self._key = name if module is None else f"{name} {id(module):x}"
+        self._swaps_at_once = swaps_at_once  # what is given to it is not autograd's: no op is about to write it
         self._find_place = place  # not a method of this object: a cycle would keep a step's memory
         self._owned: set[int | None] = set()  # storages of parameters and buffers
         self._owners: set[int] = set()  # the parameters themselves, by id
@@ -211,27 +229,19 @@ class _Recorder:
     def pack(self, tensor: torch.Tensor) -> Any:
         if is_replaying():  # a wrapper inside a region: nobody will ask for the residuals of the second run
             return Kept(tensor, self._name)
+        note_save()
         self.saved.note_saved()
         place = self._place(tensor)
         if place is None:
             return Kept(tensor, self._name)
-        from hyper_parallel.core.swap.slot import Handle
-
-        engine, group, _ = place
-        whole, tensor = tensor, local_tensor(tensor)
-        slot = living_slot(engine, tensor)
-        if slot is None:
-            if self.watches_graphs:
-                check_no_cuda_graph(self.graph_before, "A block that is swapped", self._name)
-            with (
-                torch._C._DisableTorchDispatch()
-            ):  # a region around this block must not take what is done here for its ops
-                alias = tensor.detach()  # shares the version counter, not the graph
-                num_bytes = storage_bytes(tensor)
-                slot = engine.save(flat(tensor), num_bytes, group, _Label(self._name, whole), lambda: alias._version)
-            note_slot(engine, tensor, slot)
-        swapped = _Swapped(engine, Handle(slot, group), whole)
-        self.saved.note_swapped(swapped, whole.shape)
+        if self.watches_graphs:
+            check_no_cuda_graph(self.graph_before, "A block that is swapped", self._name)
+        swapped = _Swapped(place, tensor, self._name)
+        self.saved.note_swapped(swapped, tensor.shape)
+        if self._swaps_at_once:
+            swapped.launch()
+        else:
+            leave_later(_launch_of(weakref.ref(swapped)), tensor.device)
         return swapped
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -286,7 +296,7 @@ class TensorSwap:
     """Swaps tensors that are not autograd's to save, such as the inputs of a region: `pack(tensor).tensor()` gives one back."""
 
     def __init__(self, module: nn.Module | None, name: str, place: Callable[[torch.device], Any]) -> None:
-        self._recorder = _Recorder(None, module, name, place)
+        self._recorder = _Recorder(None, module, name, place, swaps_at_once=True)
         self._recorder.look_up_parameters()
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -341,27 +351,65 @@ class Kept:
 
 
 class _Swapped:
-    """A saved tensor that is managed: its slot, and which view of the storage it was."""
+    """A saved tensor that is managed: its slot, and which view of the storage it was. Until the op that saved it is over, the tensor itself."""
 
-    __slots__ = ("__weakref__", "_dtype", "_offset", "_outer", "_size", "_stride", "engine", "handle")
+    __slots__ = (
+        "__weakref__", "_alias", "_dtype", "_group", "_handle", "_label", "_offset", "_outer", "_part", "_size", "_stride", "_version", "engine",
+    )  # fmt: skip
 
-    def __init__(self, engine: Any, handle: Any, tensor: torch.Tensor) -> None:
-        self.engine = engine
-        self.handle = handle
+    def __init__(self, place: Any, tensor: torch.Tensor, name: str) -> None:
+        self.engine, self._group, _ = place
+        self._label = _Label(name, tensor)
         self._outer = Outer.of(tensor)
         tensor = local_tensor(tensor)
         self._dtype = tensor.dtype
         self._size = tensor.size()
         self._stride = tensor.stride()
         self._offset = tensor.storage_offset()
+        self._part = own_part(tensor)
+        self._version = tensor._version
+        self._handle: Any = None
+        with torch._C._DisableTorchDispatch():  # a region around this block must not take what is done here for its ops
+            self._alias: torch.Tensor | None = tensor.detach()  # shares the version counter, not the graph
 
     @property
     def slot(self) -> Any:
         return self.handle.slot
 
+    @property
+    def handle(self) -> Any:
+        """Whoever asks for it does so when the op is over."""
+        self.launch()
+        if self._handle is None:
+            raise self._changed()
+        return self._handle
+
+    def launch(self) -> None:
+        """The op that saved it is over."""
+        from hyper_parallel.core.swap.slot import Handle
+
+        alias = self._alias
+        if alias is None or alias._version != self._version:
+            return  # changed in place since: whoever asks for it is told so
+        slot = living_slot(self.engine, alias, self._part)
+        if slot is None:
+            with torch._C._DisableTorchDispatch():
+                slot = self.engine.save(
+                    flat(alias), storage_bytes(alias), self._group, self._label, lambda: alias._version
+                )
+            note_slot(self.engine, alias, self._part, slot)
+        self._handle, self._alias = Handle(slot, self._group), None
+
     def tensor(self) -> torch.Tensor:
-        with torch._C._DisableTorchDispatch():  # as in `pack`: a backward may run inside a region
-            return self.seen_in(self.engine.acquire(self.handle))
+        if self._alias is not None:
+            if self._alias._version != self._version:
+                raise self._changed()
+            return self._alias if self._outer is None else self._outer.around(self._alias)
+        with torch._C._DisableTorchDispatch():  # as in `launch`: a backward may run inside a region
+            return self.seen_in(self.engine.acquire(self._handle))
+
+    def _changed(self) -> StateError:
+        return changed_in_place(str(self._label), self._version, None if self._alias is None else self._alias._version)
 
     def seen_in(self, buffer: torch.Tensor) -> torch.Tensor:
         """The tensor, over a buffer that has what was in its storage."""
@@ -369,6 +417,17 @@ class _Swapped:
             view = torch.empty(0, dtype=self._dtype, device=buffer.device)
             view.set_(buffer.untyped_storage(), self._offset, self._size, self._stride)
         return view if self._outer is None else self._outer.around(view)
+
+
+def _launch_of(saved: weakref.ref[_Swapped]) -> Callable[[], None]:
+    """What lets a saved tensor leave, if its graph still lives."""
+
+    def launch() -> None:
+        swapped = saved()
+        if swapped is not None:
+            swapped.launch()
+
+    return launch
 
 
 def _class_name(module: nn.Module) -> str:
