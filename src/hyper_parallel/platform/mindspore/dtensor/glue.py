@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from mindspore import Tensor
+from mindspore import Tensor, mint, ops
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard import registry
-from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, Prepared, are_unknown_ops_replicated
+from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, NoRuleError, Prepared, are_unknown_ops_replicated
 from hyper_parallel.core.shard.local_parts import mesh_coordinate
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.table import ask, on_whole_tensors, prepared
@@ -48,6 +50,13 @@ class MindSporeGlue:
         entry = TABLE.get(name)
         if entry is None:
             if not are_unknown_ops_replicated():
+                if name.startswith("Inplace"):
+                    raise NoRuleError(
+                        "MindSpore's CPU does not change a distributed tensor in place.",
+                        expected="`assign`, `assign_add`, `assign_sub` or `copy_`",
+                        got=f"`{name}`, which `x += y`, `x.add_(y)` and their kin call",
+                        do="Write `x = x + y`; or `x.assign_add(y)`, where it has to be the same tensor.",
+                    )
                 return None
             return on_whole_tensors(self, name, args, kwargs, name.startswith(("Inplace", "Assign")))
         if entry.takes_attributes:
@@ -55,6 +64,25 @@ class MindSporeGlue:
         asked = ask(entry, name, args, kwargs)
         return prepared(entry, asked, local_call(asked.decision, asked.inputs, name))
 
+
+def _given_to_hook(primitive: type[Any], call: Callable[[Any, Sequence[Any]], Any]) -> None:
+    """Let an older primitive that takes tensors in a list, of which the hook is not told, give DTensors to calls that have it.
+
+    `check_elim` is what MindSpore asks a primitive first: whether the result is there without running it.
+    """
+    original = primitive.check_elim
+
+    def check_elim(self: Any, *args: Any) -> tuple[bool, Any]:
+        tensors = args[0] if args else None
+        if isinstance(tensors, (list, tuple)) and any(isinstance(each, DTensor) for each in tensors):
+            return True, call(self, tensors)
+        return original(self, *args)  # type: ignore[no-any-return]
+
+    primitive.check_elim = check_elim
+
+
+_given_to_hook(ops.Stack, lambda primitive, tensors: mint.stack(list(tensors), primitive.axis))
+_given_to_hook(ops.AddN, lambda primitive, tensors: functools.reduce(operator.add, tensors))
 
 DTensor._glue = MindSporeGlue()
 _OP_DISPATCHER.add_dtensor(DTensor, DTensor._glue)
