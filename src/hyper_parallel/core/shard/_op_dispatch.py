@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -100,7 +100,8 @@ class View(NamedTuple):
 
 _PLAIN = (int, str, type(None))
 _BOOLS = (("no",), ("yes",))  # in a key: True and False would be found as 1 and 0, which mean something else
-_state = threading.local()
+# A context variable: `overlap_forward_backward` carries it over to its other thread.
+_unknown: ContextVar[str] = ContextVar("what happens to unknown operators", default="error")
 
 
 class OpDispatcher:
@@ -442,16 +443,16 @@ def unknown_ops(what: str) -> Iterator[None]:
         raise ArgumentError(
             "There is no such way with unknown operators.", expected="'replicate' or 'error'", got=repr(what)
         )
-    before = getattr(_state, "unknown", "error")
-    _state.unknown = what
+    before = _unknown.get()
+    _unknown.set(what)
     try:
         yield
     finally:
-        _state.unknown = before
+        _unknown.set(before)
 
 
 def are_unknown_ops_replicated() -> bool:
-    return bool(getattr(_state, "unknown", "error") == "replicate")
+    return _unknown.get() == "replicate"
 
 
 _OP_DISPATCHER = OpDispatcher()

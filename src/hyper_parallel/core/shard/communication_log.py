@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 
 from hyper_parallel._base.errors import StateError
@@ -63,7 +63,9 @@ class CommLog:
 
 
 _logs: list[CommLog] = []  # of the process: backward may run in another thread than the `with`
-_state = threading.local()
+# Context variables: `overlap_forward_backward` carries them over to its other thread.
+_is_explicit: ContextVar[bool] = ContextVar("communication is explicit", default=False)
+_why: ContextVar[tuple[str, str]] = ContextVar("why is sent what is sent", default=("asked", ""))
 
 
 @contextlib.contextmanager
@@ -80,17 +82,17 @@ def comm_debug() -> Iterator[CommLog]:
 @contextlib.contextmanager
 def explicit_communication() -> Iterator[None]:
     """Inside, an operator that would have to move its arguments raises; what is asked for by name is allowed."""
-    before = getattr(_state, "is_explicit", False)
-    _state.is_explicit = True
+    before = _is_explicit.get()
+    _is_explicit.set(True)
     try:
         yield
     finally:
-        _state.is_explicit = before
+        _is_explicit.set(before)
 
 
 def check_may_move(operator: str, source: Layout, target: Layout) -> None:
     """Raises inside `explicit_communication`."""
-    if getattr(_state, "is_explicit", False):
+    if _is_explicit.get():
         raise StateError(
             f"`{operator}` would have to move one of its arguments.",
             expected=repr(target),
@@ -103,12 +105,12 @@ def check_may_move(operator: str, source: Layout, target: Layout) -> None:
 @contextlib.contextmanager
 def why(reason: str, where: str) -> Iterator[None]:
     """What is sent inside is for this reason."""
-    before = getattr(_state, "why", None)
-    _state.why = reason, where
+    before = _why.get()
+    _why.set((reason, where))
     try:
         yield
     finally:
-        _state.why = before
+        _why.set(before)
 
 
 def is_open() -> bool:
@@ -118,7 +120,7 @@ def is_open() -> bool:
 def note(kind: str, axes: tuple[str, ...], num_bytes: int) -> None:
     """Every collective is told here."""
     if _logs:
-        reason, where = getattr(_state, "why", None) or ("asked", "")
+        reason, where = _why.get()
         entry = Communication(kind, axes, num_bytes, reason, where)
         for log in _logs:
             log.entries.append(entry)
