@@ -12,6 +12,7 @@ import pytest
 from hyper_parallel import HookCoordinator, overlap_forward_backward
 from hyper_parallel.platform.selection import _choose, _forget
 from support.backends import Backend
+from support.campaign import share
 
 covers = pytest.mark.covers
 LONG = 60.0
@@ -33,8 +34,9 @@ class Recorder:
 
 
 @pytest.fixture(autouse=True)
-def is_chosen(backend: Backend) -> Any:
-    _choose(backend.platform.platform_type)
+def is_chosen(request: pytest.FixtureRequest) -> Any:
+    if "backend" in request.fixturenames:
+        _choose(request.getfixturevalue("backend").platform.platform_type)
     yield
     _forget()
 
@@ -257,3 +259,77 @@ def again(backend: Backend, coordinator: Any) -> None:
 def expected_gradients_in(backend: Backend, num_layers: int) -> list[np.ndarray]:
     with backend.recording():
         return expected_gradients(backend, num_layers)
+
+
+@pytest.mark.parametrize("seed", share(1000, 2))
+def test_dropout_on_one_side_while_the_other_recomputes_a_region(backend: Backend, platform: Any, seed: int) -> None:
+    # Hooks inside of the region: what runs again waits for the other side in the middle, and that one draws.
+    coordinator = HookCoordinator(LONG)
+    x = backend.tensor(np.linspace(0.5, 2.0, 64))
+
+    def layer(x: Any) -> Any:
+        for name in "ABCD":
+            x = backend.dropout(x, 0.1)
+            x = x / (x * x + 1.0)
+            x = platform.differentiable_sync_hook(x, name, coordinator)
+        return x
+
+    def chunk(weight: Any, is_region: bool) -> Any:
+        y = x * weight
+        for _ in range(2):
+            y = platform.checkpoint(layer, y) if is_region else layer(backend.dropout(y, 0.1))
+        return (y * y).sum()
+
+    def steps(in_turn: bool) -> list[np.ndarray]:
+        platform.manual_seed(seed)
+        first, second, third = (parameter(backend, np.ones(64)) for _ in range(3))
+        with backend.recording():
+            loss = chunk(first, True)
+            if in_turn:
+                backend.backward(loss)
+                following = chunk(second, False)
+            else:
+                following, _ = overlap_forward_backward(
+                    lambda: chunk(second, False), lambda: backend.backward(loss), coordinator
+                )
+            backend.backward(following)
+            backend.backward(chunk(third, False))  # and numbers go on as they do in turn
+        return [backend.get_grad(weight) for weight in (first, second, third)]
+
+    state = platform.get_rng_state()
+    try:
+        wanted, got = steps(True), steps(False)
+    finally:
+        platform.set_rng_state(state)
+    for want, have in zip(wanted, got, strict=True):
+        assert np.array_equal(want, have)
+        assert np.isfinite(want).all()
+        assert 0 < np.count_nonzero(want) < want.size
+
+
+def parameter(backend: Backend, values: np.ndarray) -> Any:
+    weight = backend.platform.new_zero_parameter(values.shape, "float32", True, None)
+    with backend.platform.no_grad():
+        backend.platform.load_into_param(weight, backend.tensor(values))
+    return weight
+
+
+def test_random_numbers_that_pytorch_s_own_checkpoint_recomputes_are_refused_in_an_overlap() -> None:
+    import torch
+    import torch.utils.checkpoint
+
+    from hyper_parallel import checkpoint, get_torch_platform
+    from hyper_parallel.platform.torch.activation_checkpoint.random_state import drawing
+
+    get_torch_platform()
+    x = torch.ones(8, requires_grad=True)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x.exp(), 0.5).exp()
+
+    checkpoint(layer, x)
+    assert drawing.is_used_by_regions
+    for use_reentrant in (True, False):
+        loss = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant).sum()
+        with pytest.raises(RuntimeError, match="hp.checkpoint"):
+            overlap_forward_backward(lambda: None, loss.backward, HookCoordinator(LONG))

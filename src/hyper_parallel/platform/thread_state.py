@@ -32,8 +32,21 @@ class FrameworkState(ABC):
         """A block in which the calling thread has this state."""
 
     @abstractmethod
-    def backward_stays_here(self) -> AbstractContextManager[None]:
-        """A block in which a backward that the calling thread starts runs in this very thread."""
+    def as_a_side(self, *, is_caller: bool) -> AbstractContextManager[None]:
+        """A block in which the calling thread is one of two that work at the same time: a backward that it starts runs in this very thread, and
+        its random numbers are its own; those of the caller go on afterwards.
+        """
+
+    @abstractmethod
+    def generators(self) -> Generators | None:
+        """Where random numbers have got to; None where there is nothing to bring back. Asked only where one thread works at a time."""
+
+
+class Generators(ABC):
+    """Where a framework's random numbers had got to."""
+
+    @abstractmethod
+    def restore(self) -> None: ...
 
 
 class ThreadState:
@@ -61,12 +74,15 @@ class ThreadState:
             stack.enter_context(host_stream_context(self._host_stream))
             for framework in self._frameworks:
                 stack.enter_context(framework.applied())
-            stack.enter_context(self.backward_stays_here())
+            stack.enter_context(self.as_a_side(is_caller=False))
             return function()
 
     @contextmanager
-    def backward_stays_here(self) -> Iterator[None]:
+    def as_a_side(self, *, is_caller: bool) -> Iterator[None]:
         with ExitStack() as stack:
             for framework in self._frameworks:
-                stack.enter_context(framework.backward_stays_here())
+                stack.enter_context(framework.as_a_side(is_caller=is_caller))
             yield
+
+    def generators(self) -> list[Generators]:
+        return [found for each in self._frameworks if (found := each.generators()) is not None]

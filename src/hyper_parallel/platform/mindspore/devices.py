@@ -52,6 +52,11 @@ class Devices:
         return _HostHandle if _target() == "CPU" else _AcceleratorHandle
 
     @staticmethod
+    def is_unseeded() -> bool:
+        """Whether nobody has given a seed: there is no state that could be brought back."""
+        return _seeds._GLOBAL_SEED is None
+
+    @staticmethod
     def get_rng_state() -> dict[str, Any]:
         """Everything that random operations of this process draw from by default.
 

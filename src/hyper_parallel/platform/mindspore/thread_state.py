@@ -15,7 +15,7 @@ from mindspore.graph.api import _pynative_executor
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.platform.interface import PlatformType
 from hyper_parallel.platform.mindspore.devices import Devices
-from hyper_parallel.platform.thread_state import FrameworkState
+from hyper_parallel.platform.thread_state import FrameworkState, Generators
 
 
 class MindSporeThreadState(FrameworkState):
@@ -47,8 +47,20 @@ class MindSporeThreadState(FrameworkState):
             _pynative_executor.set_grad_flag(flag)
             _pynative_executor.set_enable_grad(enabled)
 
-    def backward_stays_here(self) -> AbstractContextManager[None]:
-        return nullcontext()  # as it always does
+    def as_a_side(self, *, is_caller: bool) -> AbstractContextManager[None]:
+        return nullcontext()  # a backward always stays; numbers are brought back when the turn changes
+
+    def generators(self) -> Generators | None:
+        # Without a seed every op draws one from the system, and regions keep what was drawn.
+        return None if Devices.is_unseeded() else MindSporeGenerators()
+
+
+class MindSporeGenerators(Generators):
+    def __init__(self) -> None:
+        self._state = Devices.get_rng_state()
+
+    def restore(self) -> None:
+        Devices.set_rng_state(self._state)
 
 
 BACKEND = MindSporeThreadState

@@ -6,7 +6,7 @@ Not here, since they are the process's: the default dtype, deterministic algorit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.utils._python_dispatch as dispatch
 
 from hyper_parallel.platform.interface import PlatformType
 from hyper_parallel.platform.thread_state import FrameworkState
+from hyper_parallel.platform.torch.activation_checkpoint.own_generators import own_generators
 from hyper_parallel.platform.torch.devices import Devices
 
 
@@ -65,10 +66,15 @@ class TorchThreadState(FrameworkState):
             dispatch._push_mode(mode)
             stack.callback(dispatch._pop_mode, getattr(mode, "_mode_key", None))
 
-    def backward_stays_here(self) -> AbstractContextManager[None]:
-        # On an accelerator autograd would run it in one thread per device, for all backwards of the process: a hook that waits there would hold up
-        # the backwards of others.
-        return torch.autograd.set_multithreading_enabled(False)
+    @contextmanager
+    def as_a_side(self, *, is_caller: bool) -> Iterator[None]:
+        # On an accelerator autograd would run a backward in one thread per device, for all of the process: a hook that waits there would hold up the
+        # backwards of others.
+        with torch.autograd.set_multithreading_enabled(False), own_generators(are_kept=is_caller):
+            yield
+
+    def generators(self) -> None:
+        return None  # each side has its own already
 
 
 BACKEND = TorchThreadState

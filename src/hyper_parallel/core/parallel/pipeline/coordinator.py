@@ -17,7 +17,7 @@ from hyper_parallel.core.parallel.pipeline.failures import OtherSideError, SideT
 from hyper_parallel.core.parallel.pipeline.meeting import Meeting, Side
 from hyper_parallel.core.parallel.pipeline.worker import Job, Worker
 from hyper_parallel.platform.communication.sync_hook import COMM, COMPUTE, hook_of_this_thread
-from hyper_parallel.platform.thread_state import ThreadState
+from hyper_parallel.platform.thread_state import Generators, ThreadState
 
 F = TypeVar("F")
 B = TypeVar("B")
@@ -136,18 +136,19 @@ class HookCoordinator:
 
     def _overlap(self, forward: Callable[[], F], backward: Callable[[], B]) -> tuple[F, B]:
         state = ThreadState()
-        run = _Overlap(takes_turns=state.one_thread_at_a_time)
+        run = _Overlap(state)
         here, there = _End(), _End()
         before = self._begin(run)
         job: Job | None = None
         try:
             job = self._worker.begin(lambda: self._call(run, _BACKWARD, lambda: state.run(backward), there))
-            with state.backward_stays_here():
+            with state.as_a_side(is_caller=True):
                 self._call(run, _FORWARD, forward, here)
         except BaseException as error:  # an interrupt that neither side has seen
             self._fail(error)
         finally:
             self._join(job)
+            run.bring_back(run.meeting.sides[_FORWARD])
             self._over(before)
         if run.failure is None:
             return here.result, there.result  # type: ignore[return-value]
@@ -206,8 +207,7 @@ class HookCoordinator:
                     if time.monotonic() >= deadline:
                         return
                 self._condition.wait(None if deadline is None else deadline - time.monotonic())
-            if run.takes_turns:
-                run.turn = side
+            run.begin_turn(side)
 
     def _join(self, job: Job | None) -> None:
         """Wait for the backward side. It ends: each of its waits has a deadline, and after a failure none waits at all."""
@@ -294,8 +294,7 @@ class _Run:
 
     is_overlap = False
 
-    def __init__(self, meeting: Meeting, takes_turns: bool = False) -> None:
-        self.takes_turns = takes_turns
+    def __init__(self, meeting: Meeting) -> None:
         self.turn: Side | None = None  # who works now, where one thread at a time may
         self.meeting = meeting
         self.failure: BaseException | None = None
@@ -306,9 +305,11 @@ class _Run:
         """The side that the calling thread belongs to."""
         raise NotImplementedError
 
+    def begin_turn(self, side: Side) -> None:
+        """`side` works from now on."""
+
     def give_turn(self, side: Side) -> None:
-        if self.turn is side:
-            self.turn = None
+        """`side` waits, or has ended."""
 
     def note(self, side: Side, what: str) -> None:
         hook = hook_of_this_thread()
@@ -341,14 +342,32 @@ class _Overlap(_Run):
 
     is_overlap = True
 
-    def __init__(self, takes_turns: bool) -> None:
-        super().__init__(Meeting(_NAMES, goes_first=_BACKWARD), takes_turns)
-        if takes_turns:
+    def __init__(self, state: ThreadState) -> None:
+        super().__init__(Meeting(_NAMES, goes_first=_BACKWARD))
+        self._state = state
+        self._numbers: dict[Side, list[Generators]] = {}
+        if state.one_thread_at_a_time:
+            self._numbers = {side: state.generators() for side in self.meeting.sides}
             self.turn = self.meeting.sides[_BACKWARD]
         self._forward_thread = threading.get_ident()
 
     def side(self) -> Side:
         return self.meeting.sides[_FORWARD if threading.get_ident() == self._forward_thread else _BACKWARD]
+
+    def begin_turn(self, side: Side) -> None:
+        if self._state.one_thread_at_a_time and self.turn is not side:
+            self.turn = side
+            self.bring_back(side)
+
+    def give_turn(self, side: Side) -> None:
+        if self.turn is side:
+            self.turn = None
+            self._numbers[side] = self._state.generators()
+
+    def bring_back(self, side: Side) -> None:
+        """Random numbers go on from where this side left them: a recomputation sets them back, and stops at hooks in between."""
+        for generators in self._numbers.get(side, ()):
+            generators.restore()
 
 
 class _ByHand(_Run):

@@ -7,10 +7,88 @@ from typing import Any
 
 import torch
 
-# Threads share the default generators. Between reading a state and the op that draws from it, as between setting one and the op, no other
-# region may draw or set: its numbers would be those of one state, and its recomputation those of another. Who draws outside of regions does
-# not ask for it.
-drawing = threading.RLock()
+_thread = threading.local()
+
+
+class OwnGenerators:
+    """The default generators as one thread sees them, while another one draws from the same: where this thread has got to."""
+
+    __slots__ = ("_depth", "_generators", "_others", "_states")
+
+    def __init__(self) -> None:
+        self._generators = [torch.default_generator]
+        if torch.cuda.is_initialized():
+            self._generators += torch.cuda.default_generators
+        self._states = self._now()
+        self._others: list[torch.Tensor] = []
+        self._depth = 0
+
+    def put(self) -> None:
+        """From here on they are as this thread left them; calls may be nested."""
+        self._depth += 1
+        if self._depth == 1:
+            self._others = self._now()
+            self._set(self._states)
+
+    def take_away(self) -> None:
+        """From here on they are as they were before `put`."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._states = self._now()
+            self._set(self._others)
+
+    def keep(self) -> None:
+        """From here on, for all threads, they are as this one left them."""
+        self._set(self._states)
+
+    def _now(self) -> list[torch.Tensor]:
+        return [quietly(generator.get_state) for generator in self._generators]
+
+    def _set(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            quietly(generator.set_state, state)
+
+
+class _Drawing:
+    """The lock under which regions read and set generators, and draw from them; a thread may take it again.
+
+    Threads share the default generators. Between reading a state and the op that draws from it, as between setting one and the op, nobody else may draw
+    or set: the numbers would be those of one state, and the recomputation's those of another. Who draws outside of regions does not ask for it, but for
+    the two sides of an overlap: each has its own generators then (`own_generators.py`), and they are put in place while it holds the lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.is_used_by_regions = (
+            False  # from the first op of a region on that draws; what is done for overlaps only then
+        )
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        own: OwnGenerators | None = getattr(_thread, "own", None)
+        if own is not None:
+            try:
+                own.put()
+            except BaseException:
+                self._lock.release()
+                raise
+
+    def __exit__(self, *_error: object) -> None:
+        own: OwnGenerators | None = getattr(_thread, "own", None)
+        try:
+            if own is not None:
+                own.take_away()
+        finally:
+            self._lock.release()
+
+    def set_own(self, own: OwnGenerators | None) -> OwnGenerators | None:
+        """Give this thread generators of its own, or take them; those before."""
+        before: OwnGenerators | None = getattr(_thread, "own", None)
+        _thread.own = own
+        return before
+
+
+drawing = _Drawing()
 
 
 class GeneratorState:
@@ -20,7 +98,8 @@ class GeneratorState:
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
-        self.state = quietly(generator.get_state)
+        with drawing:
+            self.state = quietly(generator.get_state)
 
     def restore(self) -> None:
         with drawing:

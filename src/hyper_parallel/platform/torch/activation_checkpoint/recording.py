@@ -367,6 +367,7 @@ class Record:
     ) -> GeneratorState | None:
         if not self._keeps_random_state:
             return None
+        drawing.is_used_by_regions = True
         generator = generator_of(args, kwargs, tensors)
         return None if generator is None else GeneratorState(generator)
 

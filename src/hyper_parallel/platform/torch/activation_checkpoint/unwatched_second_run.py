@@ -81,7 +81,8 @@ class SecondRun:
     def begin(self) -> None:
         """Generators are as they were when the region began."""
         generators = {step.generator for step in self._steps if step.offset is not None}
-        self._offsets = {each: each.get_offset() for each in generators if each is not None}
+        with drawing:
+            self._offsets = {each: each.get_offset() for each in generators if each is not None}
 
     def is_over(self) -> bool:
         return len(self.found) == len(self._wanted) and not self._unmet
