@@ -265,8 +265,11 @@ class TorchTransport(Transport):
         return tensor, dist.irecv(tensor, src, group=group, tag=tag), None
 
     def launch_barrier(self, group: Any, device_ids: Any) -> Launched:
+        is_gloo = dist.get_backend(group) == "gloo"
+        if device_ids is None and not is_gloo and torch.accelerator.is_available():
+            device_ids = [torch.accelerator.current_device_index()]  # what it takes in any case, with a warning
         work = dist.barrier(group=group, async_op=True, device_ids=device_ids)
-        return None, _HostWork(work) if dist.get_backend(group) == "gloo" else work, None
+        return None, _HostWork(work) if is_gloo else work, None
 
 
 class _HostWork:
