@@ -96,6 +96,10 @@ def test_wrong_arguments_of_a_hook_are_refused_in_words(backend: Backend, platfo
         platform.differentiable_sync_hook(x, 1, coordinator)
     with pytest.raises(TypeError, match="takes a tensor"):
         platform.differentiable_sync_hook([1.0], "A", coordinator)
+    distributed = type("DistributedTensor", (platform.Tensor,), {"to_local": None})
+    if backend.name.startswith("torch"):
+        with pytest.raises(TypeError, match="this rank's own values"):
+            platform.differentiable_sync_hook(x.as_subclass(distributed), "A", coordinator)
     for nobody in (None, HookCoordinator, "coordinator"):
         with pytest.raises(TypeError, match="takes a coordinator"):
             platform.differentiable_sync_hook(x, "A", nobody)
@@ -333,3 +337,121 @@ def test_random_numbers_that_pytorch_s_own_checkpoint_recomputes_are_refused_in_
         loss = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant).sum()
         with pytest.raises(RuntimeError, match="hp.checkpoint"):
             overlap_forward_backward(lambda: None, loss.backward, HookCoordinator(LONG))
+
+
+@pytest.mark.parametrize("names", ["AB", "ACBD", "DDDD", "BA"])
+def test_layers_that_call_hooks_in_an_order_of_their_own_hold_nobody_up(backend: Backend, names: str) -> None:
+    platform, coordinator = backend.platform, HookCoordinator(LONG)
+    weight = parameter(backend, np.ones(2))
+    with backend.recording():
+        loss = through_hooks(platform, weight * 1.0, names, coordinator).sum()
+        overlap_forward_backward(
+            lambda: through_hooks(platform, weight * 1.0, names, coordinator),
+            lambda: backend.backward(loss),
+            coordinator,
+        )
+    assert backend.get_grad(weight).tolist() == [2.0 ** len(names)] * 2
+
+
+class OnPyTorch:
+    """A layer with hooks, and what an overlap of its forward and a backward of it gives."""
+
+    def __init__(self) -> None:
+        import torch
+
+        from hyper_parallel import get_torch_platform
+
+        self.platform = get_torch_platform()
+        self.coordinator = HookCoordinator(LONG)
+        self.x = torch.linspace(-1, 1, 8).reshape(2, 4).requires_grad_()
+        self.weight = torch.linspace(-1, 1, 16).reshape(4, 4).requires_grad_()
+
+    def layer(self, x: Any) -> Any:
+        for name in "ABCD":
+            x = self.platform.differentiable_sync_hook((x @ self.weight).tanh(), name, self.coordinator)
+        return x
+
+    def check(self, forward: Callable[[Any], Any]) -> None:
+        import torch
+
+        (wanted,) = torch.autograd.grad(self.layer(self.x).sum(), self.x)
+        for _ in range(3):  # a region that nobody watches is one from its third call on
+            loss = forward(self.x).sum()
+            self.x.grad = None
+            overlap_forward_backward(lambda: forward(self.x), loss.backward, self.coordinator)
+            assert torch.equal(self.x.grad, wanted)
+
+
+@pytest.mark.parametrize("kind", ["region", "nested regions", "PyTorch's", "PyTorch's reentrant"])
+def test_a_layer_that_backward_recomputes_meets_forward_with_its_hooks(kind: str) -> None:
+    import torch.utils.checkpoint
+
+    from hyper_parallel import checkpoint
+
+    case = OnPyTorch()
+    layer = case.layer
+    ways: dict[str, Callable[[Any], Any]] = {
+        "region": lambda x: checkpoint(layer, x),
+        "nested regions": lambda x: checkpoint(lambda y: checkpoint(layer, y), x),
+        "PyTorch's": lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False),
+        "PyTorch's reentrant": lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True),
+    }
+    case.check(ways[kind])
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute:UserWarning"
+)  # the compiler's own look at what is between two parts
+def test_compiled_code_ends_at_a_hook_and_goes_on_after_it() -> None:
+    import torch
+
+    case, seen = OnPyTorch(), Recorder(enabled=False)
+
+    def layer(x: Any) -> Any:
+        before = case.platform.differentiable_sync_hook(x.exp(), "A", seen)
+        return case.platform.differentiable_sync_hook(before.tanh(), "B", seen)
+
+    graphs = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_method"])
+        return graph
+
+    loss = torch.compile(layer, backend=backend)(case.x).sum()
+    assert graphs == [["exp"], ["tanh"]]
+    seen.enabled = True
+    loss.backward()
+    assert [role for what, role in seen.calls if what == "enter"] == ["comm", "compute"]
+    with pytest.raises(Exception, match="a hook waits for another thread"):
+        torch.compile(lambda x: layer(x), backend=backend, fullgraph=True)(case.x)
+
+
+def test_second_derivatives_and_two_backwards_pass_through_hooks() -> None:
+    import torch
+
+    case = OnPyTorch()
+
+    def twice(loss: Any) -> list[Any]:
+        (first,) = torch.autograd.grad(loss, case.x, create_graph=True)
+        return [first, *torch.autograd.grad(first.pow(2).sum(), case.x, retain_graph=True)]
+
+    wanted = twice(case.layer(case.x).sum())
+    loss = case.layer(case.x).sum()
+    for _ in range(2):
+        _, found = overlap_forward_backward(lambda: case.layer(case.x), lambda: twice(loss), case.coordinator)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_backward_inside_of_forward_is_on_the_forward_side() -> None:
+    import torch
+
+    case = OnPyTorch()
+
+    def forward() -> Any:
+        return torch.autograd.grad(case.layer(case.x).sum(), case.x)[0]
+
+    wanted = forward()
+    loss = case.layer(case.x).sum()
+    found, _ = overlap_forward_backward(forward, loss.backward, case.coordinator)
+    assert torch.equal(found, wanted)
+    assert torch.equal(case.x.grad, wanted)

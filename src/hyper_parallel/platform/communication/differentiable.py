@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
-from hyper_parallel.platform.arguments import check_same_shape, check_tensor
+from hyper_parallel.platform.arguments import check_same_shape
 from hyper_parallel.platform.communication.functions import Functions
 from hyper_parallel.platform.communication.reductions import EXTREMES, Reduction, check_can_average, to_reduction
 from hyper_parallel.platform.communication.splits import (
@@ -160,7 +160,7 @@ class Differentiable(Platform):
         `A` stands before a dispatch, `B` after it, `C` before a combine, `D` after it. While the coordinator is disabled nobody waits.
         """
         call = "differentiable_sync_hook"
-        check_tensor(x, cls.transport.tensor_type, call)
+        cls.transport.check_tensor(x, call)
         check_hook(hook_name, coordinator, call)
         return cls.functions.sync_hook.apply(x, hook_name, coordinator)
 
