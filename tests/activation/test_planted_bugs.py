@@ -33,7 +33,7 @@ BUGS = [
     Bug("`weight.t()` is swapped",
         "    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):\n        return False\n", ""),
     Bug("a weight cast by autocast is swapped", " or self._is_cast_of_parameter(tensor)", ""),
-    Bug("buffers are swapped", "(*parameters, *module.buffers())", "parameters"),
+    Bug("buffers are swapped", "(*parameters, *buffers)", "parameters"),
     Bug("a kept tensor leads to its own node", "self._saved = tensor.detach()", "self._saved = tensor"),
     Bug("a kept tensor's version is not compared",
         "if self._version is not None and self._saved._version != self._version:", "if False:"),

@@ -220,3 +220,21 @@ def test_an_autocast_of_the_model_itself_is_no_other() -> None:
     with pytest.raises(RuntimeError, match="a batch like this one"):
         called(batch())
     plan.remove(called)
+
+
+class Bags(nn.Module):
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(16, 32, mode=mode)
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        indices = (x.detach() * 10).long().abs() % 16
+        return x + self.linear(torch.tanh(self.bags(indices)))
+
+
+def test_an_op_that_is_called_with_and_without_its_defaults_is_the_same_op() -> None:
+    """PyTorch names the optional weights of a bag of embeddings under one mode, and not under two."""
+    model, x = nn.Sequential(Bags("sum"), Bags("mean"), Bags("max")), torch.randn(8, 32)
+    profile = ProfiledModel(model, x, lambda y: y.sum()).profile()
+    assert len(profile.regions) == 3

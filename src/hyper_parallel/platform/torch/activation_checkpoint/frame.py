@@ -36,7 +36,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.residuals import FromIn
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Kept, TensorSwap, changed_in_place
 from hyper_parallel.platform.torch.activation_checkpoint.saved_values import Swappable, aliased
 from hyper_parallel.platform.torch.activation_checkpoint.second_call import SecondCall
-from hyper_parallel.platform.torch.activation_checkpoint.surroundings import check_not_traced, num_begun
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import check_not_traced, in_words, num_begun
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import shown
 from hyper_parallel.platform.torch.activation_checkpoint.unwatched_pattern import Watched, looks_of, tensors_held
 from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value
@@ -82,6 +82,8 @@ class Frame:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._second_call.parameters.are_lazy:
+            return self._function.call(*args, **kwargs)  # makes its parameters, as it will not do again
         record = self._recorded()
         for tensor in self._inputs.tensors:
             record.add_input(tensor)
@@ -98,8 +100,10 @@ class Frame:
                 RecordingMode(record),
             ):
                 result = self._function.call(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             forget_waiting()
+            if (refused := in_words("A region", error, self.name)) is not None:
+                raise refused from None
             raise
         finally:
             packer.frame = None  # autograd keeps the hooks as long as the graph

@@ -60,7 +60,8 @@ def launch_waiting() -> None:
 
 
 def _stream_of(device: torch.device) -> Any:
-    return None if device.type == "cpu" else getattr(torch, device.type).current_stream(device)
+    current = None if device.type == "cpu" else getattr(getattr(torch, device.type, None), "current_stream", None)
+    return None if current is None else current(device)
 
 
 def forget_waiting() -> None:

@@ -51,7 +51,7 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is its storage and a view, and nothing else but the description of a DTensor."""
     if type(tensor) in PLAIN_TYPES:
-        return tensor.layout is torch.strided
+        return tensor.layout is torch.strided and not tensor.is_nested
     inner = getattr(tensor, "_local_tensor", tensor)
     if not is_distributed(tensor) and not hasattr(tensor, "trigger_wait"):
         return False

@@ -173,8 +173,11 @@ def view_of_placeholder(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     by_name = {name: _looks(each) for name, each in kwargs.items()}
     # What a view of a DTensor looks like only its own dispatch can tell.
     is_outer = any(isinstance(each, torch.Tensor) and is_distributed(each) for each in looks)
-    with contextlib.nullcontext() if is_outer else torch._C._DisableTorchDispatch():
-        result = func(*looks, **by_name)
+    try:
+        with contextlib.nullcontext() if is_outer else torch._C._DisableTorchDispatch():
+            result = func(*looks, **by_name)
+    except NotImplementedError:  # a view that is made of what is in memory, such as a nested tensor of its offsets
+        raise _read(str(func)) from None
     if isinstance(result, (list, tuple)):
         return type(result)([_without_memory(each) for each in result])
     return _without_memory(result)

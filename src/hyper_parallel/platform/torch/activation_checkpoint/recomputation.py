@@ -34,7 +34,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.replaying import Replay
 from hyper_parallel.platform.torch.activation_checkpoint.residuals import Recomputed
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import changed_in_place
 from hyper_parallel.platform.torch.activation_checkpoint.second_call import SecondCall
-from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value, is_available
+from hyper_parallel.platform.torch.activation_checkpoint.values import Origin, Value, has_ragged, is_available
 
 _logger = get_logger("region")
 # What PyTorch's own kernels say when they want to read the memory of a placeholder.
@@ -240,6 +240,14 @@ class Recomputation:
             return
         if self._second_call.surroundings.transform is not None:
             raise self._transformed()
+        if any(has_ragged(op.rest) for op in record.ops):
+            raise StateError(
+                "What a region did with nested tensors cannot be recomputed.",
+                expected="ops on ordinary tensors",
+                got="a nested tensor, whose ragged dim has another name in every run",
+                where=self._function.name,
+                do="Let a policy save or swap all of this region, or put swap_wrapper around it instead.",
+            )
         first = replay.first_missing or record.ops[missing]
         raise other_ops(replay, first, record.ops, self._function.name, lists_ops=self._options.debug)
 

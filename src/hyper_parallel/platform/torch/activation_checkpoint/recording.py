@@ -51,6 +51,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
     is_available,
     sort,
     traits_of,
+    trimmed,
 )
 
 _MADE, _INPUT, _OUTSIDE, _WRITTEN = Origin.MADE, Origin.INPUT, Origin.OUTSIDE, Origin.WRITTEN
@@ -165,6 +166,8 @@ class Record:
         """Run an op and note it."""
         if traits.is_view:
             return self._run_view(traits, args, kwargs)
+        if traits.defaults:
+            args = trimmed(args, traits.defaults)
         if not traits.is_common:
             return self._run_special(traits, args, kwargs)
         func = traits.func

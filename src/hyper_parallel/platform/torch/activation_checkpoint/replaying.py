@@ -44,6 +44,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
     same_rest,
     sort,
     traits_of,
+    trimmed,
 )
 
 _MADE, _OUTSIDE, _WRITTEN = Origin.MADE, Origin.OUTSIDE, Origin.WRITTEN
@@ -138,6 +139,8 @@ class Replay:
         func = traits.func
         if traits.is_view and func not in self.record.views_that_communicate:
             return self._run_view(traits, args, kwargs)
+        if traits.defaults:
+            args = trimmed(args, traits.defaults)
         tensors: list[torch.Tensor] = []
         rest: list[Any] = []
         sort(args, kwargs, tensors, rest)

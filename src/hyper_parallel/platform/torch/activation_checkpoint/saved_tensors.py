@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 from hyper_parallel._base.errors import StateError, describe
 from hyper_parallel.platform.regions.saved_tensors import OfSavedTensors, SavedTensors, checked_policy
@@ -33,6 +34,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.surroundings import (
     call_uncompiled,
     check_not_traced,
     check_surroundings,
+    in_words,
     is_replaying,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
@@ -112,8 +114,11 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
         super().__exit__(kind, *rest)
         if kind is None:
             launch_waiting()
-        else:
-            forget_waiting()
+            return
+        forget_waiting()
+        refused = in_words("A block that is swapped", rest[0] if rest else None, self._recorder.name)
+        if refused is not None:
+            raise refused from None
 
     @property
     def storage(self) -> Any:
@@ -187,7 +192,7 @@ class _Recorder:
     ) -> None:
         self.policy_fn = policy_fn
         self._module = None if module is None else weakref.ref(module)
-        self._name = name
+        self.name = name
         # Unlike the name, the key tells two blocks of one class apart: the engine learns by it what a forward saves last.
         self._key = name if module is None else f"{name} {id(module):x}"
         self._swaps_at_once = swaps_at_once  # what is given to it is not autograd's: no op is about to write it
@@ -205,17 +210,21 @@ class _Recorder:
         module = None if self._module is None else self._module()
         if module is None:
             return
-        parameters = list(module.parameters())
+        parameters = [each for each in module.parameters() if not is_lazy(each)]
+        buffers = [each for each in module.buffers() if not is_lazy(each)]
+        has_lazy = any(map(is_lazy, (*module.parameters(), *module.buffers())))
         self._owners = {id(parameter) for parameter in parameters}
-        self._owned = {storage_key(tensor) for tensor in (*parameters, *module.buffers())}
+        self._owned = {storage_key(tensor) for tensor in (*parameters, *buffers)}
         # Kept by the graph like everything here, but they lead to no tensor of this forward.
-        self._holders = [each._parameters for each in module.modules()] if has_sharded_modules() else []
+        self._holders = [each._parameters for each in module.modules()] if has_sharded_modules() or has_lazy else []
+        if has_lazy:
+            self._holders += [each._buffers for each in module.modules()]
 
     def _look_again(self) -> None:
-        """A sharded module inside the block has gathered its parameters since."""
+        """A sharded module inside the block has gathered its parameters since, or a lazy one has made them."""
         for holder in self._holders:
             for parameter in holder.values():
-                if parameter is not None and id(parameter) not in self._owners:
+                if parameter is not None and id(parameter) not in self._owners and not is_lazy(parameter):
                     self._owners.add(id(parameter))
                     self._owned.add(storage_key(parameter))
 
@@ -224,19 +233,19 @@ class _Recorder:
         module = None if self._module is None else self._module()
         paths = None if module is None or is_replaying() else paths_here(module)
         if module is not None and paths is not None:
-            self._name = paths.name(module) or _class_name(module)
+            self.name = paths.name(module) or _class_name(module)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if is_replaying():  # a wrapper inside a region: nobody will ask for the residuals of the second run
-            return Kept(tensor, self._name)
+            return Kept(tensor, self.name)
         note_save()
         self.saved.note_saved()
         place = self._place(tensor)
         if place is None:
-            return Kept(tensor, self._name)
+            return Kept(tensor, self.name)
         if self.watches_graphs:
-            check_no_cuda_graph(self.graph_before, "A block that is swapped", self._name)
-        swapped = _Swapped(place, tensor, self._name)
+            check_no_cuda_graph(self.graph_before, "A block that is swapped", self.name)
+        swapped = _Swapped(place, tensor, self.name)
         self.saved.note_swapped(swapped, tensor.shape)
         if self._swaps_at_once:
             swapped.launch()
@@ -247,7 +256,7 @@ class _Recorder:
     def unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is _Swapped:
             self.saved.note_asked()
-        check_not_traced(self._name)
+        check_not_traced(self.name)
         return packed.tensor()
 
     def _place(self, tensor: torch.Tensor) -> Any:

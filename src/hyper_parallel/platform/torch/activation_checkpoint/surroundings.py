@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -67,6 +68,28 @@ def check_surroundings(what: str) -> None:
             got="a stream that is being captured",
             do="Capture the module inside the wrapper (torch.cuda.make_graphed_callables), or capture the model without it.",
         )
+
+
+def in_words(what: str, error: BaseException | None, where: str) -> StateError | None:
+    """An error for what PyTorch cannot do under saved-tensor hooks and dispatch modes, and says in words of its own depth; None for all others."""
+    text = str(error) if isinstance(error, RuntimeError) and not isinstance(error, StateError) else ""
+    if "saved tensor hooks" in text:
+        return StateError(
+            f"{what} cannot hold a gradient transform.",
+            expected="torch.autograd.grad inside, or no gradient there",
+            got="torch.func.grad, vjp, jacrev or hessian called inside",
+            where=where,
+            do="Leave this block out (do not wrap it), or take that gradient by torch.autograd.grad with create_graph=True.",
+        )
+    if "NestedTensorImpl" in text:
+        return StateError(
+            f"{what} cannot hold nested tensors of this layout.",
+            expected="nested tensors with layout=torch.jagged",
+            got="layout=torch.strided",
+            where=where,
+            do="Make them with layout=torch.jagged, or leave this block out (do not wrap it).",
+        )
+    return None
 
 
 def check_not_traced(where: str) -> None:
@@ -163,6 +186,7 @@ class ParametersOfModule:
     def __init__(self, module: nn.Module | None, modules: Iterable[nn.Module]) -> None:
         # Of each: who has it, its name, the tensor, and whether it requires a gradient. No tuples: these lists live until backward.
         self._had: tuple[list[Any], ...] = ([], [], [], [])
+        self.are_lazy = False  # whether this call makes some of them: the first one of `nn.LazyLinear` and its kin
         holders, names, tensors, require_grad = self._had
         if module is None or has_sharded_modules():
             return
@@ -175,6 +199,8 @@ class ParametersOfModule:
                         continue
                     holders.append(holder)
                     names.append(name)
+                    if type(tensor) is not nn.Parameter and is_lazy(tensor):
+                        self.are_lazy = True
                     # Of the result of something the graph is not ours to keep.
                     tensors.append(tensor if tensor.grad_fn is None else tensor.detach())
                     require_grad.append(tensor.requires_grad)

@@ -267,6 +267,9 @@ class Traits(NamedTuple):
     is_invisible: bool  # what autograd and checkpointing itself do around ops: no policy is asked and nothing is made
     is_launch: bool  # it writes its first argument later: whoever waits for what it returns may read that
     is_common: bool  # nothing of all this, but it may be random
+    defaults: tuple[
+        Any, ...
+    ]  # of its positional arguments, if PyTorch gives some of them in one call and not in another
     func: Any  # keeps its id from being given to another one
     call: Callable[..., Any]  # runs it
 
@@ -303,7 +306,7 @@ def traits_of(func: Any) -> Traits:
 def _read_traits(func: Any) -> Traits:
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher order operator, such as a compiled region: it may draw random numbers, nobody says
-        return Traits(False, True, frozenset(), False, False, False, False, False, False, False, func, func)
+        return Traits(False, True, frozenset(), False, False, False, False, False, False, False, (), func, func)
     name = schema.name
     writes: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):
@@ -330,9 +333,32 @@ def _read_traits(func: Any) -> Traits:
         func in _INVISIBLE,
         is_launch,
         not (is_view or writes or must_run or is_empty or func in _INVISIBLE or func in _LOOKED_AT),
+        _defaults_of(schema),
         func,
         func._op if type(func) is torch._ops.OpOverload else func,  # what its __call__ calls
     )
+
+
+_NO_DEFAULT = object()
+
+
+def _defaults_of(schema: Any) -> tuple[Any, ...]:
+    """None in place of an optional tensor comes as an argument or not at all, depending on who calls: all before it then come or not, too."""
+    arguments = [each for each in schema.arguments if not each.kwarg_only]
+    if not any(str(each.type) == "Optional[Tensor]" and each.has_default_value() for each in arguments):
+        return ()
+    return tuple(each.default_value if each.has_default_value() else _NO_DEFAULT for each in arguments)
+
+
+def trimmed(args: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments without those at the end that are as if they had not been given."""
+    length = len(args)
+    while length > 0:
+        last, default = args[length - 1], defaults[length - 1]
+        if isinstance(last, torch.Tensor) or type(last) is not type(default) or last != default:
+            break
+        length -= 1
+    return args[:length]
 
 
 class Arguments:
@@ -401,3 +427,8 @@ def same_rest(left: list[Any], right: list[Any]) -> bool:
         except (RuntimeError, ValueError, TypeError):  # what cannot be compared is not known to differ
             continue
     return True
+
+
+def has_ragged(rest: Iterable[Any]) -> bool:
+    """Whether an op was given a nested tensor, or a size of one: its ragged dim has another name in every run."""
+    return any(has_ragged(each) if isinstance(each, (list, tuple)) else isinstance(each, torch.SymInt) for each in rest)
