@@ -15,39 +15,13 @@ pytest.importorskip("scipy", reason="the solver is in SciPy")
 import hyper_parallel as hp
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.planner.budget import budget_note, check_budget
-from hyper_parallel.core.planner.choices import SWAP, plain, recompute_all
 from hyper_parallel.core.planner.largest import Largest
-from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Predicted
+from hyper_parallel.core.planner.plan import Measured, MemoryPlan
 from hyper_parallel.core.planner.planning import Explanation
 from hyper_parallel.core.planner.problem import Peak
 from hyper_parallel.core.planner.profile import StepProfile
 from hyper_parallel.core.planner.refusal import advice, blocks_words, made_of
-from hyper_parallel.core.planner.settings import Setting
-from support import planner_cases as cases
-
-
-def profile_of(device: str = "cpu", **others: Any) -> StepProfile:
-    profile = cases.as_measured(cases.transformer(4, differ=False))
-    facts = {**profile.facts, "model": "<Llama>", "device": device, "training": True}
-    return dataclasses.replace(profile, facts=facts, **others)
-
-
-def plan_of(
-    *, swaps: bool = True, to_plain: float | None = None, device: str = "cpu", is_empty: bool = False, **others: Any
-) -> MemoryPlan:
-    """Blocks that are run again, their inputs swapped; nothing is solved for it."""
-    profile = profile_of(device, **others)
-    decision = tuple(plain(region) if is_empty else recompute_all(region) for region in profile.regions)
-    if swaps and not is_empty:
-        decision = (dataclasses.replace(decision[0], inputs=(SWAP,) * len(decision[0].inputs)), *decision[1:])
-    predicted = Predicted(profile.base_bytes + 2**30, 1.1 * profile.step_ms)
-    plan = MemoryPlan(profile, decision, Setting(2**28, 2**28), profile.base_bytes + 2**31, predicted)
-    if not is_empty:
-        plan.measured = Measured(
-            predicted.peak_bytes, *((None, None) if to_plain is None else (to_plain * 200.0, 200.0))
-        )
-    return plan
-
+from support.made_plans import plan_of, profile_of
 
 # -- times --------------------------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.platform import tensor_file
+from hyper_parallel._base import files
 from hyper_parallel.platform.tensor_file import TensorSpec, open_tensors, write_tensors
 
 NOT_FILE_CALLS = {"fspath", "fsdecode", "fsencode"}
@@ -49,12 +49,12 @@ class _Watched:
 @contextmanager
 def watched(on_call: FileCall) -> Iterator[None]:
     """Pass every file call of the writer, inside the block, through `on_call`."""
-    tensor_file.os = _Watched(os, on_call)  # type: ignore[attr-defined]
+    files.os = _Watched(os, on_call)  # type: ignore[attr-defined]
     sys.modules["fcntl"] = _Watched(fcntl, on_call)  # type: ignore[assignment]
     try:
         yield
     finally:
-        tensor_file.os = os  # type: ignore[attr-defined]
+        files.os = os  # type: ignore[attr-defined]
         sys.modules["fcntl"] = fcntl
 
 

@@ -26,6 +26,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
+from hyper_parallel._base import files
 from hyper_parallel._base.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -1093,7 +1094,7 @@ def test_without_locks_a_save_works_and_leftovers_stay(target: Path, monkeypatch
 def test_a_name_that_is_taken_is_not_used(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = target.with_name(f".{target.name}.aaaaaaaa.part")
     names = iter(["aaaaaaaa", "aaaaaaaa", "bbbbbbbb"])
-    monkeypatch.setattr(tensor_file.secrets, "token_hex", lambda size: next(names))
+    monkeypatch.setattr(files.secrets, "token_hex", lambda size: next(names))
     monkeypatch.setitem(sys.modules, "fcntl", None)  # so that the file is not taken for a leftover
     taken.write_bytes(b"of another writer")
     contents = write(target, [A])

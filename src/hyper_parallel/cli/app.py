@@ -135,10 +135,10 @@ def demo(
     """
     from rich.console import Console
 
-    from hyper_parallel.cli.build import check_folder, check_swap_dir
+    from hyper_parallel.cli.build import check_swap_dir, check_target
     from hyper_parallel.cli.demo import run_demo
 
-    check_folder(report)
+    check_target(report)
     check_swap_dir(swap_dir)
     outcome = run_demo(Console(highlight=False, quiet=as_json), budget, steps, report, swap_dir)
     if as_json:
@@ -162,11 +162,11 @@ def plan(
 
     The function returns (model, batch), (model, batch, loss_fn) or a dict of `plan_memory`'s arguments.
     """
-    from hyper_parallel.cli.build import check_folder, check_swap_dir
+    from hyper_parallel.cli.build import check_swap_dir, check_target
     from hyper_parallel.cli.plan import plan_build
 
-    check_folder(out)
-    check_folder(report)
+    check_target(out)
+    check_target(report)
     check_swap_dir(swap_dir)
     made = plan_build(build, budget, swap_dir)
     if out is not None:
@@ -192,10 +192,10 @@ def largest(
 
     The function returns (model, make_batch), (model, make_batch, loss_fn) or a dict of `largest`'s arguments; make_batch(n) gives a batch of size n.
     """
-    from hyper_parallel.cli.build import check_folder, check_swap_dir
+    from hyper_parallel.cli.build import check_swap_dir, check_target
     from hyper_parallel.cli.plan import largest_build
 
-    check_folder(out)
+    check_target(out)
     check_swap_dir(swap_dir)
     found = largest_build(build, budget, at_most, swap_dir)
     if out is not None:
@@ -228,12 +228,13 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Show a saved plan: its table, and a page with the memory of one step before and after."""
-    from hyper_parallel.cli.build import check_file, check_folder
+    from hyper_parallel.cli.build import check_file, check_other_file, check_target
     from hyper_parallel.core.planner.plan import MemoryPlan
 
-    target = file.with_suffix(".html") if out is None else out
-    check_folder(target)
     check_file(file)
+    target = file.with_suffix(".html") if out is None else out
+    check_target(target)
+    check_other_file(target, file)
     saved = MemoryPlan.load(file)
     saved.report(target)
     if as_json:

@@ -146,21 +146,24 @@ def check_budget_option(budget: str, *, may_be_part: bool = True) -> None:
         )
 
 
-def check_folder(path: Path | None) -> None:
+def check_target(path: Path | None) -> None:
     """Before the work is done: what comes out of it must have a place to go to."""
-    if path is not None and path.is_dir():
-        raise UsageError(
-            "A file is to be written here, and this is a folder.",
-            got=str(path),
-            do="Name a file in it.",
-        )
-    if path is not None and not path.absolute().parent.is_dir():
-        raise UsageError(
-            "There is no folder for this file.",
-            expected="a folder that exists",
-            got=str(path),
-            do="Make the folder first.",
-        )
+    if path is None:
+        return
+    try:
+        if path.is_dir():
+            what, expected, do = "A file is to be written here, and this is a folder.", None, "Name a file in it."
+        elif not path.absolute().parent.is_dir():
+            what, expected = "There is no folder for this file.", "a folder that exists"
+            do = "Make the folder first."
+        elif path.exists() and not path.is_file():
+            what, expected = "This is a device or a pipe, which is never replaced.", "a plain file, or a new one"
+            do = "Write a file, and read that; --json prints the document instead."
+        else:
+            return
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        what, expected, do = f"No file can be written here: {error.strerror}.", None, "Name another file."
+    raise UsageError(what, expected=expected, got=str(path), do=do)
 
 
 def check_swap_dir(path: Path | None) -> None:
@@ -183,6 +186,17 @@ def check_file(path: Path) -> None:
             expected="a file that `plan --out` or `plan.save` wrote",
             got=str(path),
             do="Make one: hyper-parallel plan MODULE:FUNCTION --out plan.json",
+        )
+
+
+def check_other_file(target: Path, source: Path) -> None:
+    """Raises where the page would take the plan's place."""
+    if target.exists() and target.samefile(source):
+        raise UsageError(
+            "The page would replace the plan.",
+            got=str(target),
+            where="--out",
+            do="Name another file.",
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from hyper_parallel._base import trace
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.files import checked_path
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform import tensor_file
 from hyper_parallel.platform.arguments import unknown_name
@@ -47,25 +48,23 @@ def save(tensors: Any, path: str | os.PathLike[str], ckpt_format: str, codec: Te
     if not isinstance(tensors, Mapping):
         raise ArgumentTypeError("Nothing to save.", expected="a module or a dict of tensors", got=describe(tensors))
     _check_format(ckpt_format)
-    if not isinstance(path, (str, os.PathLike)):
-        raise ArgumentTypeError("A checkpoint is saved to a path.", expected="a path", got=describe(path))
+    path = checked_path(path)
     specs = [_spec(name, tensor, codec) for name, tensor in tensors.items()]
     tensor_file.write_tensors(path, specs, lambda name: codec.content(tensors[name]))
-    trace.emit("platform.save_checkpoint", path=os.fspath(path), tensors=len(specs))
+    trace.emit("platform.save_checkpoint", path=path, tensors=len(specs))
 
 
 def load(path: str | os.PathLike[str], ckpt_format: str, codec: TensorCodec) -> LoadedTensors:
     """All tensors of a file; every one is checked before the first is made."""
     _check_format(ckpt_format)
-    if not isinstance(path, (str, os.PathLike)):
-        raise ArgumentTypeError("A checkpoint is loaded from a path.", expected="a path", got=describe(path))
+    path = checked_path(path)
     with tensor_file.open_tensors(path) as file:
         loaded = LoadedTensors({record.name: codec.tensor(record) for record in file.read_all()})
         loaded.verified = file.verified
         loaded.metadata = file.metadata
     if not loaded.verified:
         _logger.info("%s was written by another program: its tensors carry no checksums to compare", path)
-    trace.emit("platform.load_checkpoint", path=os.fspath(path), tensors=len(loaded), verified=loaded.verified)
+    trace.emit("platform.load_checkpoint", path=path, tensors=len(loaded), verified=loaded.verified)
     return loaded
 
 

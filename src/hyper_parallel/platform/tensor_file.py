@@ -24,17 +24,13 @@ of them behind the tensors, so that a block that overwrites all six overwrites t
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import mmap
 import os
-import re
-import secrets
-import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hyper_parallel._base.errors import (
@@ -46,6 +42,7 @@ from hyper_parallel._base.errors import (
     describe,
 )
 from hyper_parallel._base.extras import install_words
+from hyper_parallel._base.files import NewFile, NotPlainError, checked_path, opened, replacing
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -63,7 +60,6 @@ _TRACES = (_SEAL.encode(), b"\t \t \t")  # in JSON, a raw TAB stands between val
 _SUM_AT = 8 + len(f'{{"__metadata__":{{"{_SEAL}":"1 crc32 ')
 _MAX_HEADER_BYTES = 100_000_000  # the stock library reads no longer one
 _CHUNK_BYTES = 1 << 20
-_UNCHANGED = "the new tensors were not saved, and a file that was there is unchanged"
 
 
 class TensorSpec(NamedTuple):
@@ -111,7 +107,8 @@ def write_tensors(
     """Write a sealed safetensors file in place of `path`, at once or not at all.
 
     Args:
-        path: a symbolic link is followed. The permission bits of a file that is there are kept.
+        path: as `replacing` takes it: a symbolic link is followed unless a stranger may have planted it. The permission
+            bits of a file that is there are kept.
         specs: all tensors. The file holds wide dtypes first, so that each tensor is aligned; else it keeps this order.
         read: called with each name once, in the order of the file; gives the content, contiguous and little-endian. It
             is written before the next call, so one buffer can serve all tensors.
@@ -138,14 +135,12 @@ def write_tensors(
             got=f"{header_bytes - 8} bytes for {len(ordered)} tensors",
             do="Split the tensors over several files.",
         )
-    target = os.path.realpath(path)
-    _remove_leftovers(target)
-    with _replacing(target) as descriptor:
-        os.lseek(descriptor, header_bytes, os.SEEK_SET)
-        sums = "".join(_write_tensor(descriptor, target, spec, read(spec.name)) for spec in ordered)
+    with replacing(path) as file:
+        file.seek(header_bytes)
+        sums = "".join(_write_tensor(file, spec, read(spec.name)) for spec in ordered)
         header = _header(ordered, entries, sums)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        _write(descriptor, target, header[:_SUM_AT] + _header_sum(header) + header[_SUM_AT + 8 :])
+        file.seek(0)
+        file.write(header[:_SUM_AT] + _header_sum(header) + header[_SUM_AT + 8 :])
 
 
 def _in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
@@ -200,7 +195,7 @@ def _header_sum(header: bytes) -> bytes:
     return b"%08x" % zlib.crc32(header[:_SUM_AT] + b"00000000" + header[_SUM_AT + 8 :])
 
 
-def _write_tensor(descriptor: int, target: str, spec: TensorSpec, content: Buffer) -> str:
+def _write_tensor(file: NewFile, spec: TensorSpec, content: Buffer) -> str:
     try:
         view = memoryview(content)
         big_endian = view.format.startswith((">", "!"))
@@ -225,127 +220,8 @@ def _write_tensor(descriptor: int, target: str, spec: TensorSpec, content: Buffe
         # A copy, since another thread may still train on the tensor: what is summed must be what is written.
         chunk = bytes(view[start : start + _CHUNK_BYTES])
         checksum = zlib.crc32(chunk, checksum)
-        _write(descriptor, target, chunk)
+        file.write(chunk)
     return f"{checksum:08x}"
-
-
-def _write(descriptor: int, target: str, content: bytes) -> None:
-    rest = memoryview(content)
-    with _explained(target, _UNCHANGED):
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-
-
-@contextmanager
-def _explained(path: str, meaning: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        # From the number, OSError makes itself a FileNotFoundError, a PermissionError and so on.
-        raise OSError(error.errno, f"{error.strerror or error}; {meaning}", path) from error
-
-
-@contextmanager
-def _replacing(target: str) -> Iterator[int]:
-    """A descriptor to write to. What was written becomes `target` when the block ends, and vanishes when it raises."""
-    with ExitStack() as closing:
-        with _explained(
-            target, "to save there, its folder must exist and be writable, and it must be a plain file or new"
-        ):
-            mode = _mode_of(target)
-            # Opened first, since once the file is replaced as little as possible may still fail.
-            folder_descriptor = os.open(os.path.dirname(target), os.O_RDONLY)
-            closing.callback(os.close, folder_descriptor)
-            descriptor, part = _create_part(target, private=mode is not None)
-            closing.callback(os.close, descriptor)  # gives the lock back
-        try:
-            yield descriptor
-            with _explained(target, _UNCHANGED):
-                if mode is not None:
-                    os.fchmod(descriptor, mode)
-                os.fsync(descriptor)  # before the name changes, else a power cut could leave the name on empty blocks
-                os.replace(part, target)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(part)
-            raise
-        with _explained(target, "the new tensors are in place, but a power cut may bring the old ones back"):
-            _sync_folder(folder_descriptor)
-
-
-def _sync_folder(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # a file system without it
-            raise
-
-
-def _mode_of(target: str) -> int | None:
-    try:
-        mode = os.stat(target).st_mode
-    except FileNotFoundError:
-        return None
-    if not stat.S_ISREG(mode):  # a folder; or a device, which os.replace would remove
-        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "Not a plain file")
-    return stat.S_IMODE(mode)
-
-
-def _create_part(target: str, *, private: bool) -> tuple[int, str]:
-    """A new, locked file beside `target`, so that it can take its place."""
-    folder, name = os.path.split(target)
-    for _ in range(100):
-        part = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.part")
-        # The old file may be one that others cannot read; its own bits come when the new one is whole.
-        permissions = 0o600 if private else 0o666
-        try:
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, permissions)
-        except FileExistsError:
-            continue
-        ours = False
-        try:
-            # Since the call above, another writer may have taken the file for a leftover: it holds the lock, or it has
-            # already removed the name. Then take another name.
-            ours = _lock(descriptor) is not False and os.fstat(descriptor).st_nlink > 0
-            if ours:
-                return descriptor, part
-        finally:
-            if not ours:
-                with suppress(OSError):
-                    os.unlink(part)
-                os.close(descriptor)
-    raise OSError(errno.EAGAIN, "Other writers took 100 new files away")
-
-
-def _lock(descriptor: int) -> bool | None:
-    """Whether the file is locked now; None where there are no locks, so that no other writer can take it either."""
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):
-        return None
-    return True
-
-
-def _remove_leftovers(target: str) -> None:
-    """Remove the `.part` files of writers that died; a live one holds the lock of its own.
-
-    The save that follows needs nothing of this, so nothing that fails here stops it.
-    """
-    folder, name = os.path.split(target)
-    of_target = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.part")
-    with suppress(OSError):
-        for part in filter(of_target.fullmatch, os.listdir(folder)):
-            with suppress(OSError):
-                descriptor = os.open(os.path.join(folder, part), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-                try:
-                    if _lock(descriptor):
-                        os.unlink(os.path.join(folder, part))
-                finally:
-                    os.close(descriptor)
 
 
 class TensorFile:
@@ -425,7 +301,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
             got=str(error),
             do=install_words("files"),
         ) from error
-    name = os.fsdecode(path)
+    name = checked_path(path)
     content = _map(name)
     try:
         try:
@@ -442,16 +318,14 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
 
 
 def _map(path: str) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else a named pipe would block here
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise _damaged(path, "a folder" if stat.S_ISDIR(status.st_mode) else "a device or a pipe")
-        if status.st_size < 8:
-            raise _damaged(path, f"{status.st_size} bytes", expected="8 bytes and more")
-        return mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ)
-    finally:
-        os.close(descriptor)
+        with opened(path) as descriptor:
+            size_bytes = os.fstat(descriptor).st_size
+            if size_bytes < 8:
+                raise _damaged(path, f"{size_bytes} bytes", expected="8 bytes and more")
+            return mmap.mmap(descriptor, size_bytes, access=mmap.ACCESS_READ)
+    except NotPlainError as error:
+        raise _damaged(path, str(error.got)) from None
 
 
 def _check_seal(path: str, header: bytes) -> bool:

@@ -13,6 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hyper_parallel._base import files
+from hyper_parallel._base.files import checked_path
 from hyper_parallel.core.planner.table import host_words
 from hyper_parallel.core.swap.sizes import format_size
 from hyper_parallel.report.numbers import CURVE_SECONDS, Bar, Block, Numbers, Row, Step, numbers_of
@@ -32,9 +34,9 @@ def write_report(
     curve_seconds: float = CURVE_SECONDS,
 ) -> Path:
     """Write the page of a plan; `notes`: more facts to show beside the others, name and text."""
-    target = Path(path)
-    target.write_text(page(numbers_of(plan, curve_seconds=curve_seconds), notes or []), encoding="utf-8")
-    return target
+    target = checked_path(path)  # before the work is done
+    files.write(target, page(numbers_of(plan, curve_seconds=curve_seconds), notes or []).encode())
+    return Path(target)
 
 
 def page(numbers: Numbers, notes: list[tuple[str, str]]) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from hyper_parallel._base import files
 from hyper_parallel._base.errors import ArgumentError, DamagedFileError, describe
 
 FORMAT = "hyper_parallel memory plan"
 VERSION = 1
+_NO_PLAN = "This file is no memory plan."
 _KINDS: dict[str, tuple[Any, str]] = {
     "facts": (dict, "a table"),
     "budget_bytes": (int, "a whole number"),
@@ -24,13 +25,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 def write(path: str | os.PathLike[str], data: dict[str, Any]) -> None:
     """Write whole or not at all."""
-    target = Path(path)
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
-    try:
-        part.write_text(json.dumps({"format": FORMAT, "version": VERSION, **data}, indent=1) + "\n")
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+    files.write(path, (json.dumps({"format": FORMAT, "version": VERSION, **data}, indent=1) + "\n").encode())
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -42,11 +37,12 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: it was written by a newer version.
     """
     try:
-        data = json.loads(Path(path).read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DamagedFileError("A plan file cannot be read.", got=str(error), where=str(path)) from error
+        with files.opened(path) as descriptor, open(descriptor, encoding="utf-8", closefd=False) as file:
+            data = _json(file, files.checked_path(path))
+    except files.NotPlainError as error:
+        raise DamagedFileError(_NO_PLAN, expected=error.expected, got=error.got, where=error.where) from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise DamagedFileError("This file is no memory plan.", expected=f'"format": "{FORMAT}"', where=str(path))
+        raise DamagedFileError(_NO_PLAN, expected=f'"format": "{FORMAT}"', where=str(path))
     if data.get("version") != VERSION:
         raise ArgumentError(
             "A plan file is of another version.",
@@ -65,6 +61,27 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
                 do="Plan again, and save the plan anew.",
             )
     return data
+
+
+def _json(file: TextIO, path: str) -> Any:
+    """What the file holds. A plan has no NaN, no number of thousands of digits, and a few levels.
+
+    Raises:
+        DamagedFileError: it is not to be read, or no such JSON.
+    """
+    try:
+        return json.loads(file.read(), parse_constant=_no_number)
+    except RecursionError:
+        why = "one that is nested too deep"
+    except OSError as error:  # a file of /proc, a disk that breaks
+        why = f"in the words of the system: {error.strerror or error}"
+    except ValueError as error:  # no JSON, no UTF-8, too many digits
+        why = str(error)
+    raise DamagedFileError("A plan file cannot be read.", expected="JSON", got=why, where=path) from None
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name}, which is no number")
 
 
 def first_difference(expected: Any, got: Any, where: str = "") -> tuple[str, str, str] | None:
