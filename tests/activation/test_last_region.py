@@ -12,6 +12,7 @@ from torch import nn
 
 from hyper_parallel import policies as p
 from hyper_parallel.core.swap.engine import SwapEngine
+from hyper_parallel.platform.regions.functions import engine_key
 from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper
 from hyper_parallel.platform.torch.activation_checkpoint.saved_values import Saved
 from support.swapping import Swapping
@@ -180,3 +181,8 @@ def test_a_last_region_that_swaps_leaves_the_window_alone(swapping: Swapping, mo
             seen.step(blocks, swapping.randn(8, WIDTH))
     assert swapping.offloaded_bytes > 0
     assert seen.by_step == [[], [], []]
+
+
+def test_a_new_module_has_another_key_than_one_that_is_gone() -> None:
+    keys = [engine_key("block", nn.Module()) for _ in range(100)]
+    assert len(set(keys)) == 100

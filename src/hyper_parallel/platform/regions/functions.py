@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from typing import Any
+
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_next_number = itertools.count()
 
 
 def bare(function: Any) -> Any:
@@ -26,3 +31,14 @@ def region_name(function: Any, module: Any, paths: Any) -> str:
     if module is not None:
         return ("" if paths is None else paths.name(module)) or type(module).__name__
     return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+def engine_key(name: str, of: Any) -> str:
+    """What a swap engine learns by, from step to step: no two blocks of one class have it, nor a new model and one that is gone.
+
+    An address is no such key: Python gives it to the next object.
+    """
+    number = _numbers.get(of)
+    if number is None:
+        number = _numbers[of] = next(_next_number)
+    return f"{name} {number}"

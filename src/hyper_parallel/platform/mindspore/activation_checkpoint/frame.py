@@ -42,7 +42,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors impor
 from hyper_parallel.platform.mindspore.activation_checkpoint.storages import aliased, storage_bytes, unseen
 from hyper_parallel.platform.mindspore.activation_checkpoint.value_sums import value_sum
 from hyper_parallel.platform.regions.arguments import SavedArguments
-from hyper_parallel.platform.regions.functions import bare, identity, region_name
+from hyper_parallel.platform.regions.functions import bare, engine_key, identity, region_name
 from hyper_parallel.platform.regions.host_randomness import HostRandomness
 from hyper_parallel.platform.regions.options import Options
 from hyper_parallel.platform.regions.passes import Pass
@@ -77,8 +77,7 @@ class Frame:
         self._options = options
         self._cell = None if cell is None else weakref.ref(cell)
         self._identity = identity(function, cell)
-        # Unlike the name it tells two blocks of one class apart: the engine learns by it what a forward saves last.
-        self._key = f"{self.name} {id(self._identity):x}"
+        self._key = engine_key(self.name, self._identity)
         self._swap = RegionSwap(self._key)
         self._record: Record | None = Record(policy, paths, options.preserve_rng_state)
         self._inputs: list[Callable[[], Tensor] | None] = []

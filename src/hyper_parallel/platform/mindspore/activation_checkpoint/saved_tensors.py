@@ -18,6 +18,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.storages import (
     storage_bytes,
 )
 from hyper_parallel.platform.mindspore.activation_checkpoint.swap_device import flat, tensor_on
+from hyper_parallel.platform.regions.functions import engine_key
 from hyper_parallel.platform.regions.saved_tensors import OfSavedTensors, SavedTensors, checked_policy
 
 _CAST = "Cast"
@@ -140,8 +141,7 @@ class Recorder:
         self.policy_fn = policy_fn
         self._module = None if module is None else weakref.ref(module)
         self._name = name
-        # Unlike the name, the key tells two blocks of one class apart: the engine learns by it what a forward saves last.
-        self._key = name if module is None else f"{name} {id(module):x}"
+        self._key = name if module is None else engine_key(name, module)
         self._find_place = place  # not a method of this object: a cycle would keep a step's memory
         self._owned: set[int] = set()  # storages of parameters and buffers
         self._owners: set[str] = set()  # the parameters' names, which are those of their nodes in the graph

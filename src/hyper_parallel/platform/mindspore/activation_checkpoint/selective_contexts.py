@@ -17,6 +17,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.recording import Re
 from hyper_parallel.platform.mindspore.activation_checkpoint.region_swap import RegionSwap
 from hyper_parallel.platform.mindspore.activation_checkpoint.replaying import Replay
 from hyper_parallel.platform.mindspore.activation_checkpoint.storages import unseen
+from hyper_parallel.platform.regions.functions import engine_key
 
 
 def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Any:
@@ -45,7 +46,7 @@ class _KeptValues:
         self._record = Record(policy, paths_here(None), keeps_random_state=True)
         # What MindSpore compares is what autograd saves in the second run, so that every op is run that is not kept.
         self._record.runs_everything = True
-        self._swap = RegionSwap(f"selective checkpoint {id(self):x}")
+        self._swap = RegionSwap(engine_key("selective checkpoint", self))
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:

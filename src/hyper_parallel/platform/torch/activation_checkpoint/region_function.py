@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hyper_parallel.platform.regions.functions import bare, identity, region_name
+from hyper_parallel.platform.regions.functions import bare, engine_key, identity, region_name
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is_compiled
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import (
     ModulePaths,
@@ -73,7 +73,7 @@ class RegionFunction:
         if is_planned and module is not None:
             self._paths = paths_below(module, self.name)
         self._identity = identity(call, module)
-        self.key = f"{self.name} {id(self._identity):x}"
+        self.key = engine_key(self.name, self._identity)
         self._policy = policy
         self._answers = getattr(policy, "answers", None)
         self._known = _known.get(self._identity) or _Known(None, None, [], Proof())

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from hyper_parallel._base.errors import StateError, describe
+from hyper_parallel.platform.regions.functions import engine_key
 from hyper_parallel.platform.regions.saved_tensors import OfSavedTensors, SavedTensors, checked_policy
 from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import check_no_cuda_graph, cuda_graph_now
@@ -193,8 +194,7 @@ class _Recorder:
         self.policy_fn = policy_fn
         self._module = None if module is None else weakref.ref(module)
         self.name = name
-        # Unlike the name, the key tells two blocks of one class apart: the engine learns by it what a forward saves last.
-        self._key = name if module is None else f"{name} {id(module):x}"
+        self._key = name if module is None else engine_key(name, module)
         self._swaps_at_once = swaps_at_once  # what is given to it is not autograd's: no op is about to write it
         self._find_place = place  # not a method of this object: a cycle would keep a step's memory
         self._owned: set[int | None] = set()  # storages of parameters and buffers

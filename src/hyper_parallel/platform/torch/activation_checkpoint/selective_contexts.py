@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hyper_parallel._base.errors import StateError
+from hyper_parallel.platform.regions.functions import engine_key
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import paths_here
 from hyper_parallel.platform.torch.activation_checkpoint.recording import Record, RecordingMode
 from hyper_parallel.platform.torch.activation_checkpoint.region_swap import RegionSwap, Swapped
@@ -53,8 +54,8 @@ class _KeptValues:
         self.allows_changes = allows_changes
         # PyTorch collects residuals from the tensors of the second run, so an in-place op must really write there.
         self.record = Record(policy, paths_here(None), keeps_random_state=True, keeps_writes=False)
-        # The block that runs is not known here; an address of its own keeps the engine from learning across blocks.
-        self._swap = RegionSwap(f"selective checkpoint {id(self):x}")
+        # The block that runs is not known here; a key of its own keeps the engine from learning across blocks.
+        self._swap = RegionSwap(engine_key("selective checkpoint", self))
         # Hooks around the checkpoint give its arguments back as other tensors, with other versions, and look for changes themselves.
         self.is_in_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
