@@ -5,9 +5,12 @@ What is different on MindSpore is in `test_on_mindspore.py`; what cannot be ther
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import gc
+import random
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -246,8 +249,8 @@ def test_other_values_are_found_by_the_check(backend: Backend, x: Any) -> None:
         calls.append(1)
         return (y * backend.tensor(np.full((2, 3), len(calls)))).exp().sin()
 
-    # MindSpore compares what comes from outside in any case.
-    message = "other values than forward|another tensor from outside"
+    # What comes from outside is compared in any case.
+    message = "other values than forward|another tensor"
     with configure_swap(check="values"), pytest.raises(RuntimeError, match=message):
         backend.grad_of(lambda y: backend.platform.checkpoint(function, y), x)
     with configure_swap(check="values"):
@@ -396,6 +399,82 @@ def test_containers_and_caches_are_what_they_were(backend: Backend, x: Any) -> N
     (expected,) = backend.grad_of(lambda y: function({"a": y, "b": [y]}, Cache()), x)
     assert np.array_equal(found, expected)
     assert len(cache.items) == 1
+
+
+def moving(backend: Backend) -> Any:
+    """A model that reads and moves an attribute of each kind in every forward."""
+    kind = type(backend.model())
+    name = "construct" if hasattr(kind, "construct") else "forward"
+
+    class Moving(kind):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.count, self.word, self.history = 0, "", [1.0]
+            self.table: dict[str, Any] = {"step": 0, "inner": {"seen": [1.0]}}
+            self.met: set[int] = set()
+            self.last = collections.deque([1.0], maxlen=3)
+            self.schedule = types.SimpleNamespace(factor=1.0)
+            self.python, self.numpy = random.Random(1), np.random.default_rng(1)
+            self.array = np.zeros(3)
+
+        def state(self) -> list[Any]:
+            names = ("count", "word", "history", "table", "met", "last", "schedule", "array")
+            numbers = self.python.getstate(), self.numpy.bit_generator.state
+            return [repr([getattr(self, name) for name in names]), self.second.count, *numbers]
+
+    def run(self: Any, x: Any) -> Any:
+        self.count += 1
+        self.second.count = getattr(self.second, "count", 0) + 1
+        self.word += "a"
+        self.history.append(self.count * 2.0)
+        self.table["step"] += 1
+        self.table["inner"]["seen"].append(0.5)
+        self.met.add(self.count)
+        self.last.append(float(self.count))
+        self.schedule.factor *= 1.5
+        self.array += 1
+        x = (x * self.schedule.factor).tanh() / self.count**0.5 * sum(self.history) * len(self.word) * self.second.count
+        x = x * self.table["step"] * sum(self.table["inner"]["seen"]) * len(self.met) * sum(self.last)
+        x = x * (float(self.array[1]) * self.python.random() * float(self.numpy.random()))
+        x = x.sin() if self.count % 2 else x.cos()
+        return getattr(kind, name)(self, x.tanh())
+
+    setattr(Moving, name, run)
+    return Moving()
+
+
+@pytest.mark.parametrize("way", ["recompute", "to the end", "mix", "recompute what is swapped", "recompute twice"])
+def test_what_a_module_counts_collects_and_draws_is_that_of_one_run(backend: Backend, x: Any, way: str) -> None:
+    plain = moving(backend)
+    model = copy.deepcopy(plain)
+    wrapped = WAYS[way](part(backend), model)
+    for _ in range(4):
+        expected = copied(backend.train_step(plain, x))
+        assert same(backend.train_step(wrapped, x), expected)
+        assert model.state() == plain.state()
+    assert model.count == 4
+
+
+@pytest.mark.parametrize("way", ["recompute", "to the end"])
+def test_what_is_set_between_forward_and_backward_is_for_the_next_forward(backend: Backend, x: Any, way: str) -> None:
+    plain = moving(backend)
+    model = copy.deepcopy(plain)
+    found = []
+    for each, call in ((plain, plain), (model, WAYS[way](part(backend), model))):
+        for step in range(3):
+            each.history[:] = [step + 1.0]
+            each.table = {"step": step, "inner": {"seen": [2.0]}}
+            with backend.recording():
+                y = backend.trainable(x)
+                loss = call(y * 1.0).sum()
+                each.history[0] = -1.0
+                each.history.append(7.0)
+                each.table, each.count = {}, 10 * step
+                backend.backward(loss)
+            found.append(backend.get_grad(y).copy())
+            assert (each.history[0], each.history[-1], each.table, each.count) == (-1.0, 7.0, {}, 10 * step)
+    assert all(map(np.array_equal, found[:3], found[3:]))
+    assert model.state() == plain.state()
 
 
 def test_names_of_ops_may_be_listed(backend: Backend, x: Any) -> None:

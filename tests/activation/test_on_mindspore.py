@@ -649,3 +649,31 @@ def test_a_tensor_that_is_made_again_in_the_second_run_with_the_same_values_is_t
     expected = mindspore.grad(lambda y: make(y * 1).sum())(x)
     found = mindspore.grad(lambda y: checkpoint_wrapper(make)(y * 1).sum())(x)
     assert np.array_equal(found.asnumpy(), expected.asnumpy())
+
+
+def test_a_generator_of_mindspores_that_a_cell_has_is_moved_by_one_forward_and_so_is_its_mode() -> None:
+    class Drawing(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = mindspore.Generator()
+            self.generator.manual_seed(4)
+
+        def construct(self, x: Tensor) -> Tensor:
+            _, offset = self.generator._step(Tensor(1))  # as random ops of an accelerator take their seed and offset
+            return ops.sin(x * float(offset.asnumpy())) * x
+
+    plain, cell = Drawing(), Drawing()
+    for call, each in ((plain, plain), (checkpoint_wrapper(cell), cell)):
+        for _ in range(3):
+            each.set_train()
+            gradient = mindspore.grad(lambda x, call=call, each=each: _in_eval(call(x * 1.0), each).sum())(
+                Tensor([0.3, 0.4])
+            )
+        each.found = gradient.asnumpy(), each.generator.get_state().asnumpy(), each.training, each._phase
+    assert all(map(np.array_equal, plain.found, cell.found))
+    assert cell.found[1][8] == 3
+
+
+def _in_eval(result: Tensor, cell: nn.Cell) -> Tensor:
+    cell.set_train(False)
+    return result

@@ -267,14 +267,23 @@ def test_planned_steps_hold_no_tensor() -> None:
     plan.remove(case.model)
 
 
+class _Notes:
+    """What a second run does not put back: it has slots and no attributes of its own."""
+
+    __slots__ = ("sums",)
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+
 class Noting(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
         self.dense = nn.Dense(4, 4)
-        self.seen: list[float] = []
+        self.notes = _Notes()
 
     def construct(self, x: Tensor) -> Tensor:
-        self.seen.append(float(x.asnumpy().sum()))
+        self.notes.sums.append(float(x.asnumpy().sum()))
         return ops.sin(self.dense(x))
 
 
@@ -305,9 +314,9 @@ def test_blocks_that_run_more_than_once_begin_with_their_first_call_in_every_for
     # Not a forward that raises: after one MindSpore itself is not sure to differentiate the next.
     for disturb in (lambda: None, lambda: step(model.blocks[0]), lambda: None):
         disturb()
-        first.seen.clear()
+        first.notes.sums.clear()
         step(model)
-        once, twice, again = first.seen
+        once, twice, again = first.notes.sums
         assert once != twice == again, "the second call is the one that is recomputed"
     applied.remove()
 

@@ -98,6 +98,10 @@ class TorchBackend(Backend):
     def backward(self, loss: Any) -> None:
         loss.backward()
 
+    def trainable(self, tensor: Any) -> Any:
+        """A leaf whose gradient `backward` leaves on it."""
+        return tensor.detach().clone().requires_grad_()
+
     def linear(self, num_in: int, num_out: int) -> Any:
         import torch
 
@@ -230,6 +234,11 @@ class MindSporeBackend(Backend):
         from mindspore._c_expression import run_backward
 
         run_backward((loss,), (ops.ones_like(loss),), False, False, (), True, accumulate_grad=True)
+
+    def trainable(self, tensor: Any) -> Any:
+        import mindspore as ms
+
+        return ms.Parameter(tensor, name="trainable")
 
     def linear(self, num_in: int, num_out: int) -> Any:
         from mindspore import nn

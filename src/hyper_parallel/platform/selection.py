@@ -109,34 +109,42 @@ def communicating_platform() -> Platform:
     A program on PyTorch, started by torchrun where MindSpore is installed as well, must not be told that it is rank 0 of 1.
     """
     with _lock:
-        distributed = sys.modules.get("torch.distributed")
-        is_open = _state.bound_since is None and _type_from_environment() is None
-        if is_open and distributed is not None and distributed.is_available() and distributed.is_initialized():
-            return _choose(PlatformType.PYTORCH)
-        return get_platform()
+        return _choose(PlatformType.PYTORCH) if _is_torchs_by_communication() else get_platform()
 
 
 def started_world_size() -> int | None:
     """How many processes communicate; None while communication was not started. Chooses no framework."""
     with _lock:
-        if _state.chosen is not None:
-            transport = getattr(_state.chosen, "transport", None)
-            return int(_state.chosen.get_world_size()) if transport is not None and transport.is_up() else None
-        distributed = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
-            return int(distributed.get_world_size())
-        return None
+        if _state.chosen is None or _is_torchs_by_communication():
+            distributed = _torchs_communication()
+            return None if distributed is None else int(distributed.get_world_size())
+        transport = getattr(_state.chosen, "transport", None)
+        return int(_state.chosen.get_world_size()) if transport is not None and transport.is_up() else None
 
 
 def device_type_here() -> str | None:
     """The accelerator that this process works on, or "cpu"; None while no framework is there to ask. Chooses none."""
     with _lock:
-        if _state.chosen is not None:
+        is_torchs = _is_torchs_by_communication()
+        if _state.chosen is not None and not is_torchs:
             return str(_state.chosen.device_type())
         torch = sys.modules.get("torch")
-        if torch is None or "mindspore" in sys.modules:
+        if torch is None or ("mindspore" in sys.modules and not is_torchs):
             return None
         return str(torch.accelerator.current_accelerator().type) if torch.accelerator.is_available() else "cpu"
+
+
+def _is_torchs_by_communication() -> bool:
+    """Whether nothing but `torch.distributed`, which is up, says which framework is meant, MindSpore imported or not."""
+    is_open = _state.bound_since is None and _type_from_environment() is not PlatformType.MINDSPORE
+    return is_open and _torchs_communication() is not None
+
+
+def _torchs_communication() -> Any:
+    """`torch.distributed` if it is up, else None."""
+    distributed = sys.modules.get("torch.distributed")
+    is_up = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return distributed if is_up else None
 
 
 def get_torch_platform() -> Platform:

@@ -18,6 +18,7 @@ from mindspore.graph.api import _pynative_executor
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel._base.log import get_logger
+from hyper_parallel.platform.mindspore.activation_checkpoint.attributes import as_noted, note_attributes
 from hyper_parallel.platform.mindspore.activation_checkpoint.cell_paths import paths_here, unwrapped
 from hyper_parallel.platform.mindspore.activation_checkpoint.planning import ReplayEntries
 from hyper_parallel.platform.mindspore.activation_checkpoint.precision import Precision, forget_casts
@@ -82,6 +83,7 @@ class Frame:
         self._record: Record | None = Record(policy, paths, options.preserve_rng_state)
         self._inputs: list[Callable[[], Tensor] | None] = []
         self._requires_grad = [bool(tensor._requires_grad) for tensor in arguments.tensors]
+        self._attributes = note_attributes(cell)
         self._precision = Precision()
         self._seeds: SeedState | None = None
         self._host_randomness: HostRandomness | None = None
@@ -193,6 +195,7 @@ class Frame:
         else:
             self._record = None
             self._seeds = None
+            self._attributes = None
 
     def _to_recompute(self, record: Record) -> list[Recomputed]:
         """The living residuals that no policy has kept after all."""
@@ -368,6 +371,7 @@ class Frame:
             replaying(),
             _NOTHING if self._seeds is None else self._seeds.again(),
             _NOTHING if self._host_randomness is None else self._host_randomness.again(),
+            as_noted(self._attributes),
             self._precision.again(),
             _recording_gradients(),
             saved_tensors_hooks(replay.pack, _unpack_again),
