@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -73,7 +74,8 @@ class Document(HTMLParser):
         elif tag == "dt":
             self._term = self._text
         elif tag == "dd":
-            self.terms[self._term] = self._text
+            before = self.terms.get(self._term)
+            self.terms[self._term] = self._text if before is None else f"{before}, {self._text}"
 
     def handle_data(self, data: str) -> None:
         self._text += data
@@ -86,7 +88,7 @@ def planned(part: float = 0.2, name: str = "Llama", num_blocks: int = 12) -> Mem
     )
     budget = profile.base_bytes + int(part * profile.activation_peak_bytes)
     plan = solved(profile, budget, margin_bytes=first_margin(profile), time_limit_s=cases.NO_HURRY)
-    plan.measured = Measured(plan.predicted.peak_bytes - 1000, 2345.6)
+    plan.measured = Measured(plan.predicted.peak_bytes - 100_000_000, 2345.6, 1000.0)
     return plan
 
 
@@ -119,9 +121,11 @@ def test_the_page_has_the_numbers_of_the_plan_and_of_its_json(numbers: Numbers, 
     terms = shown.terms
     assert terms["budget"] == format_size(saved["budget_bytes"])
     assert terms["plain peak"] == format_size(saved["profile"]["peak_bytes"])
-    assert terms["predicted peak"] == format_size(saved["predicted"]["peak_bytes"])
-    assert terms["measured peak"] == format_size(saved["measured"]["peak_bytes"])
-    assert terms["measured step"] == f"{saved['measured']['step_ms']:.1f} ms"
+    peak = [format_size(saved[name]["peak_bytes"]) for name in ("measured", "predicted")]
+    assert terms["plain step"] == "1000.0 ms"
+    assert terms["peak with the plan"] == f"{peak[0]}, measured; predicted {peak[1]}"
+    ratios = [saved["measured"]["step_ms"] / 1000, saved["predicted"]["step_ms"] / saved["profile"]["step_ms"]]
+    assert terms["step with the plan"] == f"2345.6 ms, measured: {ratios[0]:.2f} of plain; predicted {ratios[1]:.2f}"
     assert terms["a note"] == "of the caller"
 
 
@@ -142,7 +146,7 @@ def test_the_table_of_blocks_is_that_of_the_json_and_of_the_decision(numbers: Nu
             covered.append(names[at])
             block = data["blocks"][at]
             sizes = [format_size(block[each]) for each in ("saved_bytes", "swapped_bytes", "recomputed_bytes")]
-            assert cells == [block["choice"], *sizes, f"{block['recompute_ms']:.2f}"]
+            assert cells == [*sizes, f"{block['recompute_ms']:.2f}"]
     assert covered == names
 
 
@@ -266,7 +270,45 @@ def test_an_empty_plan_has_one_picture_and_says_that_nothing_is_changed(tmp_path
     written = write_report(plan, tmp_path / "page.html").read_text()
     assert "Nothing is changed" in written
     assert written.count("<figcaption>") == 1
-    assert "Copies on both directions" not in written
+    assert "Copies out and back" not in written
+
+
+def test_a_plan_has_one_peak_and_where_another_number_is_shown_the_page_says_which(numbers: Numbers, text: str) -> None:
+    plan, paragraphs = numbers.plan, re.findall(r"<p>(.*?)</p>", text)
+    assert plan.measured is not None
+    drawn, measured, predicted = map(
+        format_size, (numbers.after.peak_bytes, plan.measured.peak_bytes, plan.predicted.peak_bytes)
+    )
+    said = next(words for words in paragraphs if words.startswith("Drawn from the profile"))
+    assert f"The picture shows {drawn} of the {measured} that were measured" in said
+    assert f"The predicted {predicted} are a bound" in said
+    assert paragraphs[0].endswith("the step takes 2.35 times as long (measured).")
+    assert drawn not in "".join(re.findall(r"<figcaption>.*?</figcaption>|class=\"mark.*?</span>", text))
+
+
+def test_the_page_says_why_a_step_is_slower_than_predicted_and_where_values_go(numbers: Numbers) -> None:
+    def page_on(device: str) -> str:
+        plan = copy.copy(numbers.plan)
+        plan.__dict__.pop("host", None)  # which was worked out for the other device
+        plan.profile = dataclasses.replace(plan.profile, facts={**plan.profile.facts, "device": device})
+        return page(dataclasses.replace(numbers, plan=plan), [])
+
+    on_cpu, elsewhere = page_on("cpu"), page_on("cuda: H200")
+    assert "Slower than predicted: 2.35 of plain" in on_cpu
+    assert "On a CPU copies and compute share the cores" in on_cpu
+    assert " go to files in forward" in on_cpu
+    assert "On a CPU copies" not in elsewhere
+    assert " go to the host in forward" in elsewhere
+
+
+def test_the_curve_marks_what_was_measured_beside_what_was_predicted(numbers: Numbers, text: str) -> None:
+    curve = text[text.index('id="h-curve"') :]
+    assert "this plan, measured: 2.346" in curve
+    assert f"this plan, predicted: {numbers.plan.predicted_to_plain:.3f}" in curve
+    marks = re.findall(r'class="mark (\w+)" style="left:([\d.]+)%;bottom:([\d.]+)%"', curve)
+    places = {css: (float(left), float(bottom)) for css, left, bottom in marks}
+    assert places["mine"][0] == places["measured"][0]
+    assert places["mine"][1] < places["measured"][1] <= 100
 
 
 def test_a_plan_that_swaps_nothing_has_no_lanes() -> None:
@@ -274,7 +316,7 @@ def test_a_plan_that_swaps_nothing_has_no_lanes() -> None:
     budget = profile.base_bytes + profile.activation_peak_bytes // 2
     plan = solved(profile, budget, margin_bytes=first_margin(profile), time_limit_s=cases.NO_HURRY)
     assert not plan.has_swaps
-    assert "Copies on both directions" not in page(numbers_of(plan), [])
+    assert "Copies out and back" not in page(numbers_of(plan), [])
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium here")

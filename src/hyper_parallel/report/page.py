@@ -11,11 +11,17 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hyper_parallel._base import files
 from hyper_parallel._base.files import checked_path
-from hyper_parallel.core.planner.table import host_words
+from hyper_parallel.core.planner.table import (
+    host_words,
+    html_words,
+    notes_words,
+    nothing_swapped_words,
+    unlike_predicted,
+)
 from hyper_parallel.core.swap.sizes import format_size
 from hyper_parallel.report.numbers import CURVE_SECONDS, Bar, Block, Numbers, Row, Step, numbers_of
 from hyper_parallel.report.picture import Axis, Mark, Span, curve, frame, lane, stacked
@@ -73,32 +79,67 @@ def _summary(plan: MemoryPlan) -> str:
             f"The plain step fits into {format_size(plan.budget_bytes)}: its peak is {format_size(profile.peak_bytes)}. "
             "Nothing is changed."
         )
-    peak = plan.predicted.peak_bytes if plan.measured is None else plan.measured.peak_bytes
+    to_plain = plan.measured_to_plain
+    times, how = (plan.predicted_to_plain, "predicted") if to_plain is None else (to_plain, "measured")
     return (
-        f"A plain step needs {format_size(profile.peak_bytes)}. With this plan it needs {format_size(peak)} "
-        f"({'measured' if plan.measured else 'predicted'}), within the {format_size(plan.budget_bytes)} that were allowed."
+        f"A plain step needs {format_size(profile.peak_bytes)}. With this plan it needs {format_size(plan.peak_bytes)} "
+        f"({_how(plan)}), within the {format_size(plan.budget_bytes)} that were allowed; the step takes {times:.2f} times as long ({how})."
     )
 
 
+def _how(plan: MemoryPlan) -> str:
+    return "predicted" if plan.measured is None else "measured"
+
+
+class Card(NamedTuple):
+    """A number, and in small letters what to compare it with."""
+
+    name: str
+    number: str
+    beside: str = ""
+
+
 def _cards(numbers: Numbers, notes: list[tuple[str, str]]) -> str:
-    plan, profile = numbers.plan, numbers.plan.profile
-    part = (plan.predicted.peak_bytes - profile.base_bytes) / max(profile.activation_peak_bytes, 1)
+    plan, profile, measured = numbers.plan, numbers.plan.profile, numbers.plan.measured
+    plain_peak = "plain peak" if profile.is_plain_measured else "plain peak (computed)"
     cards = [
-        ("budget", format_size(plan.budget_bytes)),
-        ("plain peak" if profile.is_plain_measured else "plain peak (computed)", format_size(profile.peak_bytes)),
-        ("predicted peak", format_size(plan.predicted.peak_bytes)),
-        *([("measured peak", format_size(plan.measured.peak_bytes))] if plan.measured else []),
-        ("activations", f"{part:.0%} of plain"),
-        ("predicted step", f"{plan.predicted.step_ms:.1f} ms, {plan.predicted.step_ms / profile.step_ms:.3f} of plain"),
-        *(
-            [("measured step", f"{plan.measured.step_ms:.1f} ms")]
-            if plan.measured is not None and plan.measured.step_ms is not None
-            else []
-        ),
-        *notes,
+        Card("budget", format_size(plan.budget_bytes)),
+        Card(plain_peak, format_size(profile.peak_bytes)),
+        Card("plain step", f"{plan.plain_step_ms:.1f} ms"),
     ]
-    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in cards)
-    return f'<dl class="cards">{items}</dl>'
+    if not plan.is_empty:
+        part = (plan.peak_bytes - profile.base_bytes) / max(profile.activation_peak_bytes, 1)
+        predicted = plan.predicted
+        if measured is None:
+            peak = "predicted"
+        elif format_size(predicted.peak_bytes) == format_size(measured.peak_bytes):
+            peak = "measured, as predicted"
+        else:
+            peak = f"measured; predicted {format_size(predicted.peak_bytes)}"
+        cards.append(Card("peak with the plan", format_size(plan.peak_bytes), peak))
+        cards.append(Card("activations", f"{part:.0%} of plain"))
+        if measured is None or measured.step_ms is None:
+            cards.append(
+                Card(
+                    "step with the plan",
+                    f"{predicted.step_ms:.1f} ms",
+                    f"predicted: {plan.predicted_to_plain:.2f} of plain",
+                )
+            )
+        else:
+            beside = f"measured: {plan.measured_to_plain:.2f} of plain; predicted {plan.predicted_to_plain:.2f}"
+            cards.append(Card("step with the plan", f"{measured.step_ms:.1f} ms", beside))
+    cards += [Card(*note) for note in notes]
+    items = "".join(
+        f"<div><dt>{escape(card.name)}</dt><dd>{escape(card.number)}</dd>"
+        + (f"<dd>{escape(card.beside)}</dd>" if card.beside else "") + "</div>"
+        for card in cards
+    )  # fmt: skip
+    words = [] if plan.is_empty else unlike_predicted(plan)
+    if not plan.is_empty and profile.link is None:
+        words.append(nothing_swapped_words(plan))
+    lines = "".join(f"<p>{html_words(text)}</p>" for text in [*words, *notes_words(plan)])
+    return f'<dl class="cards">{items}</dl>{lines}'
 
 
 # -- memory over one step -----------------------------------------------------------------------------------------------------------
@@ -125,12 +166,31 @@ def _memory(numbers: Numbers) -> str:
     )  # fmt: skip
     return (
         '<section aria-labelledby="h-memory"><h2 id="h-memory">Memory over one step</h2>'
-        f"<p>Drawn moment by moment from the profile: the plain step's peak of {format_size(plan.profile.peak_bytes)} appears as "
-        f"{format_size(before.peak_bytes)} here.</p>"
+        f"<p>{escape(_peaks_words(numbers))}</p>"
         '<input type="radio" name="view" id="view-choice" checked><label for="view-choice">by choice</label>'
         '<input type="radio" name="view" id="view-block"><label for="view-block">by block</label>'
         f'<div class="views">{legends}{figures}{_slider()}{_moments_table(steps, x.high)}</div></section>'
     )
+
+
+def _peaks_words(numbers: Numbers) -> str:
+    """Where a peak has more than one number, what each of them is."""
+    plan, profile = numbers.plan, numbers.plan.profile
+    words = ["Drawn from the profile, moment by moment."]
+    if numbers.before.peak_bytes != profile.peak_bytes:
+        drawn, whole = format_size(numbers.before.peak_bytes), format_size(profile.peak_bytes)
+        words.append(f"The picture shows {drawn} of the plain step's {whole}.")
+    if plan.is_empty:
+        return " ".join(words)
+    peak, drawn = format_size(plan.peak_bytes), format_size(numbers.after.peak_bytes)
+    if drawn != peak:
+        words.append(
+            f"The picture shows {drawn} of the {peak} that were {_how(plan)} with the plan: small things, such as states of random generators, are left out."
+        )
+    predicted = format_size(plan.predicted.peak_bytes)
+    if plan.has_swaps and predicted not in (peak, drawn):
+        words.append(f"The predicted {predicted} are a bound, with every copy under way that may be at that time.")
+    return " ".join(words)
 
 
 def _figure(name: str, title: str, step: Step, x: Axis, y: Axis, line: float | None) -> str:
@@ -151,9 +211,9 @@ def _figure(name: str, title: str, step: Step, x: Axis, y: Axis, line: float | N
         f"{title}: memory rises to {peak} at {step.peak_ms:.1f} ms of {step.step_ms:.1f} ms. "
         f"Forward takes {step.forward_ms:.1f} ms, backward begins at {turn:.1f} ms."
     )
-    plot = frame(label, drawings, x, y, marks=[Mark(step.peak_ms, step.peak_bytes, f"peak {peak}")])
+    plot = frame(label, drawings, x, y, marks=[Mark(step.peak_ms, step.peak_bytes, "peak")])
     return (
-        f'<figure data-step="{name}"><figcaption><b>{title}</b> peak {peak}, {step.step_ms:.1f} ms '
+        f'<figure data-step="{name}"><figcaption><b>{title}</b> '
         f"<small>forward until {step.forward_ms:.1f} ms, backward from {turn:.1f} ms</small></figcaption>{plot}</figure>"
     )
 
@@ -199,13 +259,14 @@ def _copies(numbers: Numbers) -> str:
         label = f"copies {words}: busy for {busy_ms:.1f} ms of {numbers.after.step_ms:.1f} ms"
         plot = frame(label, lane([_span(bar, css) for bar in bars], x), x, None, css=f"lane lane-{name}")
         drawn.append(f'<div class="lane-row"><span class="lane-name">{escape(words)}</span>{plot}</div>')
-    numbers_json = copies.as_dict()
+    sums = copies.as_dict()
+    where = "the host" if numbers.plan.host.tier == "host" else "files"
     text = (
-        f"{format_size(numbers_json['out_bytes'])} go to the host in forward and {format_size(numbers_json['back_bytes'])} come back for backward. "
-        f"Compute waits {numbers_json['wait_ms']:.1f} ms for them, {numbers_json['wait_ms'] / numbers.after.step_ms:.1%} of the step."
+        f"{format_size(sums['out_bytes'])} go to {where} in forward and {format_size(sums['back_bytes'])} come back for backward. "
+        f"Predicted is that compute waits {sums['wait_ms']:.1f} ms for them, {sums['wait_ms'] / numbers.after.step_ms:.1%} of the step."
     )
     return (
-        '<section aria-labelledby="h-copies"><h2 id="h-copies">Copies on both directions of the link</h2>'
+        '<section aria-labelledby="h-copies"><h2 id="h-copies">Copies out and back</h2>'
         f'<p>{escape(text)}</p><figure class="lanes">{"".join(drawn)}</figure>{_copies_table(numbers)}</section>'
     )
 
@@ -243,33 +304,35 @@ def _curve(numbers: Numbers) -> str:
     plan, points = numbers.plan, numbers.curve
     if not points:
         return f"{head}<p>There is no curve: {escape(numbers.why_no_curve or 'no other budget was solved in time')}</p></section>"
-    plain_ms = plan.profile.step_ms
+    plain_ms, measured = plan.profile.step_ms, plan.measured_to_plain
     pairs = [(float(point.budget_bytes), point.step_ms / plain_ms) for point in points]
-    mine = (float(min(plan.budget_bytes, plan.profile.peak_bytes)), plan.predicted.step_ms / plain_ms)
+    mine = (float(min(plan.budget_bytes, plan.profile.peak_bytes)), plan.predicted_to_plain)
     low, high = min(mine[0], pairs[0][0]), max(mine[0], pairs[-1][0])
     room = 0.04 * (high - low) or 0.04 * high
     x = Axis(low - room, high + room, *_unit(high))
-    y = Axis(0.0, 1.12 * max(mine[1], *(ratio for _, ratio in pairs)), 1.0, "")
-    if max(mine[1], pairs[0][1]) < 2.5:  # what differs is seen; the edge says where it begins
-        y = Axis(
-            1 - 0.12 * max(pairs[0][1] - 1, mine[1] - 1, 0.05),
-            1 + 1.2 * max(pairs[0][1] - 1, mine[1] - 1, 0.05),
-            1.0,
-            "",
-        )
-    dots = [Mark(a, b, "", "dot") for a, b in pairs]
-    words = "this plan: " + f"{format_size(int(mine[0]))}, {mine[1]:.3f}"
+    ratios = [mine[1], measured or 1.0, *(ratio for _, ratio in pairs)]
+    y = Axis(0.0, 1.12 * max(ratios), 1.0, "")
+    if max(ratios) < 2.5:  # what differs is seen; the edge says where it begins
+        more = max(*(ratio - 1 for ratio in ratios), 0.05)
+        y = Axis(1 - 0.12 * more + min(0.0, *(1.1 * (ratio - 1) for ratio in ratios)), 1 + 1.2 * more, 1.0, "")
+    mine_words = f"this plan, predicted: {mine[1]:.3f} with {format_size(int(mine[0]))}"
+    legend = [("mine", mine_words)]
+    marks = [*(Mark(a, b, "", "dot") for a, b in pairs), Mark(*mine, "", "mine")]
+    if measured is not None:
+        legend.append(("measured", f"this plan, measured: {measured:.3f}"))
+        marks.append(Mark(mine[0], measured, "", "measured"))
     smallest = points[0]
     label = (
         f"Step time as a multiple of the plain step, over the budget. With {format_size(smallest.budget_bytes)} it is "
         f"{smallest.step_ms / plain_ms:.3f}, with {format_size(points[-1].budget_bytes)} it is "
-        f"{points[-1].step_ms / plain_ms:.3f}; {words}."
+        f"{points[-1].step_ms / plain_ms:.3f}; {'; '.join(words for _, words in legend)}."
     )
     text = (
         f"Predicted, as a multiple of the plain step. The smallest budget that can be met is about {format_size(smallest.budget_bytes)}; "
         f"from {format_size(plan.profile.peak_bytes)} on nothing has to be changed."
     )
-    plot = frame(label, curve(pairs, x, y), x, y, marks=[*dots, Mark(*mine, words, "mine")], css="curve-plot")
+    plot = frame(label, curve(pairs, x, y), x, y, marks=marks, css="curve-plot")
+    keys = "".join(f'<span><b class="mark {css}"></b>{escape(words)}</span>' for css, words in legend)
     rows = [
         [
             format_size(point.budget_bytes),
@@ -281,19 +344,22 @@ def _curve(numbers: Numbers) -> str:
     ]
     rows.append([f"{format_size(plan.budget_bytes)} (this plan)", format_size(plan.predicted.peak_bytes), f"{plan.predicted.step_ms:.1f}", f"{mine[1]:.3f}"])  # fmt: skip
     table = _table("Predicted step time by budget", ["budget", "peak", "step ms", "to plain"], rows)
-    return f"{head}<p>{escape(text)}</p><figure>{plot}</figure><details><summary>The same as a table</summary>{table}</details></section>"
+    return (
+        f'{head}<p>{escape(text)}</p><p class="legend">{keys}</p><figure>{plot}</figure>'
+        f"<details><summary>The same as a table</summary>{table}</details></section>"
+    )
 
 
 # -- tables -------------------------------------------------------------------------------------------------------------------------
 
-_HEAD = ["", "saved", "swapped", "recomputed", "recompute ms"]
+_HEAD = ["saved", "swapped", "recomputed", "recompute ms"]
 
 
 def _blocks(blocks: Sequence[Block]) -> str:
     folded = _folded(blocks)
     rows = [[name, *_cells(block.row)] for name, block in folded]
     parts = [
-        '<section aria-labelledby="h-blocks"><h2 id="h-blocks">Block by block</h2>',
+        '<section class="blocks" aria-labelledby="h-blocks"><h2 id="h-blocks">Block by block</h2>',
         _table("What each block keeps, swaps and recomputes", ["block", *_HEAD], rows),
         "<details><summary>Module by module</summary>",
     ]
@@ -321,7 +387,7 @@ def _alike(left: Block, right: Block) -> bool:
 
 def _cells(row: Row) -> list[str]:
     sizes = (row.saved_bytes, row.swapped_bytes, row.recomputed_bytes)
-    return [row.choice, *map(format_size, sizes), f"{row.recompute_ms:.2f}"]
+    return [*map(format_size, sizes), f"{row.recompute_ms:.2f}"]
 
 
 def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -26,7 +26,7 @@ USES = (
     (Use.BASE, "alive before forward", "base"),
     (Use.OUTSIDE, "kept outside of blocks", "outside"),
     (Use.SAVED, "saved", "saved"),
-    (Use.WORKING, "block at work (what it recomputes included)", "working"),
+    (Use.WORKING, "the block at work", "working"),
     (Use.WINDOW, "swapped, on its way out", "window"),
     (Use.PREFETCHED, "swapped, loaded ahead", "prefetched"),
 )

@@ -114,6 +114,16 @@ class MemoryPlan:
         return self.profile.base_bytes
 
     @property
+    def peak_bytes(self) -> int:
+        """The peak of a step under the plan: the measured one, where there is one."""
+        return self.predicted.peak_bytes if self.measured is None else self.measured.peak_bytes
+
+    @property
+    def plain_step_ms(self) -> float:
+        """What a plain step takes: those that were run by turns with the plan's, where there are such."""
+        return (self.measured.plain_step_ms if self.measured else None) or self.profile.step_ms
+
+    @property
     def predicted_to_plain(self) -> float:
         """What a step will take, as a multiple of a plain one."""
         return self.predicted.step_ms / self.profile.step_ms if self.profile.step_ms else 1.0
@@ -123,8 +133,7 @@ class MemoryPlan:
         """What steps under the plan took, as a multiple of plain ones; None: they were not timed."""
         if self.measured is None or self.measured.step_ms is None:
             return None
-        plain_ms = self.measured.plain_step_ms or self.profile.step_ms
-        return self.measured.step_ms / plain_ms if plain_ms else None
+        return self.measured.step_ms / self.plain_step_ms if self.plain_step_ms else None
 
     @cached_property
     def host(self) -> HostNeed:
@@ -136,10 +145,9 @@ class MemoryPlan:
 
     def __repr__(self) -> str:
         is_measured, to_plain = self.measured is not None, self.measured_to_plain
-        peak = self.predicted.peak_bytes if self.measured is None else self.measured.peak_bytes
         words = [
             f"at most {format_size(self.budget_bytes)}",
-            f"peak {format_size(peak)} {'measured' if is_measured else 'predicted'}",
+            f"peak {format_size(self.peak_bytes)} {'measured' if is_measured else 'predicted'}",
         ]
         if self.is_empty:
             words.append("nothing is changed")

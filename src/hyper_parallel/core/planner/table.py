@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
@@ -30,12 +31,17 @@ def text_of(parts: Parts) -> str:
     return "\n".join(part if isinstance(part, str) else table(*part) for part in parts)
 
 
+def html_words(text: str) -> str:
+    """A line of prose: what stands between backticks is code."""
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", escape(text))
+
+
 def html_of(parts: Parts) -> str:
     """For a notebook: colours and fonts are its own."""
     found = []
     for part in parts:
         if isinstance(part, str):
-            found.append(f"<p>{escape(part)}</p>" if part else "")
+            found.append(f"<p>{html_words(part)}</p>" if part else "")
             continue
         head = "".join(f"<th>{escape(name)}</th>" for name in part.header)
         cells = (["<td>" + escape(cell) + "</td>" for cell in row[1:]] for row in part.rows)
@@ -126,9 +132,15 @@ def host_words(plan: MemoryPlan) -> str:
 
 
 def time_words(plan: MemoryPlan) -> list[str]:
-    """What a reader of measured and predicted times has to know, a sentence each: none where they agree."""
-    measured, predicted, to_plain = plan.measured, plan.predicted_to_plain, plan.measured_to_plain
-    is_cpu = _is_cpu(plan)
+    """What a reader of the table has to know about its times, a sentence each."""
+    by_turns = plan.measured is not None and plan.measured.plain_step_ms is not None
+    words = [f"Measured steps took turns with plain ones, of {plan.plain_step_ms:.1f} ms."] if by_turns else []
+    return [*words, *unlike_predicted(plan)]
+
+
+def unlike_predicted(plan: MemoryPlan) -> list[str]:
+    """Why the measured time is not the predicted one: nothing where they agree."""
+    predicted, to_plain, is_cpu = plan.predicted_to_plain, plan.measured_to_plain, _is_cpu(plan)
     words = []
     if to_plain is None:
         if is_cpu and plan.has_swaps:
@@ -136,8 +148,6 @@ def time_words(plan: MemoryPlan) -> list[str]:
                 "The step time is predicted only, and on a CPU it leaves out that copies and compute share the cores."
             )
         return words
-    if measured is not None and measured.plain_step_ms is not None:
-        words.append(f"Measured steps took turns with plain ones, of {measured.plain_step_ms:.1f} ms.")
     if abs(to_plain - predicted) > _NOT_AS_PREDICTED * predicted:
         words.append(
             f"{_difference(to_plain, predicted)} {_why_slower(plan, is_cpu) if to_plain > predicted else _NOISE}"
