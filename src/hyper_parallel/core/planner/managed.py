@@ -180,7 +180,9 @@ class ManagedModel:
         finally:
             self._is_planning = False
         plan.origin = self._first.origin
-        others = [each for each in self._plans if each.plan.profile.facts.get("batch") != plan.profile.facts["batch"]]
+        others = [
+            each for each in self._plans if each.plan.profile.facts.get("batch") != plan.profile.facts.get("batch")
+        ]
         self._plans = sorted([*others, self._sized(plan)], key=lambda each: each.batch_bytes)
         self._attach(plan)
         self.num_replans += 1

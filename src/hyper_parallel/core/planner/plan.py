@@ -395,20 +395,20 @@ class MemoryPlan:
         """
         data = plan_file.read(path)
         try:
+            plan_file.check_facts(data["facts"])
             profile = StepProfile.from_dict({**data["profile"], "facts": data["facts"]})
             decision = tuple(
                 RegionDecision(True, (None,) * len(region.ops), (None,) * len(region.inputs))
-                if each["plain"]
-                else RegionDecision(False, tuple(each["ops"]), tuple(each["inputs"]))
+                if each["plain"] is True
+                else checked(RegionDecision(each["plain"], tuple(each["ops"]), tuple(each["inputs"])))
                 for each, region in zip(data["decision"], profile.regions, strict=True)
             )
             for region, each in zip(profile.regions, decision, strict=True):
                 check_decision(region, each)
+            setting = Setting.from_dict(data["setting"], num_regions=len(profile.regions))
+            predicted = checked(Predicted(**data["predicted"]))
             measured = None if data["measured"] is None else checked(Measured(**data["measured"]))
-            return MemoryPlan(
-                profile, decision, Setting.from_dict(data["setting"]), data["budget_bytes"], checked(Predicted(**data["predicted"])),
-                measured, data["gap"],
-            )  # fmt: skip
+            return MemoryPlan(profile, decision, setting, data["budget_bytes"], predicted, measured, data["gap"])
         except HyperParallelError as error:
             raise DamagedFileError(
                 f"A plan file cannot be carried out. {error.what}",

@@ -9,18 +9,26 @@ from typing import Any, TextIO
 
 from hyper_parallel._base import files
 from hyper_parallel._base.errors import ArgumentError, DamagedFileError, describe
+from hyper_parallel.core.planner.profile import check_kind, is_of
 
 FORMAT = "hyper_parallel memory plan"
 VERSION = 1
 _NO_PLAN = "This file is no memory plan."
-_KINDS: dict[str, tuple[Any, str]] = {
-    "facts": (dict, "a table"),
-    "budget_bytes": (int, "a whole number"),
-    "gap": ((int, float), "a number"),
-    "setting": (dict, "a table"),
-    "decision": (list, "a list"),
-    "profile": (dict, "a table"),
+_KINDS = {
+    "facts": ("dict", "a table"),
+    "budget_bytes": ("int", "a whole number of bytes"),
+    "gap": ("float", "a number"),
+    "setting": ("dict", "a table"),
+    "decision": ("tuple[dict, ...]", "a list of tables"),
+    "profile": ("dict", "a table"),
 }
+# Of what a plan was made for: what is not only compared. A framework may leave out what it does not have.
+_FACTS = {
+    "framework": "str", "version": "str", "model": "str", "device": "str", "autocast": "str", "training": "bool",
+    "loads_by_region": "bool", "turn_is_clear": "bool", "region_overhead_ms": "float", "unwatched_overhead_ms": "float",
+    "min_swap_bytes": "int", "batch_bytes": "int", "shared_input_bytes": "tuple[int, ...]", "blocks": "tuple[str, ...]",
+}  # fmt: skip
+_DEEPEST = 50  # a batch has a few levels; what goes through it calls itself
 
 
 def write(path: str | os.PathLike[str], data: dict[str, Any]) -> None:
@@ -52,7 +60,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
             do="Plan again with this version of the package.",
         )
     for name, (kind, words) in _KINDS.items():
-        if not isinstance(data.get(name), kind):
+        if not is_of(data.get(name), kind):
             raise DamagedFileError(
                 "A plan file lacks something.",
                 expected=words,
@@ -61,6 +69,23 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
                 do="Plan again, and save the plan anew.",
             )
     return data
+
+
+def check_facts(facts: dict[str, Any]) -> None:
+    """Raises TypeError or ValueError where one of them could not be used."""
+    for name, kind in _FACTS.items():
+        if name in facts:
+            check_kind(facts[name], kind, f"`{name}`")
+    level: list[Any] = [facts]
+    for _ in range(_DEEPEST):
+        level = [
+            item
+            for each in level
+            if isinstance(each, (dict, list))
+            for item in (each.values() if isinstance(each, dict) else each)
+        ]
+    if level:
+        raise ValueError(f"`facts` has more than {_DEEPEST} levels")
 
 
 def _json(file: TextIO, path: str) -> Any:

@@ -6,9 +6,12 @@ Everything here is plain data that goes to JSON and back unchanged (`as_dict`, `
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from hyper_parallel._base.errors import describe
 
 
 @dataclass(frozen=True)
@@ -205,33 +208,85 @@ class StepProfile:
         rest = {name: data[name] for name in ("base_bytes", "peak_bytes", "step_ms", "facts")}
         rest["is_plain_measured"] = data.get("is_plain_measured", True)
         turn = checked(Turn(**data["turn"]))
-        return checked(StepProfile(regions=regions, turn=turn, link=link and checked(link), **rest))
+        if link is not None and 0 in vars(checked(link)).values():
+            raise ValueError(f"`link` is {describe(data['link'])}")
+        return checked(StepProfile(regions=regions, turn=turn, link=link, **rest))
 
 
-_KINDS: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str}
+_MOST = 2**53  # bytes, or ms: more than any machine has, and a float still has each of them
+_PLAIN = {"str": str, "bool": bool, "dict": dict}
 _Data = TypeVar("_Data")
 
 
 def checked(data: _Data) -> _Data:
-    """What came from a file, if its numbers are numbers: a dataclass takes anything.
+    """What came from a file, if its fields are what they are said to be: a dataclass takes anything.
 
     Raises:
         TypeError: one is not.
     """
-    for each in dataclasses.fields(data):  # type: ignore[arg-type]  # of all dataclasses
-        kind, value = _KINDS.get(str(each.type)), getattr(data, each.name)
-        if kind is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            raise TypeError(f"`{each.name}` of {type(data).__name__} is {value!r}")
+    for name, kind in _kinds_of(type(data)):  # type: ignore[arg-type]  # a class can be a key
+        check_kind(getattr(data, name), kind, f"`{name}` of {type(data).__name__}")
     return data
+
+
+def check_kind(value: Any, kind: str, name: str) -> None:
+    """Raises where a value from a file is not of its kind, in the words of an annotation. Numbers are finite, and none is below 0.
+
+    Example:
+        >>> check_kind([3, None], "tuple[int | None, ...]", "`sizes`")
+    """
+    if not is_of(value, kind):
+        raise TypeError(f"{name} is {describe(value)}")
+
+
+@functools.cache
+def _kinds_of(cls: type) -> list[tuple[str, str]]:
+    return [(each.name, str(each.type)) for each in dataclasses.fields(cls)]
+
+
+def is_of(value: Any, kind: str) -> bool:
+    """Whether a value from a file is of the kind: see `check_kind`."""
+    if kind.endswith(" | None"):
+        return value is None or is_of(value, kind.removesuffix(" | None"))
+    if kind.startswith("tuple["):
+        each_kind = kind.removeprefix("tuple[").removesuffix(", ...]")
+        return isinstance(value, (tuple, list)) and all(is_of(each, each_kind) for each in value)
+    if kind == "int":
+        return type(value) is int and 0 <= value <= _MOST
+    if kind == "float":
+        return type(value) in (int, float) and 0 <= value <= _MOST
+    return kind not in _PLAIN or isinstance(value, _PLAIN[kind])  # of others there are objects already
 
 
 def _region(data: dict[str, Any]) -> Region:
     rest = {name: value for name, value in data.items() if name not in ("ops", "inputs")}
     inputs = tuple(checked(Input(checked(Value(**each["value"])), each["may_swap"])) for each in data["inputs"])
-    return checked(Region(ops=tuple(_op(each) for each in data["ops"]), inputs=inputs, **rest))
+    region = checked(Region(ops=tuple(_op(each) for each in data["ops"]), inputs=inputs, **rest))
+    _check_wiring(region)
+    return region
 
 
 def _op(data: dict[str, Any]) -> Op:
     lists: dict[str, Any] = {name: tuple(data[name]) for name in ("reads", "reads_inputs", "choices", "looks")}
     rest = {name: value for name, value in data.items() if name not in lists and name != "makes"}
     return checked(Op(makes=tuple(checked(Value(**each)) for each in data["makes"]), **lists, **rest))
+
+
+def _check_wiring(region: Region) -> None:
+    """Raises ValueError where an index leads nowhere, or a choice is none."""
+    num_ops, num_inputs = len(region.ops), len(region.inputs)
+    values = [(each.value, f"input {index}") for index, each in enumerate(region.inputs)]
+    for index, op in enumerate(region.ops):
+        where = f"op {index}"
+        values += [(value, where) for value in op.makes]
+        if list(op.reads) != sorted({*op.reads}) or not all(each < index for each in op.reads):
+            raise ValueError(f"`reads` of {where} of {region.path} is {describe(op.reads)}")
+        if not all(each < num_inputs for each in op.reads_inputs):
+            raise ValueError(f"`reads_inputs` of {where} of {region.path} is {describe(op.reads_inputs)}")
+        if not op.choices or not {*op.choices} <= {"save", "swap", "recompute"}:
+            raise ValueError(f"`choices` of {where} of {region.path} is {describe(op.choices)}")
+        if op.part is not None and (not op.reads or region.ops[op.reads[0]].part is not None):
+            raise ValueError(f"`part` of {where} of {region.path}: it reads {describe(op.reads)}, no op with parts")
+    for value, where in values:
+        if value.freed_after is not None and value.freed_after >= num_ops:
+            raise ValueError(f"`freed_after` of {where} of {region.path} is {value.freed_after}, of {num_ops} ops")

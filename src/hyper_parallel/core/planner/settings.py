@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from hyper_parallel.core.planner.profile import StepProfile
+from hyper_parallel.core.planner.profile import StepProfile, check_kind
 
 MIB = 1024**2
 
@@ -21,9 +21,18 @@ class Setting(NamedTuple):
     ahead_bytes: tuple[int, ...] = ()
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Setting:
-        """What `_asdict` gave, from a file."""
-        return cls(data["window_bytes"], data["prefetch_bytes"], tuple(data.get("ahead_bytes", ())))
+    def from_dict(cls, data: dict[str, Any], *, num_regions: int) -> Setting:
+        """What `_asdict` gave, from a file.
+
+        Raises:
+            TypeError, ValueError: it is not that, or for another number of regions.
+        """
+        found = cls(data["window_bytes"], data["prefetch_bytes"], tuple(data.get("ahead_bytes", ())))
+        for name, kind in (("window_bytes", "int"), ("prefetch_bytes", "int"), ("ahead_bytes", "tuple[int, ...]")):
+            check_kind(getattr(found, name), kind, f"`{name}`")
+        if len(found.ahead_bytes) not in (0, num_regions):
+            raise ValueError(f"`ahead_bytes` has {len(found.ahead_bytes)} numbers, for {num_regions} regions")
+        return found
 
     @property
     def in_flight_bytes(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from hyper_parallel.platform.regions.mismatches import MismatchError, Mismatches
 
-_LOOK = re.compile(r"(\w+)\[([\d, ]*)\]")  # as frameworks' `look` says it: "float32[2, 8]"
+_LOOK = re.compile(r"(\w+)\[((?:[0-9]{1,18}(?:, [0-9]{1,18})*)?)\]")  # as frameworks' `look` says it: "float32[2, 8]"
 _MAX_KNOWN = 4096  # batches of different looks that are remembered; beyond, all are looked at again
 _WHAT = "A batch is larger than the one that the plan was made for, and its step may need more than the budget."
 
@@ -170,7 +170,7 @@ def _tensors(where: str, look: Any) -> Iterator[tuple[str, _TensorLook]]:
             yield from _tensors(f"{where}[{number}]", each)
     elif isinstance(look, str) and (found := _LOOK.fullmatch(look)):
         dtype, dims = found.groups()
-        bits = re.search(r"\d+", dtype)
+        bits = re.search(r"[0-9]{1,4}", dtype)
         shape = tuple(int(dim) for dim in dims.split(",")) if dims else ()
         yield where, _TensorLook(max(int(bits.group()) // 8, 1) if bits else 1, shape, look)
 
