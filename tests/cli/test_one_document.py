@@ -52,3 +52,13 @@ def test_what_a_users_code_prints_goes_to_standard_error(command: str, tmp_path:
     assert json.loads(ended.stdout)
     for words in ("imported", "built", "forward", "from a child", "from C\n"):
         assert words in ended.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no sh")
+def test_a_command_works_where_standard_output_is_closed(tmp_path: Path) -> None:
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "hyper_parallel", "plan", "not_here:build"]
+    ended = subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr.splitlines()[0]) == (
+        2,
+        "The module that builds the model cannot be imported.",
+    )

@@ -34,11 +34,40 @@ def test_members_of_lists_are_blocks_and_those_of_dicts_that_hold_no_lists() -> 
 
     assert found(block(), linear(), nn.Sequential(block(), block())) == ["2.0", "2.1"]
     assert found(nn.ModuleDict({"a": block(), "b": block()}), linear()) == ["0.a", "0.b"]
-    assert found(nn.ModuleDict({"a": linear(), "b": linear()}), linear()) == ["1"], "these are too small"
+    assert found(nn.ModuleDict({"a": linear(), "b": linear()}), linear()) == ["0.a", "0.b", "1"]
+    assert found(nn.ModuleList([linear(), linear()]), nn.ModuleDict({"a": block(), "b": block()})) == ["1.a", "1.b"]
     layers = nn.ModuleList([block(), block()])
     assert found(nn.ModuleDict({"first": block(), "layers": layers, "last": block()})) == ["0.layers.0", "0.layers.1"]
     encoders = {name: nn.Sequential(linear(), nn.ModuleList([block(), block()])) for name in ("text", "image")}
     assert found(nn.ModuleDict(encoders)) == ["0.text.1.0", "0.text.1.1", "0.image.1.0", "0.image.1.1"]
+
+
+def test_a_list_of_layers_without_parts_is_planned_and_what_is_never_called_is_no_block() -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("scipy", reason="the solver is in SciPy")
+    nn = torch.nn
+    from hyper_parallel.platform.torch.planner.blocks import find_blocks
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(16, 32), nn.Linear(32, 16)
+            self.lstms = nn.ModuleList(nn.LSTM(32, 32, batch_first=True) for _ in range(4))
+
+        def forward(self, x: Any) -> Any:
+            x = self.embedding(x)
+            for lstm in self.lstms:
+                x = lstm(x)[0]
+            return self.head(x).sum()
+
+    plan = hp.plan_memory(Model(), torch.arange(16).repeat(8, 2), budget="70%", progress=False)
+    assert [region.path for region in plan.profile.regions] == ["embedding", *(f"lstms.{n}" for n in range(4)), "head"]
+    assert plan.measured.peak_bytes <= plan.budget_bytes
+    stage = {"resnets": nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))}
+    stages = nn.ModuleList(nn.ModuleDict(stage) for _ in range(2))
+    assert list(find_blocks(nn.ModuleDict({"down": stages}))) == [
+        f"down.{stage}.resnets.{at}" for stage in range(2) for at in range(2)
+    ]
 
 
 def test_members_of_a_dict_are_blocks_on_mindspore() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +65,44 @@ def test_what_other_threads_print_while_the_solver_runs_comes_out(
 
     solve(monkeypatch, print_in_a_thread)
     assert out_of(capfd) == "by print\nby descriptor\n" * 2
+
+
+# Standard output is closed, and so the first file that is opened has its descriptor: a swap file could.
+CLOSED = """
+import ctypes, sys, threading
+import scipy.optimize
+from hyper_parallel.core.planner.solver_model import Clock, Model
+
+libc, real, both = ctypes.CDLL(None), scipy.optimize.milp, threading.Barrier(2, timeout=30)
+taken = open(sys.argv[1], "wb")
+
+def noisy(*args, **kwargs):
+    both.wait()
+    libc.puts(b"noise")
+    both.wait()
+    return real(*args, **kwargs)
+
+def solve():
+    model = Model()
+    model.row([(model.variable(cost=1.0, is_integer=True), 1.0)], low=0.5)
+    answers.append(model.solve(Clock(5.0), gap=0.0, node_limit=10).value)
+
+scipy.optimize.milp, answers = noisy, []
+threads = [threading.Thread(target=solve) for _ in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+libc.fflush(None)
+print(sys.stdout, taken.fileno(), answers, file=sys.stderr)
+"""
+
+
+def test_two_threads_that_solve_at_a_time_print_nothing_into_a_file_that_has_taken_standard_output(
+    tmp_path: Path,
+) -> None:
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", CLOSED, str(tmp_path / "file")]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert ended.stderr == "None 1 [1.0, 1.0]\n"
+    assert (tmp_path / "file").read_bytes() == b""
 
 
 def test_what_was_printed_before_the_solver_ran_comes_out(capfd: pytest.CaptureFixture[str]) -> None:

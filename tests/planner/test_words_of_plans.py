@@ -163,7 +163,9 @@ def others(inside: str | None = None) -> list[str]:
             'Most is kept outside of the blocks. Name what holds it: regions=["free.*"]',
         ),
         (None, {"own_bytes": 2**40}, no_others, "Most is taken between forward and backward (the loss)"),
-        (0, {"kept_bytes": 2**40}, others, "hp.configure_swap(disk_dir=...)"),
+        (0, {"kept_bytes": 2**40}, others, "1 TiB are what blocks keep of their inputs, which can be swapped"),
+        (0, {"own_bytes": 9 * 10**5, "kept_bytes": 5 * 10**5}, no_others, "`hp.configure_swap(disk_dir=...)`"),
+        (0, {"own_bytes": 2 * 10**6, "kept_bytes": 10**5}, no_others, "Raise the budget, or make the batch"),
         (0, {"in_flight_bytes": 2**40}, others, "Raise the budget, or make the batch"),
     ],
 )

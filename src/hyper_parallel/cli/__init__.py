@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 
 from hyper_parallel._base.extras import install_words
@@ -19,6 +20,7 @@ def main() -> None:
             f"{install_words('cli')}\n"
         )
         sys.exit(2)
+    _open_what_is_closed()
     try:
         from hyper_parallel.cli import app
 
@@ -26,3 +28,14 @@ def main() -> None:
     except KeyboardInterrupt:  # before the command itself could hear of it
         sys.stderr.write("Interrupted.\n")
         sys.exit(130)
+
+
+def _open_what_is_closed() -> None:
+    """After `>&-` what is printed goes nowhere. Otherwise the next file that is opened would take the descriptor, and with it what C prints."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            if nowhere != descriptor:
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+            setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))

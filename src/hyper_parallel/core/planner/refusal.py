@@ -105,8 +105,9 @@ def advice(profile: StepProfile, budget_bytes: int, peak: Peak | None, suggest: 
             return f"Smaller blocks may need less: {_regions(patterns)}. Or raise the budget, or {_SMALLER}."
     if largest in ("own", "outside") and peak.region is None:
         return f"Most is taken {_BETWEEN}, where nothing is planned: {_SMALLER}, compute the loss in parts, or raise the budget."
-    if largest == "kept" and profile.link is None:
-        return f"Most is what blocks keep of their inputs, which can be swapped: `hp.configure_swap(disk_dir=...)`. Or raise the budget, or {_SMALLER}."
+    if profile.link is None and (largest == "kept" or peak.kept_bytes >= peak.num_bytes - budget_bytes):
+        kept = f"{format_size(peak.kept_bytes)} are what blocks keep of their inputs"
+        return f"{kept}, which can be swapped: `hp.configure_swap(disk_dir=...)`. Or raise the budget, or {_SMALLER}."
     return f"Raise the budget, or {_SMALLER}."
 
 

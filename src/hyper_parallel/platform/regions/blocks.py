@@ -25,20 +25,17 @@ class Kinds(NamedTuple):
 def find_blocks(kinds: Kinds, model: Any, regions: Sequence[str | type] | None = None) -> dict[str, Any]:
     """Paths and modules, in the order of the model; none inside another.
 
-    `regions`: paths, classes, or patterns in which `*` stands for anything, dots included (see `patterns`). Without it: the members of every list or sequence of modules in which a class with submodules of its own stands at least
-    twice, and of every such dict in whose members there is no such list (it may hold whole models, by name); without any, the model's own
-    children that have parameters.
+    `regions`: paths, classes, or patterns in which `*` stands for anything, dots included (see `patterns`). Without it: the members of every
+    list or sequence of modules in which a class with submodules of its own stands at least twice, and of every such dict in whose members there
+    is no such list (it may hold whole models, by name). Without any of these, the model's own children that have parameters; of a list or a dict,
+    which is never called itself, its members: `ModuleList(LSTM, LSTM)`.
 
     Raises:
         ValueError: nothing is found, a pattern matches nothing, or a block is wrapped already.
     """
     found = dict(_repeated(kinds, "", model)) if regions is None else _named(kinds, model, regions)
     if not found and regions is None:
-        found = {
-            name: child
-            for name, child in kinds.children(model)
-            if _has_parameters(kinds, child) and not isinstance(child, kinds.not_called)
-        }
+        found = dict(_own(kinds, "", model))
     if not found:
         raise ArgumentError(
             "No block was found in the model that could be planned.",
@@ -160,13 +157,26 @@ def _repeated(kinds: Kinds, path: str, module: Any) -> Iterator[tuple[str, Any]]
         yield from found
 
 
+def _own(kinds: Kinds, path: str, module: Any) -> Iterator[tuple[str, Any]]:
+    """Children with parameters, and in place of a container that is never called those in it."""
+    for name, child in kinds.children(module):
+        below = f"{path}.{name}" if path else name
+        if isinstance(child, kinds.not_called):
+            yield from _own(kinds, below, child)
+        elif _has_parameters(kinds, child):
+            yield below, child
+
+
 def _members(kinds: Kinds, path: str, container: Any) -> list[tuple[str, Any]]:
-    """Those of a class that stands in it at least twice and has submodules of its own."""
+    """Those of a class that is called, stands in it at least twice and has submodules of its own."""
     classes = Counter(type(each) for _, each in kinds.children(container))
     return [
         (f"{path}.{key}", each)
         for key, each in kinds.children(container)
-        if classes[type(each)] > 1 and _has_parameters(kinds, each) and any(True for _ in kinds.children(each))
+        if classes[type(each)] > 1
+        and not isinstance(each, kinds.not_called)
+        and _has_parameters(kinds, each)
+        and any(True for _ in kinds.children(each))
     ]
 
 
