@@ -716,8 +716,9 @@ def test_way_and_function_belong_to_the_wrapper() -> None:
         wrapper.checkpoint_fn = 3
     with pytest.raises(TypeError, match="checkpoint_fn"):
         checkpoint_wrapper(inner, checkpoint_fn=3)
-    with pytest.raises(AttributeError):
-        wrapper.checkpoint_impl = CheckpointImpl.REENTRANT
+    wrapper.checkpoint_impl = CheckpointImpl.REENTRANT
+    assert (wrapper.checkpoint_impl, inner.checkpoint_impl) == (CheckpointImpl.REENTRANT, "the model's own")
+    assert wrapper(torch.ones(2)) == "other"
 
 
 def test_a_policy_that_is_a_module_does_not_become_part_of_the_model() -> None:

@@ -143,6 +143,104 @@ def test_a_policy_of_sizes_chooses_what_is_wrapped(backend: Backend) -> None:
         wrappers.apply_activation_checkpointing(model, auto_wrap_policy=3)
 
 
+def test_code_in_the_frameworks_words_gets_the_region_that_it_asks_for(backend: Backend, x: Any) -> None:
+    """`use_reentrant=False`, and contexts that the platform has made, ask for nothing that a region is not."""
+    platform = backend.platform
+    calls: list[int] = []
+
+    def function(y: Any) -> Any:
+        calls.append(1)
+        return (y * y).exp() * y
+
+    (expected,) = backend.grad_of(function, x)
+    selective = functools.partial(platform.create_selective_checkpoint_contexts, answering(SAVE))
+    by_keyword = functools.partial(
+        type(platform).create_selective_checkpoint_contexts,
+        policy_fn_or_list=answering(RECOMPUTE),
+        allow_cache_entry_mutation=False,
+    )
+    for options, num_calls in (
+        ({"use_reentrant": False}, 2),
+        ({"context_fn": platform.noop_context_fn, "use_reentrant": False}, 2),
+        ({"context_fn": selective, "use_reentrant": False}, 1),
+        ({"context_fn": by_keyword}, 2),
+    ):
+        for run in (
+            functools.partial(platform.checkpoint, function, **options),
+            part(backend).CheckpointWrapper(function, **options),
+            part(backend).checkpoint_wrapper(function, **options),
+        ):
+            calls.clear()
+            (found,) = backend.grad_of(lambda y, run=run: run(y), x)
+            assert np.array_equal(found, expected)
+            assert len(calls) == num_calls, options
+    for options in (
+        {"use_reentrant": True},
+        {"use_reentrant": None},
+        {"context_fn": None},
+        {"context_fn": lambda: platform.noop_context_fn()},
+        {"context_fn": functools.partial(platform.create_selective_checkpoint_contexts, [], True)},
+        {"context_fn": selective, "policy_fn": answering(RECOMPUTE)},
+    ):
+        for call in (platform.checkpoint, part(backend).checkpoint_wrapper):
+            with pytest.raises(ValueError, match="no such option.*(use_reentrant|context_fn)(?s:.*)Leave it out"):
+                call(function, **options)
+
+
+def test_how_a_wrapper_recomputes_can_be_assigned(backend: Backend, x: Any) -> None:
+    impls = part(backend).CheckpointImpl
+    wrapper = part(backend).checkpoint_wrapper(backend.model(), early_stop=False)
+    wrapper.checkpoint_impl = impls.NO_REENTRANT
+    (expected,) = backend.grad_of(wrapper, x)
+    if backend.name.startswith("torch"):
+        wrapper.checkpoint_impl = impls.REENTRANT
+        assert wrapper.checkpoint_impl is impls.REENTRANT
+        assert np.array_equal(backend.grad_of(wrapper, x)[0], expected)
+    else:
+        with pytest.raises(ValueError, match="NO_REENTRANT"):
+            wrapper.checkpoint_impl = impls.REENTRANT
+    with pytest.raises(TypeError, match="checkpoint_impl"):
+        wrapper.checkpoint_impl = "REENTRANT"
+    with pytest.raises(ValueError, match="policy_fn"):
+        part(backend).checkpoint_wrapper(backend.model(), policy_fn=answering(SAVE)).checkpoint_impl = impls.REENTRANT
+
+
+def test_each_wrapper_of_a_users_class_has_what_the_class_defines_for_itself(backend: Backend, x: Any) -> None:
+    base = part(backend).ActivationWrapper
+    call = "construct" if hasattr(base, "construct") else "forward"
+
+    class Counted(base):  # type: ignore[misc, valid-type]
+        num_calls = 0
+
+        def __init__(self, module: Any, factor: float) -> None:
+            super().__init__(mod=module)
+            self.factor = factor
+            self.extra = backend.linear(2, 2)
+            self.again = lambda: self.factor
+
+    def run(self: Any, y: Any) -> Any:
+        self.num_calls += 1
+        return getattr(self, base.INNER)(y) * self.factor
+
+    setattr(Counted, call, run)
+    model = backend.model()
+    wrapper = Counted(Counted(model, 2.0), 5.0)
+    (found,) = backend.grad_of(wrapper, x)
+    assert np.array_equal(found, backend.grad_of(lambda y: model(y) * 2.0 * 5.0, x)[0])
+    assert (wrapper.factor, getattr(wrapper, base.INNER).factor, wrapper.num_calls) == (5.0, 2.0, 1)
+    assert not {"factor", "again", "num_calls"} & {*vars(model)}
+    assert wrapper.extra is model.extra, "what is trained belongs to the inner module"
+    assert any("extra" in name for name in backend.platform.parameters_dict(wrapper))
+    wrapper.title = "new"
+    assert model.title == "new", "any other name is the inner module's"
+    del wrapper.factor
+    assert copy.deepcopy(wrapper).factor == 2.0
+    with pytest.raises(TypeError, match="both"):
+        base.__init__(wrapper, model, mod=model)
+    with pytest.raises(ValueError, match="does not say how"):
+        getattr(base, call)(wrapper, x)
+
+
 @pytest.mark.parametrize("wrap", ["checkpoint_wrapper", "swap_wrapper", "offload_wrapper"])
 def test_a_plain_function_can_be_wrapped(backend: Backend, x: Any, wrap: str) -> None:
     wrapped = getattr(part(backend), wrap)(lambda y: (y * y).exp())

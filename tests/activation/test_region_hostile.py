@@ -1201,7 +1201,7 @@ def test_pytorchs_own_answers_are_understood(swapping: Swapping, name: str) -> N
 @pytest.mark.parametrize("option", ["use_reentrant", "context_fn"])
 def test_what_the_policy_owns_is_refused_by_name(option: str) -> None:
     with pytest.raises((TypeError, ValueError), match=option):
-        checkpoint(torch.sin, torch.ones(2, requires_grad=True), **{option: False})
+        checkpoint(torch.sin, torch.ones(2, requires_grad=True), **{option: True})
 
 
 # -- functions and results of every form ----------------------------------------------------------------------------------------

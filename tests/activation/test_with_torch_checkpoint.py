@@ -155,7 +155,7 @@ def test_their_inputs_are_swapped_by_a_swap_wrapper_around(swapping: Swapping) -
 
 
 @pytest.mark.parametrize(
-    "option", [{"use_reentrant": False}, {"context_fn": contexts_of(len)}], ids=["use_reentrant", "context_fn"]
+    "option", [{"use_reentrant": True}, {"context_fn": contexts_of(len)}], ids=["use_reentrant", "context_fn"]
 )
 def test_their_options_are_refused_by_our_call_with_what_to_do(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"(?s){next(iter(option))}.*Leave it out"):

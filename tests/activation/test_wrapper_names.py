@@ -523,18 +523,24 @@ def test_a_subclass_keeps_the_attributes_it_names_and_gives_all_others_to_the_in
     class Counted(Passing):
         OWN = Passing.OWN | {"num_calls"}
 
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__(module)
-            self.num_calls = 0
-            self.other = 0
-
     inner = Block()
     inner.num_calls = 7
     wrapper = Counted(inner)
+    wrapper.num_calls = 0
     wrapper.num_calls += 1
+    wrapper.other = 0
     assert (wrapper.num_calls, inner.num_calls, inner.other) == (1, 7, 0)
     del wrapper.num_calls
     assert wrapper.num_calls == 7, "what the wrapper does not have is asked of the inner module"
+
+
+def test_a_subclass_may_call_the_hooks_that_pytorchs_wrapper_has() -> None:
+    wrapper = Passing(nn.Linear(2, 2))
+    state = {f"at.{_CHECKPOINT_WRAPPED_MODULE}.weight": 1, "at.bias": 2, "other": 3}
+    assert wrapper._post_state_dict_hook(wrapper, state, "at.") == {"at.weight": 1, "at.bias": 2, "other": 3}
+    state = {f"{_CHECKPOINT_WRAPPED_MODULE}.weight": 1, "bias": 2}
+    wrapper._pre_load_state_dict_hook(wrapper, state, "", {}, True, [], [], [])
+    assert state == {"weight": 1, "bias": 2}, "as the wrapper's own names are"
 
 
 def test_a_replaced_forward_of_the_wrapper_may_call_the_one_before() -> None:

@@ -12,7 +12,9 @@ from hyper_parallel.platform.selection import bind, framework_of, part_of
 from hyper_parallel.platform.trees import leaves
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any], *args: Any, swap_inputs: bool = False, policy_fn: Any = None, **options: Any
+) -> Any:
     """Run `function(*args)` as a region: what backward needs of it is recomputed, or saved or swapped as a policy says.
 
     The framework is that of the module that is called (or whose method is), else of the first tensor among the arguments,
@@ -21,9 +23,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     Args:
         function: a module or a function.
         args: its positional arguments.
-        options: `policy_fn(ctx, op, *args, **kwargs)` decides per op, a list of ops saves these; `swap_inputs=True` swaps the
-            tensors among the arguments; `preserve_rng_state`, `determinism_check`, `debug` and `early_stop` go to the
-            framework. Every other keyword goes to `function`.
+        swap_inputs: swap the tensors among the arguments, too.
+        policy_fn: `policy_fn(ctx, op, *args, **kwargs)` decides per op, a list of ops saves these.
+        options: `preserve_rng_state`, `determinism_check`, `debug` and `early_stop` go to the framework. `use_reentrant=False`, and a
+            `context_fn` that the platform has made, are taken. Every other keyword goes to `function`.
 
     Raises:
         TypeError: `function` cannot be called.
@@ -40,7 +43,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
             "`checkpoint` runs a function.", expected="a module or a function first", got=describe(function)
         )
     return part_of(_platform_of_call(function, args, options), "activation_checkpoint", "checkpoint").checkpoint(
-        function, *args, **options
+        function, *args, swap_inputs=swap_inputs, policy_fn=policy_fn, **options
     )
 
 

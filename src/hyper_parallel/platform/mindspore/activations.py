@@ -24,7 +24,7 @@ class Activations:
     @property
     def noop_context_fn(self) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
         """A function that gives two contexts that do nothing."""
-        return _noop_contexts
+        return noop_contexts
 
     @staticmethod
     def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Any:
@@ -61,5 +61,5 @@ class Activations:
         return swap_wrapper(module, policy_fn)
 
 
-def _noop_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def noop_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     return contextlib.nullcontext(), contextlib.nullcontext()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -34,14 +35,17 @@ FRAMEWORK_OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 REGION_OPTIONS = ("policy_fn", "swap_inputs", *FRAMEWORK_OPTIONS)
 
-# PyTorch's, and what stands for them here.
-REFUSED = {
-    "use_reentrant": "Give checkpoint_impl=CheckpointImpl.REENTRANT or NO_REENTRANT.",
-    "context_fn": "Give the policy itself as policy_fn.",
-}
+# The framework's own words: what of them a region is anyway, and what stands for the rest.
+_WORDS = {"use_reentrant": "use_reentrant=False", "context_fn": "a context_fn of the platform's"}
+_NOOP_CONTEXTS = frozenset(
+    {
+        ("torch.utils.checkpoint", "noop_context_fn"),
+        ("hyper_parallel.platform.mindspore.activations", "noop_contexts"),
+    }
+)
 
 # Arguments of the region itself. A keyword of this name in a call of the wrapper is meant for the inner module.
-TAKEN = frozenset({"function", *REFUSED, *REGION_OPTIONS})
+TAKEN = frozenset({"function", *_WORDS, *REGION_OPTIONS})
 
 
 def as_impl(value: Any) -> CheckpointImpl:
@@ -80,13 +84,6 @@ def check_options(options: dict[str, Any]) -> None:
             "`swap_inputs` is on or off.", expected="True or False", got=describe(options["swap_inputs"])
         )
     for name, value in options.items():
-        if name in REFUSED:
-            raise ArgumentError(
-                f"`checkpoint_wrapper` has no option `{name}`.",
-                expected=", ".join(REGION_OPTIONS),
-                got=f"{name}={describe(value)}",
-                do=REFUSED[name],
-            )
         if name not in REGION_OPTIONS:
             raise ArgumentTypeError(
                 f"`checkpoint_wrapper` has no option `{name}`.",
@@ -111,22 +108,60 @@ def check_callable(checkpoint_fn: Any) -> Any:
     return checkpoint_fn
 
 
-def check_call(function: Any, determinism_check: str, kwargs: dict[str, Any]) -> None:
-    """Refuse what a region cannot be called with; `kwargs` are the keywords for the function."""
+def in_own_words(call: str, options: dict[str, Any]) -> None:
+    """Replace the framework's words among the options of a region by its own.
+
+    `use_reentrant=False` asks for what a region is. A `context_fn` that the platform has made asks for a policy, or for nothing.
+
+    Raises:
+        ValueError: any other value; a context_fn with a policy beside a policy_fn.
+    """
+    if "use_reentrant" in options:
+        if options["use_reentrant"] is not False:
+            raise _refused(
+                call, "use_reentrant", options, "Give checkpoint_impl=CheckpointImpl.REENTRANT to `checkpoint_wrapper`."
+            )
+        del options["use_reentrant"]
+    if "context_fn" in options:
+        policy = _policy_within(call, options)
+        if policy is not None and options.get("policy_fn") is not None:
+            raise _refused(call, "context_fn", options, "Give one policy, as policy_fn.")
+        del options["context_fn"]
+        if policy is not None:
+            options["policy_fn"] = policy
+
+
+def _policy_within(call: str, options: dict[str, Any]) -> Any:
+    """The policy that a `context_fn` of the platform's was made with; None if its contexts do nothing."""
+    context_fn = options["context_fn"]
+    function = getattr(context_fn, "func", context_fn)
+    module, name = getattr(function, "__module__", None) or "", getattr(function, "__name__", None)
+    if (module, name) in _NOOP_CONTEXTS:
+        return None
+    is_own = name == "create_selective_checkpoint_contexts" and module.startswith("hyper_parallel.")
+    if is_own and isinstance(context_fn, functools.partial):
+        given = dict(zip(("policy_fn_or_list", "allow_cache_entry_mutation"), context_fn.args, strict=False))
+        given.update(context_fn.keywords)
+        if not given.get("allow_cache_entry_mutation", False):
+            return given.get("policy_fn_or_list")
+    raise _refused(call, "context_fn", options, "Give the policy itself as policy_fn.")
+
+
+def _refused(call: str, name: str, options: dict[str, Any], do: str) -> ArgumentError:
+    return ArgumentError(
+        f"`{call}` has no such option: `{name}`.",
+        expected=f"{', '.join(REGION_OPTIONS)}; {_WORDS[name]}",
+        got=f"{name}={describe(options[name])}",
+        do=f"Leave it out. {do}",
+    )
+
+
+def check_call(function: Any, determinism_check: str) -> None:
+    """Refuse what a region cannot be called with."""
     if not callable(function):
         raise ArgumentTypeError(
             "`checkpoint` runs a function.", expected="a module or a callable", got=describe(function)
         )
-    for name in REFUSED:
-        if name in kwargs:
-            raise ArgumentError(
-                f"`checkpoint` has no option `{name}`.",
-                expected="policy_fn, swap_inputs, preserve_rng_state, determinism_check, debug or early_stop",
-                got=f"{name}={describe(kwargs[name])}",
-                do="Leave it out; `policy_fn` says what is saved, recomputed or swapped."
-                if name == "context_fn"
-                else "Leave it out: a region is never reentrant. `checkpoint_wrapper` has CheckpointImpl.REENTRANT.",
-            )
     accepted = FRAMEWORK_OPTIONS["determinism_check"]
     if determinism_check not in accepted:
         raise ArgumentError(

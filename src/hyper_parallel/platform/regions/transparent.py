@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -16,6 +17,13 @@ class Transparent:
 
     INNER: ClassVar[str]
     __dict__: dict[str, Any]
+    # Names that classes of users' define, or set in their `__init__`: of these each wrapper has its own.
+    DEFINED: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if not cls.__module__.startswith("hyper_parallel."):
+            cls.DEFINED |= {name for name in (*vars(cls), *_set_in(vars(cls).get("__init__"))) if not is_special(name)}
 
     def _inner_that_has(self, name: str) -> Any:
         """The module that an attribute of this name belongs to; `None` means the wrapper."""
@@ -64,6 +72,31 @@ class Transparent:
 
     def __contains__(self, item: Any) -> bool:
         return item in self.__dict__[self.INNER]
+
+
+def _set_in(function: Any) -> Iterator[str]:
+    """Names of attributes that a function sets on its first argument."""
+    code = getattr(function, "__code__", None)
+    if code is None or not code.co_argcount:
+        return
+    loaded = None
+    for step in dis.get_instructions(code):
+        if step.opname == "STORE_ATTR" and loaded == code.co_varnames[0]:
+            yield step.argval
+        loaded = step.argval if "LOAD_FAST" in step.opname or step.opname == "LOAD_DEREF" else None
+        if isinstance(loaded, tuple):  # two instructions in one: from Python 3.13 on
+            loaded = loaded[-1]
+
+
+def one_of(module: Any, mod: Any, call: str) -> Any:
+    """What a wrapper wraps, whichever of the two names it was given by.
+
+    Raises:
+        TypeError: both were given.
+    """
+    if module is not None and mod is not None:
+        raise ArgumentTypeError(f"`{call}` wraps one module.", expected="module, or mod", got="both")
+    return mod if module is None else module
 
 
 def is_special(name: str) -> bool:

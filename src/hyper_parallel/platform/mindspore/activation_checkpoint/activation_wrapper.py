@@ -21,12 +21,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mindspore import nn
+from mindspore import Parameter, nn
 
-from hyper_parallel._base.errors import ArgumentTypeError
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError
 from hyper_parallel.platform.arguments import check_module
 from hyper_parallel.platform.mindspore.graph_mode import refusal
-from hyper_parallel.platform.regions.transparent import Transparent, check_wrapped, is_special, wrappers_below
+from hyper_parallel.platform.regions.transparent import Transparent, check_wrapped, is_special, one_of, wrappers_below
 
 _CKPT_WRAPPED_MODULE = "_ckpt_wrapped_module"
 
@@ -71,13 +71,11 @@ class FuncCell(nn.Cell):
 class ActivationWrapper(Transparent, nn.Cell, ABC):
     """Base of the wrappers: transparent in everything but the call. Abstract: `construct` is a subclass's to write.
 
-    A subclass names the attributes that are the wrapper's own in `OWN`; every other one is read from, written to and
-    deleted from the inner cell, also `self.x = …` in the subclass.
+    Attributes that a subclass defines, sets in its `__init__` or names in `OWN` are the wrapper's own; every other one is read from,
+    written to and deleted from the inner cell, and so are all that are parameters or cells.
 
     Example:
         >>> class Counted(ActivationWrapper):
-        ...     OWN = ActivationWrapper.OWN | {"num_calls"}
-        ...
         ...     def __init__(self, module):
         ...         super().__init__(module)
         ...         self.num_calls = 0
@@ -93,7 +91,9 @@ class ActivationWrapper(Transparent, nn.Cell, ABC):
     INNER = _CKPT_WRAPPED_MODULE
     OWN: frozenset[str] = frozenset({_CKPT_WRAPPED_MODULE, "construct", "runs_in_python"})
 
-    def __init__(self, module: nn.Cell | Callable[..., Any]) -> None:
+    def __init__(
+        self, module: nn.Cell | Callable[..., Any] | None = None, *, mod: nn.Cell | Callable[..., Any] | None = None
+    ) -> None:
         if getattr(type(self).construct, "__isabstractmethod__", False):
             # Python does not look, since a cell is made by the framework.
             raise ArgumentTypeError(
@@ -101,13 +101,18 @@ class ActivationWrapper(Transparent, nn.Cell, ABC):
                 expected="a subclass with its own construct()",
                 do="Use `checkpoint_wrapper`, `swap_wrapper` or `offload_wrapper`, or write construct() in the subclass.",
             )
-        inner = _as_cell(module, type(self).__name__)
+        inner = _as_cell(one_of(module, mod, type(self).__name__), type(self).__name__)
         super().__init__()
         self.__dict__[_CKPT_WRAPPED_MODULE] = inner
 
     @abstractmethod
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         """How the inner cell is called."""
+        raise ArgumentError(
+            f"{type(self).__name__} does not say how the inner cell is called.",
+            expected="a subclass with its own construct()",
+            do="Use `checkpoint_wrapper`, `swap_wrapper` or `offload_wrapper`, or write construct() in the subclass.",
+        )
 
     @property
     def runs_in_python(self) -> bool:
@@ -141,6 +146,8 @@ class ActivationWrapper(Transparent, nn.Cell, ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = self._inner_that_has(name)
+        if inner is None and isinstance(value, (Parameter, nn.Cell)) and name in self.DEFINED - self.OWN:
+            inner = self.__dict__.get(_CKPT_WRAPPED_MODULE)  # else nobody would train it
         if inner is None:
             object.__setattr__(self, name, value)
         else:
@@ -151,9 +158,13 @@ class ActivationWrapper(Transparent, nn.Cell, ABC):
 
         What `Cell.__init__` has put into the wrapper's `__dict__` is how it is called.
         """
-        if name in self.OWN or name in self.__dict__ or is_special(name):
+        inner = self.__dict__.get(_CKPT_WRAPPED_MODULE)
+        if inner is None or name in self.OWN or name in self.__dict__ or is_special(name):
             return None
-        return self.__dict__.get(_CKPT_WRAPPED_MODULE)
+        is_own = name in self.DEFINED and not any(
+            name in held for held in (inner._params, inner._cells, inner._buffers)
+        )
+        return None if is_own else inner
 
     def __repr__(self) -> str:
         inner = repr(self._ckpt_wrapped_module)

@@ -18,6 +18,7 @@ from hyper_parallel.platform.regions.options import (
     check_callable,
     check_options,
     check_reentrant,
+    in_own_words,
     name_of,
 )
 
@@ -38,6 +39,8 @@ class CheckpointWrapper(ActivationWrapper):
         **checkpoint_fn_kwargs: Any,
     ) -> None:
         impl = as_impl(checkpoint_impl)
+        if checkpoint_fn is None:
+            in_own_words("checkpoint_wrapper", checkpoint_fn_kwargs)
         check_reentrant(impl, checkpoint_fn_kwargs)
         if checkpoint_fn is None:
             _check_not_reentrant(impl)
@@ -50,9 +53,17 @@ class CheckpointWrapper(ActivationWrapper):
 
     @property
     def checkpoint_impl(self) -> CheckpointImpl:
-        """Decided when wrapping."""
+        """How the forward is run again."""
         impl: CheckpointImpl = self.__dict__["_checkpoint_impl"]
         return impl
+
+    @checkpoint_impl.setter
+    def checkpoint_impl(self, checkpoint_impl: CheckpointImpl) -> None:
+        impl = as_impl(checkpoint_impl)
+        check_reentrant(impl, getattr(self.checkpoint_fn, "keywords", {}))
+        if self._has_default_fn:
+            _check_not_reentrant(impl)
+        self.__dict__["_checkpoint_impl"] = impl
 
     @property
     def checkpoint_fn(self) -> Callable[..., Any]:
@@ -105,7 +116,7 @@ def checkpoint_wrapper(
             takes.
 
     Raises:
-        ValueError: `REENTRANT`; `use_reentrant` or `context_fn`; a value that an option does not have.
+        ValueError: `REENTRANT`; a `use_reentrant` or `context_fn` that a region is not; a value that an option does not have.
         TypeError: `module` is neither a cell nor callable; an option that does not exist; a policy that is none.
 
     Example:

@@ -12,7 +12,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.frame import Frame
 from hyper_parallel.platform.mindspore.activation_checkpoint.replays import is_replaying
 from hyper_parallel.platform.mindspore.graph_mode import refuse_graph_mode
 from hyper_parallel.platform.regions.arguments import SavedArguments, kinds_of
-from hyper_parallel.platform.regions.options import Options, check_call
+from hyper_parallel.platform.regions.options import Options, check_call, in_own_words
 
 _KINDS = kinds_of(Tensor, nn.Cell)
 
@@ -39,10 +39,10 @@ def checkpoint(
         determinism_check: "none" does not compare the shapes and dtypes of recomputed results.
         debug: an error about the recomputation lists the ops.
         early_stop: False runs the function to its end in backward.
-        **kwargs: for `function`.
+        **kwargs: for `function`. `use_reentrant=False`, and a `context_fn` that the platform has made, are taken in other code's words.
 
     Raises:
-        ValueError: `use_reentrant` or `context_fn` was given, or `determinism_check` is neither of its two values.
+        ValueError: another `use_reentrant` or `context_fn` was given, or `determinism_check` is neither of its two values.
         TypeError: `function` cannot be called, or `policy_fn` is neither a function nor a list of ops.
 
     Example:
@@ -52,7 +52,11 @@ def checkpoint(
     """
     from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
 
-    check_call(function, determinism_check, kwargs)
+    check_call(function, determinism_check)
+    if "use_reentrant" in kwargs or "context_fn" in kwargs:
+        kwargs["policy_fn"] = policy_fn
+        in_own_words("checkpoint", kwargs)
+        policy_fn = kwargs.pop("policy_fn")
     policy = None if policy_fn is None else as_policy_fn(policy_fn)
     # Inside a replay the ops are those of the region that is replayed: see "Nesting".
     if not _pynative_executor.requires_grad() or is_replaying():

@@ -94,7 +94,7 @@ class DTensor(Looks, Tensor):
         operator, given = operator_of(func, args)
         if operator.name == "typeof":  # a question, which composed operators ask
             return operator(*(each._local if isinstance(each, DTensor) else each for each in given))
-        return _dispatch(operator, given, kwargs or None)
+        return _dispatch(operator, given, kwargs or {})
 
     # -- made from, and turned into, other things ---------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class DTensor(Looks, Tensor):
         return self if self._local.is_contiguous() else wrapped(self._local.contiguous(), self._spec)
 
     def __getitem__(self, index: Any) -> Any:
-        return _dispatch(_GETITEM, (self, index))
+        return _dispatch(_GETITEM, (self, index), {})
 
     def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))

@@ -32,7 +32,7 @@ from torch import nn
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.platform.arguments import check_module
-from hyper_parallel.platform.regions.transparent import Transparent, check_wrapped, is_special, wrappers_below
+from hyper_parallel.platform.regions.transparent import Transparent, check_wrapped, is_special, one_of, wrappers_below
 
 # PyTorch's distributed state-dict code strips exactly this prefix; both names are imported by other libraries.
 _CHECKPOINT_WRAPPED_MODULE = "_checkpoint_wrapped_module"
@@ -82,13 +82,11 @@ class FunctionModule(nn.Module):
 class ActivationWrapper(Transparent, nn.Module):
     """Base of the wrappers: transparent in everything but the call. Abstract: `forward` is a subclass's to write.
 
-    A subclass names the attributes that are the wrapper's own in `OWN`; every other one is read from, written to and
-    deleted from the inner module, also `self.x = …` in the subclass.
+    Attributes that a subclass defines, sets in its `__init__` or names in `OWN` are the wrapper's own; every other one is read from,
+    written to and deleted from the inner module, and so are all that are parameters or modules.
 
     Example:
         >>> class Counted(ActivationWrapper):
-        ...     OWN = ActivationWrapper.OWN | {"num_calls"}
-        ...
         ...     def __init__(self, module):
         ...         super().__init__(module)
         ...         self.num_calls = 0
@@ -117,8 +115,10 @@ class ActivationWrapper(Transparent, nn.Module):
         "_is_full_backward_hook",
     })  # fmt: skip
 
-    def __init__(self, module: nn.Module | Callable[..., Any]) -> None:
-        inner = _as_module(module, type(self).__name__)
+    def __init__(
+        self, module: nn.Module | Callable[..., Any] | None = None, *, mod: nn.Module | Callable[..., Any] | None = None
+    ) -> None:
+        inner = _as_module(one_of(module, mod, type(self).__name__), type(self).__name__)
         super().__init__()
         self.__dict__[_CHECKPOINT_WRAPPED_MODULE] = inner
         self.__dict__["_class_when_made"] = type(self)
@@ -129,6 +129,19 @@ class ActivationWrapper(Transparent, nn.Module):
             expected="a subclass with its own forward()",
             do="Use `checkpoint_wrapper`, `swap_wrapper` or `offload_wrapper`, or write forward() in the subclass.",
         )
+
+    # Hooks of PyTorch's wrapper that subclasses of it call. Names have no prefix here; states that were saved with one are taken.
+
+    @staticmethod
+    def _post_state_dict_hook(
+        module: nn.Module, state_dict: dict[str, Any], prefix: str, *_args: Any
+    ) -> dict[str, Any]:
+        _without_prefix(state_dict, prefix)
+        return state_dict
+
+    @staticmethod
+    def _pre_load_state_dict_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_args: Any) -> None:
+        _without_prefix(state_dict, prefix)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -148,6 +161,8 @@ class ActivationWrapper(Transparent, nn.Module):
         if name == "__class__":
             self._check_new_class(value)
         inner = self._inner_that_has(name)
+        if inner is None and isinstance(value, (nn.Parameter, nn.Module)) and name in self.DEFINED - self.OWN:
+            inner = self.__dict__.get(_CHECKPOINT_WRAPPED_MODULE)  # else nobody would train it
         if inner is None:
             object.__setattr__(self, name, value)
         else:
@@ -155,7 +170,13 @@ class ActivationWrapper(Transparent, nn.Module):
 
     def _inner_that_has(self, name: str) -> nn.Module | None:
         """The module that an attribute of this name belongs to; `None` means the wrapper."""
-        return None if name in self.OWN or is_special(name) else self.__dict__.get(_CHECKPOINT_WRAPPED_MODULE)
+        inner = self.__dict__.get(_CHECKPOINT_WRAPPED_MODULE)
+        if inner is None or name in self.OWN or is_special(name):
+            return None
+        is_own = name in self.DEFINED and not any(
+            name in held for held in (inner._parameters, inner._modules, inner._buffers)
+        )
+        return None if is_own else inner
 
     def _check_new_class(self, new_class: type) -> None:
         # `torch.nn.utils.parametrize` derives from the class and puts properties in place of parameters; here the inner
@@ -181,6 +202,12 @@ class ActivationWrapper(Transparent, nn.Module):
         inner = repr(self._checkpoint_wrapped_module)
         lines = [*filter(None, self.extra_repr().split("\n")), f"({_CHECKPOINT_WRAPPED_MODULE}): {inner}"]
         return f"{self._get_name()}(\n  " + "\n".join(lines).replace("\n", "\n  ") + "\n)"
+
+
+def _without_prefix(state_dict: dict[str, Any], prefix: str) -> None:
+    before = prefix + _CHECKPOINT_PREFIX
+    for key in [key for key in state_dict if key.startswith(before)]:
+        state_dict[prefix + key.removeprefix(before)] = state_dict.pop(key)
 
 
 def list_wrappers(model: nn.Module) -> list[tuple[str, ActivationWrapper]]:

@@ -17,6 +17,7 @@ from hyper_parallel.platform.regions.options import (
     check_callable,
     check_options,
     check_reentrant,
+    in_own_words,
     name_of,
 )
 from hyper_parallel.platform.torch.activation_checkpoint.activation_wrapper import ActivationWrapper
@@ -39,10 +40,13 @@ class CheckpointWrapper(ActivationWrapper):
         **checkpoint_fn_kwargs: Any,
     ) -> None:
         impl = as_impl(checkpoint_impl)
+        if checkpoint_fn is None:
+            in_own_words("checkpoint_wrapper", checkpoint_fn_kwargs)
         check_reentrant(impl, checkpoint_fn_kwargs)
         own_fn = None if checkpoint_fn is not None else _default_fn(impl, checkpoint_fn_kwargs)
         super().__init__(mod)
         self.__dict__["_checkpoint_impl"] = impl
+        self.__dict__["_options"] = checkpoint_fn_kwargs
         if own_fn is None:
             self.checkpoint_fn = functools.partial(check_callable(checkpoint_fn), **checkpoint_fn_kwargs)
         else:
@@ -52,8 +56,16 @@ class CheckpointWrapper(ActivationWrapper):
 
     @property
     def checkpoint_impl(self) -> CheckpointImpl:
-        """Decided when wrapping."""
+        """How the forward is run again."""
         return self.__dict__["_checkpoint_impl"]
+
+    @checkpoint_impl.setter
+    def checkpoint_impl(self, checkpoint_impl: CheckpointImpl) -> None:
+        impl, options = as_impl(checkpoint_impl), self.__dict__["_options"]
+        check_reentrant(impl, options)
+        if self._has_default_fn:
+            self.__dict__["_checkpoint_fn"] = _default_fn(impl, options)
+        self.__dict__["_checkpoint_impl"] = impl
 
     @property
     def checkpoint_fn(self) -> Callable[..., Any]:
@@ -109,8 +121,8 @@ def checkpoint_wrapper(
             takes.
 
     Raises:
-        ValueError: `REENTRANT` with `policy_fn` or `swap_inputs`; `use_reentrant` or `context_fn`; a value that an option does
-            not have.
+        ValueError: `REENTRANT` with `policy_fn` or `swap_inputs`; a `use_reentrant` or `context_fn` that a region is not; a value that
+            an option does not have.
         TypeError: `module` is neither a module nor callable; an option that does not exist; a policy that is none.
 
     Example:

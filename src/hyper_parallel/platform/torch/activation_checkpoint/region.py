@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.regions.options import Options, check_call
+from hyper_parallel.platform.regions.options import Options, check_call, in_own_words
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import not_compiled, prepare_for_compiled_code
 from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame
@@ -36,10 +36,10 @@ def checkpoint(
         determinism_check: "none" does not compare the shapes and dtypes of recomputed results.
         debug: an error about the recomputation lists the ops.
         early_stop: False runs the function to its end in backward.
-        **kwargs: for `function`.
+        **kwargs: for `function`. `use_reentrant=False`, and a `context_fn` that the platform has made, are taken in other code's words.
 
     Raises:
-        ValueError: `use_reentrant` or `context_fn` was given, or `determinism_check` is neither of its two values.
+        ValueError: another `use_reentrant` or `context_fn` was given, or `determinism_check` is neither of its two values.
         TypeError: `function` cannot be called, or `policy_fn` is neither a function nor a list of ops.
 
     Example:
@@ -50,7 +50,11 @@ def checkpoint(
     from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
 
     prepare_for_compiled_code()
-    check_call(function, determinism_check, kwargs)
+    check_call(function, determinism_check)
+    if "use_reentrant" in kwargs or "context_fn" in kwargs:
+        kwargs["policy_fn"] = policy_fn
+        in_own_words("checkpoint", kwargs)
+        policy_fn = kwargs.pop("policy_fn")
     policy = None if policy_fn is None else as_policy_fn(policy_fn)
     # Inside a replay the ops are those of the region that is replayed: see "Nesting".
     if not torch.is_grad_enabled() or is_replaying():

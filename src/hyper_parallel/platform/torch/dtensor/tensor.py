@@ -70,7 +70,7 @@ class DTensor(torch.Tensor):
         direct = DIRECT.get(func)
         if direct is not None:
             return direct(*args, **(kwargs or {}))
-        return _dispatch(func, args, kwargs)
+        return _dispatch(func, args, {} if kwargs is None else kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
