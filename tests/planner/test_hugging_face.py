@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,29 @@ def test_a_callback_by_itself_plans_again_after_an_exception(tmp_path: Path) -> 
     trained.remove_callback(stopping)
     trained.train()
     assert hp.wrappers(trained.model) == []
+
+
+def test_a_model_that_moves_its_own_state_trains_as_without_a_plan(tmp_path: Path) -> None:
+    found = []
+    for budget in (None, "60%"):
+        trained = trainer(tmp_path, seed=3)
+        model, seen = trained.model, []
+        model.model.embed_tokens.max_norm = 1.0
+        model.model.register_forward_hook(lambda *_, seen=seen: seen.append(len(seen)))
+        losses: list[float] = []
+        trained.training_step = functools.partial(_noting, trained.training_step, losses)
+        if budget is not None:
+            fit_in_memory(trained, budget)
+        trained.train()
+        weights = [each.detach().clone() for each in model.parameters()]
+        found.append((losses, seen, weights))
+    (losses, seen, weights), planned = found
+    assert losses == planned[0]
+    assert seen == planned[1] == [0]
+    assert all(map(torch.equal, weights, planned[2]))
+
+
+def _noting(step: Any, losses: list[float], *args: Any, **kwargs: Any) -> Any:
+    loss = step(*args, **kwargs)
+    losses.append(float(loss))
+    return loss

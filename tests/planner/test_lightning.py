@@ -148,3 +148,31 @@ def test_an_exception_in_training_takes_the_plan_off() -> None:
     with pytest.raises(ZeroDivisionError):
         fitted(module, MemoryPlanCallback("60%"))
     assert hp.wrappers(module) == []
+
+
+def test_metrics_and_lists_of_the_first_epoch_are_those_of_training_without() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Metered(Flat):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = torchmetrics.MeanMetric()
+            self.others = {"largest": [torchmetrics.MaxMetric()]}  # no submodule
+            self.seen = 0
+            self.outputs: list[float] = []
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = self.loss(batch[0])
+            self.metric.update(loss.detach())
+            self.others["largest"][0].update(loss.detach())
+            self.seen += len(batch[0])
+            self.outputs.append(float(loss.detach()))
+            self.log("loss", loss)
+            return loss
+
+    planned, plain = fitted(Metered(), MemoryPlanCallback("60%")), fitted(Metered())
+    assert planned.losses == plain.losses == planned.outputs == plain.outputs
+    assert planned.seen == plain.seen
+    for ours, theirs in (planned.metric, plain.metric), (planned.others["largest"][0], plain.others["largest"][0]):
+        assert torch.equal(ours.compute(), theirs.compute())
+        assert ours._update_count == theirs._update_count == 3

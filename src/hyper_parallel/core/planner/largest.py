@@ -196,7 +196,8 @@ class _Sizes:
                 return None
             self._check_grows(n, profiled.batch)
             try:
-                profile: StepProfile = profiled.profile(lambda what: self.say(f"n = {n}: {what}"))
+                with profiled.preserved():
+                    profile: StepProfile = profiled.profile(lambda what: self.say(f"n = {n}: {what}"))
             except BudgetError:
                 return None
             return profile, self._allowed(profile)
@@ -223,12 +224,14 @@ class _Sizes:
             profiled = self._profiled(n)
             if profiled is None:
                 raise BudgetError("There is no room for the batch.", got=f"n = {n}")
-            plan = planned(profile, allowed_bytes, profiled, names_smallest=names_smallest)
-            if plan.measured is None:  # the plain step, which needs no plan
-                plan.measured = Measured(profiled.peak_bytes() + profile.base_bytes)
-            elif names_smallest:
-                time_by_turns(plan, profiled)
-            return plan
+            with profiled.preserved():
+                profiled.look_for_writes()
+                plan = planned(profile, allowed_bytes, profiled, names_smallest=names_smallest)
+                if plan.measured is None:  # the plain step, which needs no plan
+                    plan.measured = Measured(profiled.peak_bytes() + profile.base_bytes)
+                elif names_smallest:
+                    time_by_turns(plan, profiled)
+                return plan
 
     def _profiled(self, n: int) -> Any:
         batch, said = self._part.attempt(lambda: self._make_batch(n), self._device)

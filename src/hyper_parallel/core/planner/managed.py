@@ -98,7 +98,8 @@ class ManagedModel:
         self._choose(batch, args, kwargs)
         if not self.retries_forward:
             return original(*args, **kwargs)
-        state = self._part.StepState(self._model(), with_gradients=False)
+        state = self._step_state(with_gradients=False)
+        state.note_given((args, kwargs))
         return self._until_it_fits(lambda: original(*args, **kwargs), state, lambda: batch, "forward")
 
     def _choose(self, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -139,7 +140,7 @@ class ManagedModel:
         """M3: what `step_fn` gives."""
         if self._run is not None:
             raise StateError("`plan.run` was called inside of `plan.run`.", do="Run one step at a time.")
-        state = self._run = self._part.StepState(self._model(), with_gradients=True)
+        state = self._run = self._step_state(with_gradients=True)
         try:
             return self._until_it_fits(step_fn, state, lambda: self._inputs, "step")
         finally:
@@ -147,6 +148,10 @@ class ManagedModel:
             self._inputs = None
             self._surroundings = contextlib.nullcontext
             state.close()
+
+    def _step_state(self, *, with_gradients: bool) -> Any:
+        written = self.current.profile.facts.get("written", ())
+        return self._part.StepState(self._model(), with_gradients=with_gradients, written=written)
 
     def _until_it_fits(self, function: Callable[[], Any], state: Any, inputs: Callable[[], Any], what: str) -> Any:
         said, num_plans = "", 0
@@ -200,17 +205,18 @@ class ManagedModel:
             optimizer=origin and origin.optimizer,
             reserve_bytes=origin.reserve_bytes if origin else 0,
         )
-        profile: StepProfile = profiled.profile()
-        room = min(first.budget_bytes, parse_budget("auto", profile, self._part.free_bytes(self._device)))
-        allowed = profile.base_bytes + int((room - profile.base_bytes) * part_of_room)
-        try:
-            return planned(profile, allowed, profiled)
-        except BudgetError as error:
-            raise BudgetError(
-                "No plan fits this batch into the budget; it is larger than those that were planned, or memory ran out.",
-                smallest_bytes=error.smallest_bytes,
-                expected=error.expected,
-                got=f"{allowed} ({format_size(allowed)}) for a batch of {self._part.look(batch)}",
-                where=error.where,
-                do="Leave such batches out, split them, or raise the budget.",
-            ) from None
+        with profiled.preserved():
+            profile: StepProfile = profiled.profile()
+            room = min(first.budget_bytes, parse_budget("auto", profile, self._part.free_bytes(self._device)))
+            allowed = profile.base_bytes + int((room - profile.base_bytes) * part_of_room)
+            try:
+                return planned(profile, allowed, profiled)
+            except BudgetError as error:
+                raise BudgetError(
+                    "No plan fits this batch into the budget; it is larger than those that were planned, or memory ran out.",
+                    smallest_bytes=error.smallest_bytes,
+                    expected=error.expected,
+                    got=f"{allowed} ({format_size(allowed)}) for a batch of {self._part.look(batch)}",
+                    where=error.where,
+                    do="Leave such batches out, split them, or raise the budget.",
+                ) from None

@@ -312,6 +312,7 @@ def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Calla
     profiled = part.ProfiledModel(model, batch, loss_fn, regions=plan.profile.facts.get("blocks"))
     plan.check(model, batch)
     with profiled.preserved():
+        profiled.look_for_writes()
         proved = _proved(plan, profiled)
         time_by_turns(proved, profiled)
     return proved
@@ -420,7 +421,7 @@ def explain(
     part = _part(model, "explain")
     check_loss_fn(loss_fn)
     profiled = part.ProfiledModel(model, batch, loss_fn, regions=regions)
-    with progress_of(progress, "profiling", num_steps=6) as say:
+    with progress_of(progress, "profiling", num_steps=6) as say, profiled.preserved():
         return Explanation(profiled.profile(say))
 
 

@@ -8,6 +8,8 @@ finds them as it found them the first time, and afterwards they are as if it had
     with as_then(then):                                # the forward again
         module(x)
 
+Planning notes more: `reach=` is how many objects deep it goes, from functions to what they close over as well, since its steps are not to have been at all.
+
 `holds=False` is for a note that lives as long as a graph does. It holds no tensor and nothing that could lead to one: only numbers, texts and
 containers of these. Everything else it knows weakly, and what is gone by then stays as it is. A note that holds all puts the very same objects back.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
+import functools
 import operator
 import random
 import sys
@@ -29,8 +32,12 @@ _LEAVES: frozenset[type] = frozenset({bool, int, float, complex, str, bytes, typ
 _CONTAINERS = (list, dict, set, collections.deque, bytearray)
 _NO_OBJECTS = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, enum.Enum)
 # Objects of these have ways of their own: nobody expects their insides to be set back.
-_FOREIGN = frozenset({"torch", "numpy", "mindspore", "hyper_parallel", *sys.stdlib_module_names}) - {"__main__"}
+_FOREIGN = frozenset(
+    {"torch", "numpy", "mindspore", "hyper_parallel", "lightning", "pytorch_lightning", *sys.stdlib_module_names}
+) - {"__main__"}
 _MOST_ARRAY_BYTES = 1 << 18  # an array is compared before each forward
+_MOST_FAR_ARRAY_BYTES = 1 << 26
+_BUSY = frozenset({"_thread", "threading", "queue", "_queue", "socket", "asyncio.events", "multiprocessing.connection"})
 _LEFT = object()  # in place of a value that is not put back
 _MISSING = object()
 
@@ -50,25 +57,39 @@ class Framework(NamedTuple):
         names: attributes that are left to it: parameters, modules, hooks
         tensors: types that are looked at as a whole
         saved: by type, objects with a state of their own
+        modules: a module and those in it; nothing for any other value
     """
 
     names: frozenset[str]
     tensors: tuple[type, ...]
     saved: dict[type, Saved]
+    modules: Callable[[Any], Iterable[Any]] = lambda value: ()
 
 
 class PythonState:
     """The attributes of some objects at one moment, with what these lead to: containers, generators, plain objects.
 
-    Plain objects are those of a class of the user's; of what these have in turn only containers and generators are noted.
+    Plain objects are those of a class of the user's; of what is `reach` of them away only containers and generators are noted.
+
+    Attributes:
+        tensors: those that were met, where it holds all
     """
 
     def __init__(
-        self, owners: Iterable[object], framework: Framework, *, holds: bool, also: PythonState | None = None
+        self,
+        owners: Iterable[object],
+        framework: Framework,
+        *,
+        holds: bool,
+        also: PythonState | None = None,
+        values: Iterable[object] = (),
+        reach: int = 1,
     ) -> None:
         self.framework = framework
         self._owners = [weakref.ref(owner) for owner in owners]
-        self._parts = _Walk(framework, holds=holds).parts(self.owners(), also)
+        walk = _Walk(framework, holds=holds, reach=reach)
+        self._parts = walk.parts(self.owners(), [*(() if also is None else also.objects())], values)
+        self.tensors: list[Any] = walk.tensors if holds else []
 
     def owners(self) -> list[object]:
         """Those that are still there."""
@@ -90,7 +111,7 @@ class PythonState:
 
     def objects(self) -> list[Any]:
         """Containers and objects with a state that were noted, which nothing may lead to any more."""
-        return [part.object for part in self._parts if not isinstance(part, _Attributes)]
+        return [part.object for part in self._parts if not isinstance(part, (_Attributes, _Cell))]
 
 
 @contextlib.contextmanager
@@ -184,6 +205,22 @@ class _Contents:
             collections.deque.extend(container, items)
 
 
+class _Cell:
+    """A variable that a function closes over."""
+
+    __slots__ = ("_cell", "_value")
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+        self._value = cell.cell_contents
+
+    def is_now(self) -> bool:
+        return self._cell.cell_contents is self._value
+
+    def put_back(self) -> None:
+        self._cell.cell_contents = self._value
+
+
 class _State:
     """The state of a generator, or the numbers in an array."""
 
@@ -201,50 +238,80 @@ class _State:
         self._how.write(self.object, self._state)
 
 
+_Part = _Attributes | _Contents | _Cell | _State
+
+
 class _Walk:
     """From the attributes of objects to all that is noted."""
 
-    def __init__(self, framework: Framework, *, holds: bool) -> None:
+    def __init__(self, framework: Framework, *, holds: bool, reach: int) -> None:
         self._framework = framework
         self._holds = holds
+        self._reach = reach
+        self._is_far = reach > 1
         self._seen: set[int] = set()
-        self._parts: list[_Attributes | _Contents | _State] = []
+        self._parts: list[_Part] = []
+        self.tensors: list[Any] = []
 
-    def parts(self, owners: list[object], also: PythonState | None) -> list[_Attributes | _Contents | _State]:
+    def parts(self, owners: list[object], objects: Iterable[object], values: Iterable[object]) -> list[_Part]:
         # First, so that none of them is met again as what another one has.
         self._seen.update(map(id, owners))
         for owner in owners:
-            self._note_attributes(owner, may_be_object=True)
-        for value in () if also is None else also.objects():
-            self._note(value, may_be_object=False)
+            self._note_attributes(owner, self._reach)
+        for value in objects:
+            self._note(value, 0)
+        for value in values:
+            self._note(value, self._reach)
         return self._parts
 
-    def _note_attributes(self, owner: Any, *, may_be_object: bool) -> None:
+    def _note_attributes(self, owner: Any, reach: int) -> None:
         own = self._framework.names
         self._parts.append(_Attributes(owner, own, holds=self._holds))
         for name, value in list(vars(owner).items()):
             if type(value) not in _LEAVES and name not in own:
-                self._note(value, may_be_object=may_be_object)
+                self._note(value, reach)
 
-    def _note(self, value: Any, *, may_be_object: bool) -> None:
+    def _note(self, value: Any, reach: int) -> None:
         if type(value) in _LEAVES or id(value) in self._seen:
             return
         self._seen.add(id(value))
         if isinstance(value, self._framework.tensors):
+            self.tensors.append(value)
             return
-        how = self._framework.saved.get(type(value)) or _saved_of(value)
+        most_bytes = _MOST_FAR_ARRAY_BYTES if self._is_far else _MOST_ARRAY_BYTES
+        how = self._framework.saved.get(type(value)) or _saved_of(value, most_bytes)
         if how is not None:
             self._parts.append(_State(value, how))
         elif isinstance(value, _CONTAINERS):
             if self._holds or _is_pure(value):
                 self._parts.append(_Contents(value))
             for each in list(value.values()) if isinstance(value, dict) else list(value):
-                self._note(each, may_be_object=may_be_object)
+                self._note(each, reach)
         elif isinstance(value, (tuple, frozenset)):
             for each in value:
-                self._note(each, may_be_object=may_be_object)
-        elif may_be_object and _is_plain_object(value):
-            self._note_attributes(value, may_be_object=False)
+                self._note(each, reach)
+        elif self._is_far and isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            self._note_function(value, reach)
+        elif self._is_far and (modules := list(self._framework.modules(value))):
+            self._seen.update(map(id, modules))
+            for each in modules:
+                self._note_attributes(each, reach)
+        elif reach and _is_plain_object(value) and not (self._is_far and _is_busy(value)):
+            self._note_attributes(value, reach - 1)
+
+    def _note_function(self, function: Any, reach: int) -> None:
+        if isinstance(function, types.MethodType):
+            self._note(function.__self__, reach)
+        elif isinstance(function, functools.partial):
+            for each in (function.func, function.args, function.keywords):
+                self._note(each, reach)
+        else:
+            for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+                self._note(default, reach)
+            for cell in function.__closure__ or ():
+                with contextlib.suppress(ValueError):  # it has no value yet
+                    self._parts.append(_Cell(cell))
+                    self._note(cell.cell_contents, reach)
 
 
 def _is_plain_object(value: Any) -> bool:
@@ -254,6 +321,11 @@ def _is_plain_object(value: Any) -> bool:
     root = (getattr(kind, "__module__", None) or "builtins").partition(".")[0]
     has_attributes = isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, _NO_OBJECTS)
     return has_attributes and root not in _FOREIGN
+
+
+def _is_busy(value: Any) -> bool:
+    """Whether others may work with it meanwhile: it has a lock, a thread, a queue, a socket."""
+    return any(type(each).__module__ in _BUSY for each in vars(value).values())
 
 
 def _is_pure(value: Any, depth: int = 4) -> bool:
@@ -279,7 +351,7 @@ def _can_be_weak(value: Any) -> bool:
     return type(value).__weakrefoffset__ != 0
 
 
-def _saved_of(value: Any) -> Saved | None:
+def _saved_of(value: Any, most_array_bytes: int) -> Saved | None:
     """For generators and arrays that are no framework's."""
     if isinstance(value, random.Random):
         return _PYTHON_GENERATOR
@@ -287,7 +359,7 @@ def _saved_of(value: Any) -> Saved | None:
     if numpy is None or not hasattr(numpy, "random"):
         return None
     if isinstance(value, numpy.ndarray):
-        return _ARRAY if value.nbytes <= _MOST_ARRAY_BYTES and not value.dtype.hasobject else None
+        return _ARRAY if value.nbytes <= most_array_bytes and not value.dtype.hasobject else None
     if isinstance(value, numpy.random.Generator):
         return _NUMPY_GENERATOR
     if isinstance(value, numpy.random.RandomState):

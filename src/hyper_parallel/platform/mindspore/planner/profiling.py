@@ -110,6 +110,9 @@ class ProfiledModel:
         """For several steps in a row: within, and afterwards, as `preserved` says."""
         return preserved(self.model)
 
+    def look_for_writes(self) -> None:
+        """Nothing: `preserved` has copies of what steps may write."""
+
     def peaks_within(self, num_steps: int, *, num_before: int) -> int:
         """The highest point of some steps after others, as the model is now, above where they began."""
         return max([self.peak_bytes() for _ in range(num_before + num_steps)][num_before:])

@@ -22,6 +22,7 @@ TORCH = Framework(
     names=frozenset(vars(nn.Module())) - {"training", "_buffers"},
     tensors=(torch.Tensor,),
     saved={torch.Generator: _GENERATOR},
+    modules=lambda value: value.modules() if isinstance(value, nn.Module) else (),
 )
 # The last note of each module: most calls find everything as the one before did, and share it.
 _notes: weakref.WeakKeyDictionary[nn.Module, PythonState] = weakref.WeakKeyDictionary()

@@ -37,6 +37,7 @@ from hyper_parallel.platform.torch.planner.applying import Applied, unwrap
 from hyper_parallel.platform.torch.planner.blocks import check_ran, find_blocks, suggested
 from hyper_parallel.platform.torch.planner.link import measure_link
 from hyper_parallel.platform.torch.planner.meters import Clock, memory_meter
+from hyper_parallel.platform.torch.planner.model_state import ModelState
 from hyper_parallel.platform.torch.planner.out_of_memory import attempt
 from hyper_parallel.platform.torch.planner.profiled_ops import op_times, planned_ops
 from hyper_parallel.platform.torch.planner.recording import RecordedCall, note_shared, recording
@@ -106,12 +107,25 @@ class ProfiledModel:
 
     # -- measuring ------------------------------------------------------------------------------------------------------
 
-    def step(self, at_turn: Callable[[], None] | None = None) -> float:
-        return run_step(self.model, self.batch, self.loss_fn, at_turn)
+    def step(self, meter: Any = None) -> float:
+        """One step that begins like every other; marked as "start", "turn" and "end" where a meter is given."""
+        with self.preserved() as state, state.next_step():
+            if meter is None:
+                return run_step(self.model, self.batch, self.loss_fn)
+            meter.mark("start")
+            loss = run_step(self.model, self.batch, self.loss_fn, lambda: meter.mark("turn"))
+            meter.mark("end")
+            return loss
 
-    def preserved(self) -> contextlib.AbstractContextManager[None]:
+    def preserved(self) -> contextlib.AbstractContextManager[ModelState]:
         """For several steps in a row: within, and afterwards, as `preserved` says."""
-        return preserved(self.model, self.batch)
+        return preserved(self.model, self.batch, self.loss_fn)
+
+    def look_for_writes(self) -> None:
+        """Before a plan is on the model: a step that shows what steps write, if none has and the plain one fits the device."""
+        with self.preserved() as state:
+            if not state.is_watched:
+                attempt(self.step, self.device)
 
     def peaks_within(self, num_steps: int, *, num_before: int) -> int | None:
         """The highest point of some steps after others, as the model is now, above where they began; None: memory ran out."""
@@ -121,11 +135,10 @@ class ProfiledModel:
 
     def peak_bytes(self) -> int:
         """The highest point of one step above where it began, as the model is now; nothing is changed by it."""
-        with preserved(self.model, self.batch):
+        with self.preserved():
             meter = memory_meter(self.device)
             with meter.running():
-                meter.mark("step")
-                self.step()
+                self.step(meter)
             return max(span.peak_bytes for span in meter.spans())
 
     @property
@@ -143,14 +156,12 @@ class ProfiledModel:
 
     def step_ms(self, num_steps: int = NUM_TIMED) -> float:
         """The median time of a step, as the model is now."""
-        with preserved(self.model, self.batch):
+        with self.preserved():
             times = []
             for _ in range(num_steps):
                 clock = Clock(self.device)
-                clock.mark("step")
-                self.step()
-                clock.mark("end")
-                times.append(clock.spans()["step"])
+                self.step(clock)
+                times.append(sum(clock.spans().values()))
             return statistics.median(times)
 
     def profile(self, progress: Progress | None = None) -> Any:
@@ -161,11 +172,12 @@ class ProfiledModel:
         say = progress or (lambda what: None)
         base_bytes = self.base_bytes()
         compile_visibly(self.model)
-        with preserved(self.model, self.batch):
+        with self.preserved() as state:
             way, timed, spans = self._steps(say)
             say("recording ops")
             with recording(self.model, self.blocks, self.device, swaps_inputs=way is _Way.SWAP_INPUTS) as calls:
                 self.step()
+            written = list(state.written)
         say("measuring the link")
         link, said = attempt(functools.partial(measure_link, self.device), self.device)
         if said is not None:
@@ -207,6 +219,7 @@ class ProfiledModel:
                 "loads_by_region": True,
                 "turn_is_clear": True,
                 **overheads,
+                **({"written": written} if written else {}),  # what a step that is repeated has to put back
                 "shared_input_bytes": _shared_input_bytes(calls),
             },
             is_plain_measured=spans is not None,
@@ -303,7 +316,7 @@ class ProfiledModel:
     def _again(self, regions: list[Any], decision: list[Any], **ways: Any) -> Iterator[list[nn.Module]]:
         applied = Applied(self.model, regions, decision, "recompute", **ways)
         try:
-            with preserved(self.model, self.batch):
+            with self.preserved():
                 yield applied.wrappers
         finally:
             applied.remove()
@@ -335,9 +348,7 @@ class ProfiledModel:
         # Not on a block inside a wrapper: a module with hooks gets all of its values when it runs again.
         handles = [handle for block in wrappers or self.blocks.values() for handle in marks.watch(block)]
         try:
-            meter.mark("start")
-            self.step(lambda: meter.mark("turn"))
-            meter.mark("end")
+            self.step(meter)
         finally:
             for handle in handles:
                 handle.remove()

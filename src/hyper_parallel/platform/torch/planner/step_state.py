@@ -1,7 +1,8 @@
-"""What a step changes, noted before it and put back: random generators, buffers, modes, gradients."""
+"""What a step changes, noted before it and put back: what its model has, and gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,31 +10,31 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel._base.errors import StateError
-from hyper_parallel.platform.torch.planner.surroundings import RandomStates, tensors_of
+from hyper_parallel.platform.torch.planner.model_state import ModelState
+from hyper_parallel.platform.torch.planner.surroundings import tensors_of
 
 
 class StepState:
     """The state of a model between steps; `restore` undoes a forward and backward that did not come to their end.
 
     Gradients that are there already are copied to the host, since a backward adds to them in place; those that are not cost nothing.
-    What an optimizer has changed cannot be undone: then `restore` raises.
+    What an optimizer has changed cannot be undone: then `restore` raises. `written`: names of parameters that the forward itself writes.
     """
 
-    def __init__(self, model: nn.Module, *, with_gradients: bool) -> None:
+    def __init__(self, model: nn.Module, *, with_gradients: bool, written: Iterable[str] = ()) -> None:
         self._parameters = list(model.parameters())
-        self._versions = [parameter._version for parameter in self._parameters]
         self._gradients = [_copied(parameter.grad) for parameter in self._parameters] if with_gradients else None
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        self._modes = [(module, module.training) for module in model.modules()]
-        self._random = RandomStates(model)
+        self._state = ModelState(model, written=written)
         self._given: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._versions: dict[int, tuple[torch.Tensor, int]] = {}
         self._stepped: str | None = None
         self._handle = register_optimizer_step_pre_hook(self._note_optimizer) if with_gradients else None
 
     def note_given(self, arguments: Any) -> None:
-        """What the model is called with: of a tensor that requires a gradient, what it has before the step's first backward."""
+        """What the model is called with: it may not be changed, and of a tensor that requires a gradient, what it has before the step's first backward."""
         for tensor in tensors_of(arguments):
-            if tensor.requires_grad and tensor.is_leaf:
+            self._versions[id(tensor)] = (tensor, _version(tensor))
+            if self._gradients is not None and tensor.requires_grad and tensor.is_leaf:
                 self._given.setdefault(id(tensor), (tensor, _copied(tensor.grad)))
 
     def close(self) -> None:
@@ -51,27 +52,33 @@ class StepState:
         """Put everything back.
 
         Raises:
-            StateError: parameters, or an optimizer's state, were changed meanwhile.
+            StateError: parameters, an optimizer's state or the batch were changed meanwhile.
         """
-        changed = any(p._version != before for p, before in zip(self._parameters, self._versions, strict=True))
-        if self._stepped is not None or (changed and self._gradients is not None):
+        if self._stepped is not None:
             raise StateError(
                 "Memory ran out after parameters were changed, so that the step cannot be repeated.",
                 expected="a function that runs forward and backward",
-                got=f"one that runs {self._stepped}.step() as well" if self._stepped else "one that changes parameters",
+                got=f"one that runs {self._stepped}.step() as well",
                 do="Step the optimizer after `plan.run`.",
+            )
+        self._state.check_unwritten()
+        if any(_version(tensor) != before for tensor, before in self._versions.values()):
+            raise StateError(
+                "Memory ran out after the batch was changed in place, so that the step cannot be repeated.",
+                expected="a model that leaves its batch as it is",
+                got="one that writes into it",
+                do="Let the model write into a copy: `x = x.clone()`.",
             )
         if self._gradients is not None:
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = _put_back(parameter.grad, gradient, parameter)
         for tensor, gradient in self._given.values():
             tensor.grad = _put_back(tensor.grad, gradient, tensor)
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
-        for module, training in self._modes:
-            module.training = training
-        self._random.restore()
+        self._state.put_back()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:

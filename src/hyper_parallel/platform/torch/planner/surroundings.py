@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,50 +14,45 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
-from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
+from hyper_parallel.platform.torch.planner.model_state import ModelState
 from hyper_parallel.platform.trees import leaves, map_leaves
 
 LossFn = Callable[[Any], Any]
 
 
-_scratch: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose gradients nobody will look at, for now
+_states: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()  # of models that are preserved
 
 
 @contextlib.contextmanager
-def preserved(model: nn.Module, batch: Any = None) -> Iterator[None]:
+def preserved(model: nn.Module, batch: Any = None, loss_fn: LossFn | None = None) -> Iterator[ModelState]:
     """Within: gradients are zeros that are allocated already, and nobody trains. Afterwards all is as before, also after Ctrl-C.
 
     Gradients that were there, of the batch as well, go to the host meanwhile, and their memory is used: a step shall not have them twice. That takes
-    seconds, and is done once: a `with` block inside of another one leaves them alone.
+    seconds, and is done once: a `with` block inside of another one puts back everything but them, so that all steps begin alike.
 
     Raises:
-        StateError: an optimizer of the model would step within.
+        ArgumentError (a ValueError): something cannot be put back.
+        StateError: an optimizer of the model would step within; or a step wrote what no op shows.
     """
-    is_outermost = model not in _scratch
-    trained = trained_tensors(model, batch) if is_outermost else []
-    gradients = [_Gradient(tensor) for tensor in trained]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    modes = [(module, module.training) for module in model.modules()]
-    random_states = RandomStates(model)
-    try:
+    if (outer := _states.get(model)) is not None:
+        try:
+            yield outer
+        finally:
+            outer.put_back()
+        return
+    with contextlib.ExitStack() as stack:
+        state = ModelState(model, loss_fn, batch=batch, is_for_planning=True)
+        stack.callback(state.end)
+        trained = trained_tensors(model, (batch, state.tensors()))
+        gradients = [_Gradient(tensor) for tensor in trained]
         for gradient in gradients:
+            stack.callback(gradient.end)
             gradient.begin()
-        if is_outermost:
-            _scratch.add(model)
+        _states[model] = state
+        stack.callback(_states.pop, model)
         with _untrained(trained):
-            yield
-    finally:
-        if is_outermost:
-            _scratch.discard(model)
-        for gradient in gradients:
-            gradient.end()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        for module, training in modes:
-            module.training = training
-        random_states.restore()
+            yield state
 
 
 def trained_tensors(model: nn.Module, batch: Any) -> list[torch.Tensor]:
@@ -131,33 +124,6 @@ class _Gradient:
             with torch.no_grad():
                 self._original.copy_(self._copy)
             self._copy = None
-
-
-class RandomStates:
-    """All generators that a step may draw from: the global ones, and those that modules have as attributes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._cpu = torch.get_rng_state()
-        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-        self._devices = {
-            device: getattr(torch, device.type).get_rng_state(device) for device in devices if device.type != "cpu"
-        }
-        values = (value for module in model.modules() for value in vars(module).values())
-        self._own = [GeneratorState(each) for each in {each for each in values if isinstance(each, torch.Generator)}]
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else (numpy, numpy.random.get_state())
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        for device, state in self._devices.items():
-            getattr(torch, device.type).set_rng_state(state, device)
-        for own in self._own:
-            own.restore()
-        random.setstate(self._python)
-        if self._numpy is not None:
-            numpy, state = self._numpy
-            numpy.random.set_state(state)
 
 
 def device_of(model: nn.Module) -> torch.device:
