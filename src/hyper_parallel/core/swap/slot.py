@@ -97,9 +97,9 @@ class Handle:
     _numbers = itertools.count()
 
     def __init__(self, slot: Slot, group: Group | None = None) -> None:
-        self.slot = slot
         self.group = slot.group if group is None else group
         self.number = next(Handle._numbers)
+        self.slot = slot  # last: the finaliser of one that was never finished has nothing to do
         slot.handles[self.number] = slot.waiting[self.number] = None
 
     def __del__(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+
+from hyper_parallel.platform.regions.put_back import PutBack
 
 
 class HostRandomness:
@@ -29,22 +29,24 @@ class HostRandomness:
             self._numpy = None
         self.was_used = self._python is not None or self._numpy is not None
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> PutBack:
         """A block in which they are as they were before the function, if it used them."""
-        python = None if self._python is None else _PythonState.now()
-        numpy = None if self._numpy is None else _NumpyState.now()
-        try:
-            if python is not None:
-                self._python.restore()
-            if numpy is not None:
-                self._numpy.restore()
-            yield
-        finally:
-            if python is not None:
-                python.restore()
-            if numpy is not None:
-                numpy.restore()
+        then = [each for each in (self._python, self._numpy) if each is not None]
+        return _Again(then, [now for each in then if (now := type(each).now()) is not None])
+
+
+class _Again(PutBack):
+    def __init__(self, then: list[Any], before: list[Any]) -> None:
+        self._then = then
+        self._before = before
+
+    def change(self) -> None:
+        for each in self._then:
+            each.restore()
+
+    def put_back(self) -> None:
+        for each in self._before:
+            each.restore()
 
 
 class _PythonState:

@@ -17,7 +17,6 @@ containers of these. Everything else it knows weakly, and what is gone by then s
 from __future__ import annotations
 
 import collections
-import contextlib
 import enum
 import functools
 import operator
@@ -25,8 +24,10 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+
+from hyper_parallel.platform.regions.put_back import PutBack
 
 _LEAVES: frozenset[type] = frozenset({bool, int, float, complex, str, bytes, type(None), range, type(Ellipsis)})
 _CONTAINERS = (list, dict, set, collections.deque, bytearray)
@@ -114,15 +115,18 @@ class PythonState:
         return [part.object for part in self._parts if not isinstance(part, (_Attributes, _Cell))]
 
 
-@contextlib.contextmanager
-def as_then(then: PythonState) -> Iterator[None]:
+class as_then(PutBack):  # noqa: N801 - used like a function
     """A block in which all that `then` has noted is as it was then. After it everything is as it was before the block."""
-    now = PythonState(then.owners(), then.framework, holds=True, also=then)
-    try:
-        then.put_back()
-        yield
-    finally:
-        now.put_back()
+
+    def __init__(self, then: PythonState) -> None:
+        self._then = then
+        self._now = PythonState(then.owners(), then.framework, holds=True, also=then)
+
+    def change(self) -> None:
+        self._then.put_back()
+
+    def put_back(self) -> None:
+        self._now.put_back()
 
 
 class _Attributes:

@@ -119,6 +119,7 @@ def _call_swapped(
     wrapper: ActivationWrapper, policy_fn: Callable[[Any], Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     from hyper_parallel.platform.torch.activation_checkpoint import quiet_swap
+    from hyper_parallel.platform.torch.activation_checkpoint.left_as_found import left_as_found
     from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import AsyncSaveOnCpu
 
     prepare_for_compiled_code()
@@ -128,7 +129,7 @@ def _call_swapped(
     if not quiet_swap.needs_hooks(wrapper, situation):
         return inner(*args, **kwargs)
     hooks = AsyncSaveOnCpu(policy_fn, module=inner)
-    with hooks:
+    with left_as_found(), hooks:
         result = inner(*args, **kwargs)
     quiet_swap.note(wrapper, situation, hooks.count_idx)
     return result

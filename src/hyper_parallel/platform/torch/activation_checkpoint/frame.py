@@ -26,6 +26,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.leaving import (
     leave_later,
     note_save,
 )
+from hyper_parallel.platform.torch.activation_checkpoint.left_as_found import left_as_found
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES, is_plain
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.recomputation import Recomputation
@@ -295,7 +296,7 @@ class Frame:
                 if current.has_given(value):
                     current.keep_all()
                 self._swap.note_replay()
-                with shown(f"recompute {self.name}"):
+                with left_as_found(), shown(f"recompute {self.name}"):
                     self._recomputation.run(self._recorded(), _living(self._recomputed), current)
                 self._swap.note_replayed()
             tensor = current.take(value)
@@ -315,7 +316,8 @@ class Frame:
             if index is None:  # an op of the region wrote it after it was saved
                 raise changed_in_place(f"an input of {self.name}")
             current = self._pass(number)
-            tensor = self._inputs.tensor(index, current)
+            with left_as_found():
+                tensor = self._inputs.tensor(index, current)
             current.gave_input(index)
             if number == _NO_PASS:
                 self.end_pass(number)

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.platform.regions.put_back import put_back_on_error
+from hyper_parallel.platform.torch.activation_checkpoint.swap_device import OnStream
+
 _NOTHING = contextlib.nullcontext()
 _NO_BACKWARD = -1  # what PyTorch gives as the number of the backward outside of one
 
@@ -55,7 +58,8 @@ def launch_waiting() -> None:
         _waiting.launches = []
         for launch, device, stream in launches:
             # By then the user may be on another stream, whose events say nothing about that op.
-            with _NOTHING if _stream_of(device) == stream else getattr(torch, device.type).stream(stream):
+            on = _NOTHING if _stream_of(device) == stream else OnStream(getattr(torch, device.type), stream)
+            with put_back_on_error(on), on:
                 launch()
 
 

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.platform.regions.put_back import PutBack
+
 _thread = threading.local()
 
 
 class OwnGenerators:
     """The default generators as one thread sees them, while another one draws from the same: where this thread has got to."""
 
-    __slots__ = ("_depth", "_generators", "_others", "_states")
+    __slots__ = ("_are_put", "_depth", "_generators", "_others", "_states")
 
     def __init__(self) -> None:
         self._generators = [torch.default_generator]
@@ -22,20 +24,29 @@ class OwnGenerators:
         self._states = self._now()
         self._others: list[torch.Tensor] = []
         self._depth = 0
+        self._are_put = False
 
     def put(self) -> None:
         """From here on they are as this thread left them; calls may be nested."""
+        if self._depth == 0:
+            self._others = self._now()
         self._depth += 1
         if self._depth == 1:
-            self._others = self._now()
             self._set(self._states)
+            self._are_put = True
 
     def take_away(self) -> None:
         """From here on they are as they were before `put`."""
-        self._depth -= 1
-        if self._depth == 0:
-            self._states = self._now()
+        if self._depth == 1:
+            if self._are_put:  # not where an interrupt came before all were
+                self._states = self._now()
+                self._are_put = False
             self._set(self._others)
+        self._depth -= 1
+
+    @property
+    def depth(self) -> int:
+        return self._depth
 
     def keep(self) -> None:
         """From here on, for all threads, they are as this one left them."""
@@ -81,6 +92,20 @@ class _Drawing:
         finally:
             self._lock.release()
 
+    def is_mine(self) -> bool:
+        """Whether this thread is between `__enter__` and `__exit__`."""
+        return self._lock._is_owned()  # type: ignore[attr-defined]
+
+    def let_go(self) -> None:
+        """After an interrupt that may have come as it was taken, or as it was to be given back."""
+        if not self.is_mine():
+            return
+        own: OwnGenerators | None = getattr(_thread, "own", None)
+        while own is not None and own.depth > 0:
+            own.take_away()
+        while self.is_mine():
+            self._lock.release()
+
     def set_own(self, own: OwnGenerators | None) -> OwnGenerators | None:
         """Give this thread generators of its own, or take them; those before."""
         before: OwnGenerators | None = getattr(_thread, "own", None)
@@ -106,18 +131,13 @@ class GeneratorState:
             quietly(self.generator.set_state, self.state)
 
 
-class set_back:  # noqa: N801 - used like a function
+class set_back(PutBack):  # noqa: N801 - used like a function
     """A block after which generators are as they were before it."""
-
-    __slots__ = ("_states",)
 
     def __init__(self, generators: set[torch.Generator]) -> None:
         self._states = [GeneratorState(generator) for generator in generators]
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_error: object) -> None:
+    def put_back(self) -> None:
         for state in self._states:
             state.restore()
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.torch.activation_checkpoint.call_template import Look, look_of
+from hyper_parallel.platform.torch.activation_checkpoint.left_as_found import left_as_found
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import version_of
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import View
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import drawing, set_back
@@ -99,7 +100,8 @@ def run_recorded(
     states = [op.state for op in map(ops.__getitem__, order) if op.state is not None] if restores_random_state else []
     generators = {state.generator for state in states}
     # Below autograd, where the mode that recorded them ran them: no graph, no version counters to keep.
-    with set_back(generators), torch._C._AutoDispatchBelowAutograd():
+    drawn = set_back(generators)
+    with left_as_found(drawn), drawn, torch._C._AutoDispatchBelowAutograd():
         for index in order:
             op = ops[index]
             known: Any = op.known

@@ -23,6 +23,7 @@ from hyper_parallel._base.errors import ArgumentTypeError, describe
 from hyper_parallel.platform.regions.host_randomness import HostRandomness
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
 from hyper_parallel.platform.torch.activation_checkpoint.attributes import as_noted, note_attributes
+from hyper_parallel.platform.torch.activation_checkpoint.left_as_found import left_as_found
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import modules_in
 from hyper_parallel.platform.trees import leaves, map_leaves
 
@@ -40,7 +41,8 @@ def run_reentrant(
             return module(*args, **kwargs)  # what it may close over gets its gradient, too
         # Without an argument that needs a gradient autograd would not come back here, not even for the parameters.
         tensors = (*tensors, torch.empty(0, requires_grad=True))
-    return call.result(checkpoint_fn(call, *tensors))
+    with left_as_found():
+        return call.result(checkpoint_fn(call, *tensors))
 
 
 def run_packed(
@@ -82,7 +84,8 @@ class PackedCall:
             made = self._module(*args, **kwargs)
             self._host_randomness.note_use()
         else:
-            with as_noted(self._attributes), self._host_randomness.again():
+            attributes, host = as_noted(self._attributes), self._host_randomness.again()
+            with left_as_found(attributes, host), attributes, host:
                 made = self._module(*args, **kwargs)
         if isinstance(made, torch.Tensor):
             return made

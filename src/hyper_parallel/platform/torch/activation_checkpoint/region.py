@@ -11,6 +11,7 @@ from hyper_parallel.platform.regions.options import Options, check_call, in_own_
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import not_compiled, prepare_for_compiled_code
 from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame
+from hyper_parallel.platform.torch.activation_checkpoint.left_as_found import left_as_found
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import check_surroundings, is_replaying
 
 
@@ -61,4 +62,5 @@ def checkpoint(
         return function(*args, **kwargs)
     check_surroundings("A region")
     options = Options(swap_inputs, preserve_rng_state, determinism_check == "default", debug, early_stop)
-    return Frame(function, saved_arguments(args, kwargs), policy, options).forward(args, kwargs)
+    with left_as_found():
+        return Frame(function, saved_arguments(args, kwargs), policy, options).forward(args, kwargs)

@@ -23,6 +23,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.leaving import (
     leave_later,
     note_save,
 )
+from hyper_parallel.platform.torch.activation_checkpoint.left_as_found import left_as_found
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
     PLAIN_TYPES,
     Outer,
@@ -109,10 +110,11 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
         self._recorder.look_up_parameters()
         if not self._has_name:
             self._recorder.look_up_path()
-        super().__enter__()
+        with left_as_found():
+            super().__enter__()
 
     def __exit__(self, kind: Any = None, *rest: Any) -> None:
-        super().__exit__(kind, *rest)
+        torch._C._autograd._pop_saved_tensors_default_hooks()  # at once: in a function of Python's an interrupt could come before
         if kind is None:
             launch_waiting()
             return

@@ -12,6 +12,7 @@ from hyper_parallel.platform.regions.host_randomness import HostRandomness
 from hyper_parallel.platform.regions.passes import Pass
 from hyper_parallel.platform.torch.activation_checkpoint.attributes import as_noted, note_attributes
 from hyper_parallel.platform.torch.activation_checkpoint.inputs import Inputs
+from hyper_parallel.platform.torch.activation_checkpoint.left_as_found import left_as_found
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import NeedsEverything
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import GeneratorState, set_back, states_of
 from hyper_parallel.platform.torch.activation_checkpoint.region_function import RegionFunction
@@ -73,13 +74,19 @@ class SecondCall:
             args, kwargs = self._inputs.again(replay, current)
         # Who runs backward inside the region needs the residuals of the replay, too; nobody else does.
         pack = aliased if record.runs_everything else _forget
+        states = set_back(generators)
+        host = _NOTHING if self._host_randomness is None else self._host_randomness.again()
+        attributes = as_noted(self._attributes)
+        parameters = self.parameters.again()
+        around = self.surroundings.again()
         with (
+            left_as_found(states, host, attributes, parameters, around),
             replaying(),
-            set_back(generators),
-            _NOTHING if self._host_randomness is None else self._host_randomness.again(),
-            as_noted(self._attributes),
-            self.parameters.again(),
-            self.surroundings.again(),  # last: it may turn the compiler on for what is called from here
+            states,
+            host,
+            attributes,
+            parameters,
+            around,  # last: it may turn the compiler on for what is called from here
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(pack, _unpack_kept),
         ):

@@ -16,11 +16,14 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from hyper_parallel._base.errors import StateError
+from hyper_parallel.platform.regions.put_back import PutBack
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import storage_key
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules
 
 _thread = threading.local()
 _NOTHING = contextlib.nullcontext()
+_call = type(torch.autocast_increment_nesting).__call__
+Autocast = list[tuple[str, bool, torch.dtype]]  # for each type of device: whether it is on, and its dtype
 
 
 def is_replaying() -> bool:
@@ -38,6 +41,16 @@ class replaying:  # noqa: N801 - used like a function
 
     def __exit__(self, *_error: object) -> None:
         _thread.replays -= 1
+
+
+def num_replays() -> int:
+    """How many such blocks this thread is in."""
+    return getattr(_thread, "replays", 0)
+
+
+def set_num_replays(number: int) -> None:
+    """Where an interrupt may have hit a block as it began or ended."""
+    _thread.replays = number
 
 
 def num_begun() -> int:
@@ -127,12 +140,16 @@ class Surroundings:
         self._device = _default_device() if torch._C._len_torch_function_stack() > 0 else None
 
     def again(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which it is like that again."""
         if self._device is None and self._compiler is None:
             for device_type, enabled, _ in self._autocast:
                 if enabled or torch.is_autocast_enabled(device_type):
                     return self._set_again()
             return _NOTHING
         return self._set_again()
+
+    def _set_again(self) -> PutBack:
+        return _SurroundingsAgain(self._autocast, self._has_autocast_cache, self._device, self._compiler)
 
     def is_ordinary(self) -> bool:
         """Whether ops mean here and now what they say, and meant it there."""
@@ -145,22 +162,49 @@ class Surroundings:
         """Whether the region is part of a model that is compiled as a whole."""
         return self._compiler is not None
 
-    @contextlib.contextmanager
-    def _set_again(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            # Under the autocast of a caller the cache outlives this run, and what was cast here may be a placeholder, or have its gradient here.
-            stack.callback(torch.clear_autocast_cache)
-            if any(enabled for _, enabled, _ in self._autocast):
-                torch.clear_autocast_cache()  # weights that are cast in this run are cast as in the first one
-            for device_type, enabled, dtype in self._autocast:
-                # Also where it was off: backward may be called under autocast.
-                if enabled or torch.is_autocast_enabled(device_type):
-                    stack.enter_context(torch.autocast(device_type, dtype, enabled, self._has_autocast_cache))
-            if self._device is not None:
-                stack.enter_context(torch.device(self._device))
-            if self._compiler is not None:
-                stack.enter_context(_compiling(self._compiler))
-            yield
+
+class _SurroundingsAgain(PutBack):
+    def __init__(self, autocast: Autocast, has_cache: bool, device: Any, compiler: Any) -> None:
+        self._then = autocast, has_cache
+        self._device = None if device is None else DeviceContext(device)
+        self._compiler = compiler
+        self._now = autocast_now(), torch.is_autocast_cache_enabled()
+        self._depth = _autocast_depth()
+        self._compiler_now = _eval_frame_callback()
+
+    def change(self) -> None:
+        autocast, _ = self._then
+        if any(enabled for _, enabled, _ in autocast):
+            torch.clear_autocast_cache()  # weights that are cast in this run are cast as in the first one
+        torch.autocast_increment_nesting()
+        _set_autocast(*self._then)  # also where it was off: backward may be called under autocast
+        if self._device is not None:
+            self._device.__enter__()
+        if self._compiler is not None:
+            _set_eval_frame(self._compiler)
+
+    def put_back(self) -> None:
+        if self._compiler is not None:
+            _set_eval_frame(self._compiler_now)
+        if self._device is not None and any(mode is self._device for mode in _get_current_function_mode_stack()):
+            self._device.__exit__(None, None, None)
+        _set_autocast(*self._now)
+        while _autocast_depth() > self._depth:
+            torch.autocast_decrement_nesting()
+        # Under the autocast of a caller the cache outlives this run, and what was cast here may be a placeholder, or have its gradient here.
+        torch.clear_autocast_cache()
+
+
+def _set_autocast(states: Autocast, has_cache: bool) -> None:
+    for device_type, enabled, dtype in states:
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(has_cache)
+
+
+def _autocast_depth() -> int:
+    """PyTorch tells only those that change it. In one call, so that no interrupt comes between the two."""
+    return int(list(map(_call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)))[1])
 
 
 def _default_device() -> Any:
@@ -168,7 +212,7 @@ def _default_device() -> Any:
     return next((mode.device for mode in reversed(stack) if isinstance(mode, DeviceContext)), None)
 
 
-def autocast_now() -> list[tuple[str, bool, torch.dtype]]:
+def autocast_now() -> Autocast:
     """For each type of device: whether autocast is on, and its dtype."""
     return [
         (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
@@ -217,21 +261,27 @@ class ParametersOfModule:
         """All of them, by the address of their storage."""
         return {storage_key(tensor): tensor for tensor in self.tensors()}
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        before = [holder.get(name) for holder, name in zip(*self._had[:2], strict=True)]
-        for now, holder, name, tensor, requires_grad in zip(before, *self._had, strict=True):
-            is_same = (
-                tensor.requires_grad == requires_grad
-            )  # frozen since, or no longer: autograd would save something else
+    def again(self) -> PutBack:
+        """A block in which they are there again."""
+        return _ParametersAgain(self._had)
+
+
+class _ParametersAgain(PutBack):
+    def __init__(self, had: tuple[list[Any], ...]) -> None:
+        self._had = had
+        self._before = [holder.get(name) for holder, name in zip(*had[:2], strict=True)]
+
+    def change(self) -> None:
+        for now, holder, name, tensor, requires_grad in zip(self._before, *self._had, strict=True):
+            # Frozen since, or no longer: autograd would save something else.
+            is_same = tensor.requires_grad == requires_grad
             if now is not tensor or not is_same:
                 holder[name] = tensor if is_same else tensor.detach().requires_grad_(requires_grad)
-        try:
-            yield
-        finally:
-            for now, holder, name in zip(before, *self._had[:2], strict=True):
-                if holder.get(name) is not now:
-                    holder[name] = now
+
+    def put_back(self) -> None:
+        for now, holder, name in zip(self._before, *self._had[:2], strict=True):
+            if holder.get(name) is not now:
+                holder[name] = now
 
 
 def call_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -243,19 +293,25 @@ def call_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def _compiler() -> Any:
-    if "torch._dynamo" not in sys.modules:
-        return None
-    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    callback = _eval_frame_callback()
     return callback if callable(callback) else None
+
+
+def _eval_frame_callback() -> Any:
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() if "torch._dynamo" in sys.modules else None
+
+
+def _set_eval_frame(callback: Any) -> Any:
+    return torch._C._dynamo.eval_frame.set_eval_frame(callback)
 
 
 @contextlib.contextmanager
 def _compiling(callback: Any) -> Iterator[None]:
-    before = torch._C._dynamo.eval_frame.set_eval_frame(callback)
+    before = _set_eval_frame(callback)
     try:
         yield
     finally:
-        torch._C._dynamo.eval_frame.set_eval_frame(before)
+        _set_eval_frame(before)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
+from hyper_parallel.platform.regions.put_back import PutBack, put_back_on_error
 
 _CUDA_SUCCESS = 0
 _NOTHING = contextlib.nullcontext()
@@ -60,6 +61,23 @@ class AcceleratorStream:
         return hash(self.raw)
 
 
+class OnStream(PutBack):
+    """A block whose kernels and copies are launched on a stream."""
+
+    def __init__(self, handle: Any, stream: Any) -> None:
+        self._handle = handle
+        self._stream = stream
+        here = handle.current_stream()
+        self._before = [here] if here.device == stream.device else [handle.current_stream(stream.device), here]
+
+    def change(self) -> None:
+        self._handle.set_stream(self._stream)
+
+    def put_back(self) -> None:
+        for stream in self._before:
+            self._handle.set_stream(stream)
+
+
 class AcceleratorDevice:
     """One accelerator (`cuda:0`); its offload and load streams are made here and live as long as the process."""
 
@@ -92,19 +110,22 @@ class AcceleratorDevice:
 
     def allocate(self, num_bytes: int, stream: Any) -> torch.Tensor:
         # In the pool of the stream that will use it: no other stream's allocations can take the memory over early.
-        with self._handle.stream(stream.raw):
+        on = OnStream(self._handle, stream.raw)
+        with put_back_on_error(on), on:
             try:
                 return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
             except torch.OutOfMemoryError as error:
                 raise MemoryError(str(error)) from error
 
     def launch_offload(self, block: Any, source: torch.Tensor, stream: Any) -> None:
-        with shown("offload"), self._handle.stream(stream.raw):
+        on = OnStream(self._handle, stream.raw)
+        with put_back_on_error(on), on, shown("offload"):
             for host, part in _parts(block, source):
                 host.copy_(part, non_blocking=True)
 
     def launch_load(self, buffer: torch.Tensor, block: Any, stream: Any) -> None:
-        with shown("load"), self._handle.stream(stream.raw):
+        on = OnStream(self._handle, stream.raw)
+        with put_back_on_error(on), on, shown("load"):
             for host, part in _parts(block, buffer):
                 part.copy_(host, non_blocking=True)
 

@@ -24,6 +24,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_
 from hyper_parallel.platform.torch.activation_checkpoint.attributes import as_noted, note_attributes
 from hyper_parallel.platform.torch.activation_checkpoint.frame import EndOfPass
 from hyper_parallel.platform.torch.activation_checkpoint.inputs import no_leaf
+from hyper_parallel.platform.torch.activation_checkpoint.left_as_found import left_as_found
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import PLAIN_TYPES, storage_key, version_of
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules
 from hyper_parallel.platform.torch.activation_checkpoint.placeholders import NeedsEverything, View
@@ -87,11 +88,12 @@ class UnwatchedRegion:
     def call(self, function: Callable[..., Any], policy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pattern = self._pattern
         if pattern is not None and _may_be_unwatched():
-            arguments = saved_arguments(args, kwargs)
-            if pattern.fits(function, arguments.tensors):
-                frame = _Frame(self, function, pattern, arguments)
-                if frame.is_ordinary:
-                    return frame.forward(args, kwargs)
+            with left_as_found():
+                arguments = saved_arguments(args, kwargs)
+                if pattern.fits(function, arguments.tensors):
+                    frame = _Frame(self, function, pattern, arguments)
+                    if frame.is_ordinary:
+                        return frame.forward(args, kwargs)
         return checkpoint(function, *args, policy_fn=policy, **kwargs)
 
 
@@ -220,7 +222,7 @@ class _Frame:
                 if found is None and current != _NO_PASS:
                     self._forget_raised(current)
                     torch.autograd.Variable._execution_engine.queue_callback(EndOfPass(self, current))
-                with shown(f"recompute {self.name}"):
+                with left_as_found(), shown(f"recompute {self.name}"):
                     found = self._passes[current] = self._run_again()
             tensor = found.pop(number)
             if current == _NO_PASS:
@@ -303,13 +305,19 @@ class _Frame:
     def _call_again(self, run: SecondRun) -> None:
         with torch.enable_grad():
             args, kwargs = self._arguments.rebuild(lambda index: self._inputs[index].again(self.name))
+        states = set_back({state.generator for state in self._random})
+        host = _NOTHING if self._host_randomness is None else self._host_randomness.again()
+        attributes = as_noted(self._attributes)
+        parameters = self._parameters.again()
+        around = self._surroundings.again()
         with (
+            left_as_found(states, host, attributes, parameters, around),
             replaying(),
-            set_back({state.generator for state in self._random}),
-            _NOTHING if self._host_randomness is None else self._host_randomness.again(),
-            as_noted(self._attributes),
-            self._parameters.again(),
-            self._surroundings.again(),
+            states,
+            host,
+            attributes,
+            parameters,
+            around,
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(run.pack, run.unpack),
         ):

@@ -42,7 +42,7 @@ class WeakStorages:
         return address
 
     def __del__(self, free: Callable[[int], None] = _free_weak_ref) -> None:
-        for address in self.addresses:
+        for address in getattr(self, "addresses", ()):  # none where Ctrl-C came while it was made
             free(address)
 
 

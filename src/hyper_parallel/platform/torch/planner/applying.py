@@ -19,6 +19,7 @@ from hyper_parallel.platform.regions.mismatches import MismatchError, Mismatches
 from hyper_parallel.platform.regions.options import TAKEN
 from hyper_parallel.platform.regions.replacement import replace
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is_in_compiled_call
+from hyper_parallel.platform.torch.activation_checkpoint.left_as_found import left_as_found
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
 from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
@@ -197,7 +198,8 @@ class PlannedCall:
         if self._is_larger:  # as little memory as can be had without a plan
             return checkpoint(module, *args, **kwargs)
         if policy is None:
-            return framework_checkpoint(module, *args, use_reentrant=False, **kwargs)
+            with left_as_found():
+                return framework_checkpoint(module, *args, use_reentrant=False, **kwargs)
         try:
             if (unwatched := policy.observer) is not None:
                 result = unwatched.call(module, policy, args, kwargs)
