@@ -553,6 +553,19 @@ def test_what_a_module_counts_collects_and_draws_is_that_of_one_run(backend: Bac
     assert model.count == 4
 
 
+def test_what_a_module_inside_of_wrappers_counts_is_that_of_one_run(backend: Backend, x: Any) -> None:
+    plain = backend.sequence(moving(backend), backend.linear(2, 2))
+    model = copy.deepcopy(plain)
+    inner = model[0]
+    wrappers = part(backend)
+    model[0] = wrappers.swap_wrapper(wrappers.checkpoint_wrapper(inner))
+    wrapped = wrappers.checkpoint_wrapper(model)
+    for _ in range(3):
+        expected = copied(backend.train_step(plain, x))
+        assert same(backend.train_step(wrapped, x), expected)
+    assert inner.state() == plain[0].state()
+
+
 @pytest.mark.parametrize("way", ["recompute", "to the end"])
 def test_what_is_set_between_forward_and_backward_is_for_the_next_forward(backend: Backend, x: Any, way: str) -> None:
     plain = moving(backend)

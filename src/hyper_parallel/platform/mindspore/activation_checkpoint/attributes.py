@@ -32,6 +32,7 @@ MINDSPORE = Framework(
     names=frozenset(vars(nn.Cell())) - {"training", "_phase", "_buffers"},
     tensors=(Tensor, Primitive),
     saved={mindspore.Generator: Saved(_read, _write)},
+    modules=lambda value: cells_in(value) if isinstance(value, nn.Cell) else (),
 )
 # The last note of each cell: most calls find everything as the one before did, and share it.
 _notes: weakref.WeakKeyDictionary[nn.Cell, PythonState] = weakref.WeakKeyDictionary()
@@ -60,8 +61,10 @@ def cells_in(root: nn.Cell) -> list[nn.Cell]:
     seen = {id(root)}
     for cell in found:  # grows
         attributes = vars(cell)
-        inner = attributes.get("_ckpt_wrapped_module")
-        for child in (*attributes["_cells"].values(), inner):
+        children = attributes.get("_cells")
+        if children is None:  # a wrapper has what its cell has
+            children = {"": attributes.get("_ckpt_wrapped_module")}
+        for child in children.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 found.append(child)
