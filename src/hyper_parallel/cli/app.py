@@ -158,7 +158,7 @@ def plan(
     swap_dir: SwapOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan a model of your own: what is saved, recomputed and swapped so that it fits and loses the least speed.
+    """Plan a model of your own: what is saved, recomputed and swapped so that it fits and stays as fast as it can.
 
     The function returns (model, batch), (model, batch, loss_fn) or a dict of `plan_memory`'s arguments.
     """

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _ON_MISMATCH = ("error", "recompute")
 _ON_OOM = ("error", "replan")
 _MADE_FOR = {"batch": "batch", "device": "device", "framework": "framework"}  # fact -> what differs then
-_PLAN_AGAIN = "Plan again, and save the plan anew."
+_PLAN_AGAIN = "Plan again, and save the new plan."
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class MemoryPlan:
                 batch like the plan's, an op that was planned and does not come, or comes with another shape or dtype. With "recompute" these
                 are recomputed and counted in `stats`.
             on_oom: with "replan", a batch that is larger is planned before it runs, within the same budget; and a forward that runs out of memory is
-                planned anew for what it was given and run again; its result is the same bit for bit. For the backward, too: `run`.
+                planned again for its own arguments and repeated; its result is the same bit for bit. For the backward, too: `run`.
 
         Raises:
             ValueError: the model is another one; the first difference is named.
@@ -223,7 +223,7 @@ class MemoryPlan:
             managed.close()
 
     def run(self, step_fn: Callable[[], Any], *, model: Any = None) -> Any:
-        """One step, made to fit: if memory runs out, everything is put back, planned anew for the batch at hand, and run again.
+        """One step, made to fit: if memory runs out, everything is put back, planned again for this batch, and repeated.
 
         Random generators, buffers and gradients are put back, so the result is what it would have been with enough memory, bit for bit.
         Gradients that are there already when it begins are copied to the host for that; after `zero_grad(set_to_none=True)` there are none.

@@ -66,7 +66,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
                 expected=words,
                 got=describe(data.get(name)),
                 where=f"{name}, {path}",
-                do="Plan again, and save the plan anew.",
+                do="Plan again, and save the new plan.",
             )
     return data
 

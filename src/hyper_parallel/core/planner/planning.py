@@ -46,7 +46,7 @@ def plan_memory(
     verify: bool = True,
     progress: bool | Progress = True,
 ) -> MemoryPlan:
-    """Choose save, recompute or swap for everything that backward needs, so that a step fits and loses the least time.
+    """Choose save, recompute or swap for everything that backward needs, so that a step fits and is as fast as it can be.
 
     A few real steps are measured; the model, its gradients, buffers and random generators are as before afterwards. Nothing is changed
     until `plan.apply(model)`.
