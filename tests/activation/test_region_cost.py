@@ -17,6 +17,7 @@ from hyper_parallel.core.activation_checkpoint import policies as p  # noqa: E40
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy  # noqa: E402
 from hyper_parallel.core.swap.manager import SwapManager  # noqa: E402
 from hyper_parallel.platform.torch.activation_checkpoint import (  # noqa: E402
+    attributes,
     frame,
     placeholders,
     quiet_swap,
@@ -219,25 +220,29 @@ def test_a_policy_with_a_function_of_the_users_is_asked_in_both_runs() -> None:
     assert asked[True] >= 2
 
 
-def test_attributes_are_looked_at_only_where_something_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
-    remember = placeholders.Attributes.remember
-    monkeypatch.setattr(placeholders.Attributes, "remember", lambda self: looks.append(1) or remember(self))
+def test_attributes_are_noted_anew_only_where_a_forward_has_changed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[int] = []
+    note = attributes.PythonState
+    monkeypatch.setattr(attributes, "PythonState", lambda *given, **named: notes.append(1) or note(*given, **named))
 
-    class Needs(nn.Module):
+    class Same(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.sin().sin()
 
-    class LeavesOut(nn.Module):
+    class Counts(nn.Module):
+        num_calls = 0
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.num_calls += 1
             self.last = x.detach() + 1  # nothing needs it
             return x.sin().sin()
 
-    checkpoint(Needs(), torch.randn(3, requires_grad=True)).sum().backward()
-    assert looks == []
-    module = LeavesOut()
-    checkpoint(module, torch.randn(3, requires_grad=True)).sum().backward()
-    assert looks == [1]
+    for module, num_notes in ((Same(), 1), (Counts(), 4)):
+        notes.clear()
+        for _ in range(4):
+            checkpoint(module, torch.randn(3, requires_grad=True)).sum().backward()
+        assert len(notes) == num_notes
+    assert module.num_calls == 4
     assert not placeholders.is_placeholder(module.last)
 
 

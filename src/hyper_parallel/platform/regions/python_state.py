@@ -17,6 +17,7 @@ containers of these. Everything else it knows weakly, and what is gone by then s
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import functools
 import operator
