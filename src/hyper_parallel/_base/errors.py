@@ -108,6 +108,7 @@ def describe(value: object, limit: int = 80) -> str:
     """
     if value is None:
         return "None"
+    limit = limit if type(limit) is int and limit > 0 else 80
     name = type(value).__name__
     if (look := _look(value)) is not None:
         return f"{name} {look}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError, describe
 from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.platform.communication.answers import ranks_in_words
 
@@ -20,6 +21,43 @@ def check_size(size: Any, name: str = "size") -> tuple[int, ...]:
             f"`{name}` holds the length of each dim.", expected="whole numbers from 0", got=describe(size)
         )
     return tuple(length for length in lengths if length is not None)
+
+
+def check_flag(value: Any, name: str) -> bool:
+    if type(value) is not bool:
+        raise ArgumentTypeError(f"`{name}` is yes or no.", expected="True or False", got=describe(value))
+    return value
+
+
+@contextmanager
+def in_our_words(call: str, **arguments: Any) -> Iterator[None]:
+    """Around a call of the framework's that checks its arguments itself, in its own words: those become ours, with the arguments.
+
+    What it says about memory, which no argument is to blame for, stays as it is.
+    """
+    try:
+        yield
+    except HyperParallelError:
+        raise
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        AttributeError,
+        AssertionError,
+        IndexError,
+        RuntimeError,
+        SystemError,
+    ) as error:
+        said = str(error).strip().partition("\n")[0]
+        if "memory" in said.lower() or (type(error) is not RuntimeError and isinstance(error, RuntimeError)):
+            raise
+        kind = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError
+        raise kind(
+            f"`{call}` cannot be carried out with these arguments.",
+            got=", ".join(f"{name}={describe(value)}" for name, value in arguments.items()),
+            where=f"in the framework's words: {said}",
+        ) from error
 
 
 def check_tensors(tensors: Any, tensor_type: type, call: str) -> list[Any]:
@@ -50,6 +88,14 @@ def check_module(module: Any, module_type: type, call: str) -> Any:
     if not isinstance(module, module_type):
         raise ArgumentTypeError(f"`{call}` needs a module.", expected=f"a {_path(module_type)}", got=describe(module))
     return module
+
+
+def check_hook(module: Any, module_type: type, hook: Any, call: str, **flags: Any) -> None:
+    check_module(module, module_type, call)
+    if not callable(hook):
+        raise ArgumentTypeError(f"`{call}` takes a function.", expected="a callable", got=describe(hook))
+    for name, value in flags.items():
+        check_flag(value, name)
 
 
 def check_stage_index(stage_index: Any) -> int:
@@ -98,12 +144,21 @@ def _path(cls: type) -> str:
     return f"{cls.__module__.partition('.')[0]} {cls.__name__}"
 
 
+def check_parameters(parameters: Any, tensor_type: type, call: str) -> list[Any]:
+    """Tensors to be gone through, of any iterable."""
+    found = list(parameters) if hasattr(parameters, "__iter__") else [parameters]
+    for each in found:
+        if not isinstance(each, tensor_type):
+            raise ArgumentTypeError(f"`{call}` takes a module or tensors.", expected="tensors", got=describe(each))
+    return found
+
+
 def check_norm_arguments(max_norm: Any, norm_type: Any) -> float:
     """The order of the norm as a float; `max_norm` must be a number that is not negative."""
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except Exception:  # a text, a tensor of several, what raises on its own
             raise ArgumentTypeError(f"`{name}` is a number.", expected="a number", got=describe(value)) from None
         if number != number or number < 0 or (name == "norm_type" and number == 0):
             raise ArgumentError(f"`{name}` is a positive number.", expected="above 0", got=describe(value))

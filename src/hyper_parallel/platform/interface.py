@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel._base.errors import ArgumentTypeError, ComesLaterError, NotProvidedError, describe
 from hyper_parallel.platform import contract, grad_handle
-from hyper_parallel.platform.arguments import cache_key, check_module, check_ranks, check_stage_index
+from hyper_parallel.platform.arguments import cache_key, check_flag, check_module, check_ranks, check_stage_index
 from hyper_parallel.platform.contract import How, Operation
 
 
@@ -165,23 +165,25 @@ class Platform:
         cls, module: Any, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         """A hook before forward; a removable handle."""
-        cls._check_hook(module, hook, "register_forward_pre_hook")
+        cls._check_hook(module, hook, "register_forward_pre_hook", prepend=prepend, with_kwargs=with_kwargs)
         return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     @classmethod
     def register_full_backward_hook(cls, module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
         """A hook after backward; a removable handle."""
-        cls._check_hook(module, hook, "register_full_backward_hook")
+        cls._check_hook(module, hook, "register_full_backward_hook", prepend=prepend)
         return module.register_full_backward_hook(hook, prepend=prepend)
 
     @classmethod
     def register_full_backward_pre_hook(cls, module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
         """A hook before backward; a removable handle."""
-        cls._check_hook(module, hook, "register_full_backward_pre_hook")
+        cls._check_hook(module, hook, "register_full_backward_pre_hook", prepend=prepend)
         return module.register_full_backward_pre_hook(hook, prepend=prepend)
 
     @classmethod
-    def _check_hook(cls, module: Any, hook: Any, call: str) -> None:
+    def _check_hook(cls, module: Any, hook: Any, call: str, **flags: Any) -> None:
+        for name, value in flags.items():
+            check_flag(value, name)
         cls._check_module(module, call, call)
         if not callable(hook):
             raise ArgumentTypeError("A hook is a function.", expected="a callable", got=describe(hook), where=call)

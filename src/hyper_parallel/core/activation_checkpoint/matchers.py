@@ -24,6 +24,7 @@ from hyper_parallel.core.activation_checkpoint.op_names import (
     is_op,
     is_random,
     names_of,
+    no_op,
     written_name,
 )
 from hyper_parallel.core.activation_checkpoint.rules import Policy
@@ -104,7 +105,10 @@ class _Table(Matcher):
         return self.of_op(op)
 
     def of_op(self, op: Any) -> bool:
-        return not self.names.isdisjoint(names_of(op))
+        try:
+            return not self.names.isdisjoint(names_of(op))
+        except TypeError:  # what cannot be a key
+            raise no_op(op) from None
 
     def __reduce__(self) -> str:
         return self.name
@@ -122,7 +126,10 @@ class _Random(Matcher):
         return known if known is not None else draws(op, args, kwargs)
 
     def of_op(self, op: Any) -> bool | None:
-        return is_random(op)
+        try:
+            return is_random(op)
+        except TypeError:  # what cannot be a key
+            raise no_op(op) from None
 
     def __reduce__(self) -> str:
         return "random_ops"

@@ -38,6 +38,10 @@ def names_of(op: Any) -> frozenset[str]:
     return frozenset({whole, ".".join(parts[:2]), parts[min(1, len(parts) - 1)]})
 
 
+def no_op(thing: object) -> ArgumentTypeError:
+    return ArgumentTypeError("This is no op.", expected=_ACCEPTED, got=describe(thing), do=_hint(thing))
+
+
 def written_name(entry: object) -> str:
     """The name that stands for `entry`: an op, all overloads of one (`torch.ops.aten.mm`), or a name that a user wrote.
 
@@ -48,7 +52,7 @@ def written_name(entry: object) -> str:
     if is_op(entry):
         return _plain(entry)
     if not isinstance(entry, str):
-        raise ArgumentTypeError("This is no op.", expected=_ACCEPTED, got=describe(entry), do=_hint(entry))
+        raise no_op(entry)
     name = _plain(entry).removeprefix("torch.ops.")
     if not _WRITTEN.fullmatch(name):
         raise ArgumentError("This is no op's name.", expected=_ACCEPTED, got=describe(entry))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from hyper_parallel.core.activation_checkpoint.op_names import no_op
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ class Policy:
     passes: dict[int, Any] = field(default_factory=dict, init=False, compare=False)
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        known = self._by_op.get(op)
+        try:
+            known = self._by_op.get(op)
+        except TypeError:  # what cannot be a key
+            raise no_op(op) from None
         if known is None:
             known = self._by_op[op] = self._of_op(op)
             if known[0]:

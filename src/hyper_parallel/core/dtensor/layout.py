@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.core.dtensor.interned import Interned
 from hyper_parallel.core.dtensor.mesh import DeviceMesh, as_mesh, current_mesh
 from hyper_parallel.core.dtensor.placements import Partial, Placement, Replicate, Shard, as_placement, check_op
@@ -105,6 +106,8 @@ class Layout(Interned):
             ValueError: another number of placements than axes, or a dim that the tensor does not have.
         """
         mesh = as_mesh(mesh, "A layout needs a mesh.")
+        if type(ndim) is not int and (ndim := as_int(ndim)) is None:  # type: ignore[assignment]
+            raise ArgumentTypeError("`ndim` is the number of the tensor's dims.", expected="a whole number", got="none")
         if not hasattr(placements, "__iter__"):
             raise ArgumentTypeError(
                 "Placements come as a list, one per mesh axis.", expected="such as [Shard(0)]", got=describe(placements)
@@ -146,20 +149,20 @@ class Layout(Interned):
         Raises:
             ValueError: the tensor has no such dim.
         """
-        try:
-            return self.axes_per_dim[dim]
-        except IndexError:
+        place = as_int(dim)
+        if place is None or not -self.ndim <= place < self.ndim:
             raise ArgumentError(
-                "The tensor has no such dim.", expected=f"a dim of {self.ndim}", got=str(dim), where=repr(self)
-            ) from None
+                "The tensor has no such dim.", expected=f"a dim of {self.ndim}", got=describe(dim), where=repr(self)
+            )
+        return self.axes_per_dim[place]
 
     def dim_of(self, axis: str) -> int | None:
         """The dim that an axis splits, or None."""
-        return self._dim_of.get(axis)
+        return self._dim_of.get(_checked_name(axis))
 
     def partial_op(self, axis: str) -> str | None:
         """The reduction that is due on an axis, or None."""
-        return self._partial_op.get(axis)
+        return self._partial_op.get(_checked_name(axis))
 
     def replace(self, *, axes_per_dim: Sequence[AxesOfDim] | None = None, partial: PartialAxes | None = None) -> Layout:
         """This layout with other axes per dim, or other partial axes."""
@@ -215,6 +218,12 @@ def layout(*dims: AxesOfDim, mesh: DeviceMesh | None = None, partial: PartialAxe
             do="Write `mesh.layout(...)`, or pass the mesh.",
         )
     return Layout(as_mesh(chosen, "A layout needs a mesh."), dims, partial)
+
+
+def _checked_name(axis: object) -> str:
+    if not isinstance(axis, str):
+        raise ArgumentTypeError("A mesh axis is given by its name.", expected="a text", got=describe(axis))
+    return axis
 
 
 def check_same_mesh(first: Layout, second: Layout) -> None:

@@ -158,15 +158,16 @@ class DeviceMesh(Interned):
         Raises:
             ValueError: the mesh does not have this rank.
         """
-        found = self._coordinates.get(rank)
+        place = as_int(rank)
+        found = None if place is None else self._coordinates.get(place)
         if found is None:
             raise ArgumentError(
-                "The mesh does not have this rank.", expected=f"one of {_some(self.ranks)}", got=repr(rank), where=repr(self)
+                "The mesh does not have this rank.", expected=f"one of {_some(self.ranks)}", got=describe(rank), where=repr(self)
             )  # fmt: skip
         return found
 
     def has_rank(self, rank: int) -> bool:
-        return rank in self._coordinates
+        return as_int(rank) in self._coordinates
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
         """The rank at a coordinate.
@@ -174,14 +175,14 @@ class DeviceMesh(Interned):
         Raises:
             ValueError: the coordinate lies outside of the mesh.
         """
-        if len(coordinate) != self.ndim or not all(
-            0 <= at < size for at, size in zip(coordinate, self.shape, strict=True)
-        ):
+        places = [as_int(at) for at in coordinate] if isinstance(coordinate, (tuple, list)) else []
+        inside = [at for at, size in zip(places, self.shape, strict=False) if at is not None and 0 <= at < size]
+        if not len(inside) == len(places) == self.ndim:
             raise ArgumentError(
                 "The coordinate lies outside of the mesh.",
-                expected=f"one below {self.shape}", got=str(tuple(coordinate)), where=repr(self),
+                expected=f"one below {self.shape}", got=describe(coordinate), where=repr(self),
             )  # fmt: skip
-        return self.ranks[sum(at * stride for at, stride in zip(coordinate, self._strides, strict=True))]
+        return self.ranks[sum(at * stride for at, stride in zip(inside, self._strides, strict=True))]
 
     def ranks_along(self, axes: str | int | Sequence[str | int], rank: int) -> tuple[int, ...]:
         """The ranks that differ from `rank` on these axes alone, itself included; with several axes the last varies fastest."""

@@ -54,6 +54,8 @@ def axis_names_of(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[
         return tuple(f"axis{index}" for index in range(len(shape)))
     if isinstance(names, str):
         names = (names,)
+    if not isinstance(names, Sequence):
+        raise ArgumentTypeError("Mesh axes have names.", expected="a list of texts, one per axis", got=describe(names))
     for name in names:
         if not isinstance(name, str) or not name or name != name.strip():
             raise ArgumentTypeError(

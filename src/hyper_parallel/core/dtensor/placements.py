@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.core.dtensor.interned import Interned
 
 __all__ = ["Partial", "Placement", "REDUCE_OPS", "Replicate", "Shard", "as_placement", "check_op"]
@@ -44,10 +45,11 @@ class Shard(Placement):
         found = cls._made.get(dim) if type(dim) is int else None
         if found is not None:
             return found
-        if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+        place = as_int(dim)
+        if place is None:
             raise ArgumentTypeError("Shard takes a tensor dim.", expected="an int", got=describe(dim))
         made = object.__new__(cls)
-        made._fill(dim=dim.__index__())
+        made._fill(dim=place)
         return cls._made.setdefault(made.dim, made)
 
     def is_shard(self, dim: int | None = None) -> bool:

@@ -200,6 +200,7 @@ class MemoryPlan:
             StateError: this plan, or another one, is applied to it already; or "replan" where several ranks train together.
         """
         check_choices(on_mismatch=on_mismatch, on_oom=on_oom)
+        _part(model, "MemoryPlan.apply")
         if model in self._applied or model in self._managed:
             raise StateError("The plan is applied to this model already.", do="Call `plan.remove(model)` first.")
         self.attach(model, on_mismatch)
@@ -281,8 +282,12 @@ class MemoryPlan:
         Raises:
             StateError: none is.
         """
-        current = self._managed[model].current if model in self._managed else self
-        if model not in current._applied:
+        try:
+            current = self._managed[model].current if model in self._managed else self
+            is_on = model in current._applied
+        except TypeError:  # what cannot be a key is no model
+            is_on = False
+        if not is_on:
             raise StateError("The plan is not applied to this model.", do="Call `plan.apply(model)` first.")
         return current
 
@@ -312,11 +317,21 @@ class MemoryPlan:
 
     def applied(self, model: Any) -> Any:
         """What carries this very plan out on the model."""
-        return self._applied[model][0]
+        return self._entry(model)[0]
+
+    def _entry(self, model: Any) -> tuple[Any, SwapSetting | None]:
+        try:
+            found = self._applied.get(model)
+        except TypeError:  # what cannot be a key is no model
+            found = None
+        if found is None:
+            raise StateError("The plan is not applied to this model.", do="Call `plan.apply(model)` first.")
+        return found
 
     def detach(self, model: Any) -> None:
         """Undo `attach`."""
-        applied, setting = self._applied.pop(model)
+        applied, setting = self._entry(model)
+        del self._applied[model]
         applied.remove()
         if setting is not None:
             setting.undo()
@@ -361,13 +376,14 @@ class MemoryPlan:
         from hyper_parallel.core.planner.planning import check_loss_fn, verified
 
         check_loss_fn(loss_fn)
+        part = _part(model, "MemoryPlan.verify")
         was_applied = model in self._applied or model in self._managed
         replans = was_applied and model in self._managed and self._managed[model].retries_forward
         if was_applied:
             self.remove(model)
         if loss_fn is None and self.origin is not None:
             loss_fn = self.origin.loss_fn
-        plan = verified(self, _part(model, "MemoryPlan.verify"), model, batch, loss_fn)
+        plan = verified(self, part, model, batch, loss_fn)
         plan.origin = self.origin
         if was_applied:
             plan.apply(model, on_oom="replan" if replans else "error")
@@ -446,4 +462,6 @@ def _part(model: Any, call: str) -> Any:
     """The planner's part of the model's framework."""
     if model is None:
         raise ArgumentTypeError(f"`{call}` needs a model.", expected="a module", got="None")
-    return part_of(platform_of(model, call=call), "planner", call)
+    part = part_of(platform_of(model, call=call), "planner", call)
+    part.check_model(model, call)
+    return part

@@ -23,6 +23,7 @@ from hyper_parallel.core.planner.refusal import BudgetError, advice, blocks_word
 from hyper_parallel.core.planner.settings import candidates
 from hyper_parallel.core.planner.table import html_of, residual_parts, text_of
 from hyper_parallel.core.swap.sizes import format_size, parse_size
+from hyper_parallel.platform.regions.batch_words import takes_the_output_alone
 
 _logger = get_logger("planner")
 _KIB = 1024
@@ -455,6 +456,13 @@ def check_loss_fn(loss_fn: Any) -> None:
             "`loss_fn` gives the loss in what the model gives.",
             expected="a function of the model's output, or None",
             got=describe(loss_fn),
+        )
+    if loss_fn is not None and not takes_the_output_alone(loss_fn):
+        raise ArgumentTypeError(
+            "`loss_fn` is given what the model gives, and nothing else.",
+            expected="a function of one argument",
+            got=describe(loss_fn),
+            do="Let it take the target from around it: loss_fn=lambda output: criterion(output, target).",
         )
 
 

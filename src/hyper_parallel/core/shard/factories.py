@@ -11,6 +11,7 @@ from hyper_parallel.core.dtensor.framework import framework_folder
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
 from hyper_parallel.core.shard.local_parts import as_layout, mesh_coordinate
 from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform.arguments import check_flag, check_size, in_our_words
 
 __all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
 
@@ -32,43 +33,55 @@ def full(
     """
 
     def make(framework: Any, spec: Spec, box: Box) -> Any:
-        return framework.filled(box.sizes, fill_value, dtype, device, spec.layout.mesh)
+        with in_our_words("a factory of DTensors", fill_value=fill_value, dtype=dtype, device=device):
+            return framework.filled(box.sizes, fill_value, dtype, device, spec.layout.mesh)
 
     return _made(size, mesh, placements, requires_grad, make)
 
 
-def ones(size: Sequence[int], mesh: Any, placements: Any = None, **options: Any) -> Any:
+def ones(
+    size: Sequence[int], mesh: Any, placements: Any = None, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+) -> Any:  # fmt: skip
     """A DTensor of ones. Options are those of `full`."""
-    return full(size, 1.0, mesh, placements, **options)
+    return full(size, 1.0, mesh, placements, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
-def zeros(size: Sequence[int], mesh: Any, placements: Any = None, **options: Any) -> Any:
+def zeros(
+    size: Sequence[int], mesh: Any, placements: Any = None, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+) -> Any:  # fmt: skip
     """A DTensor of zeros. Options are those of `full`."""
-    return full(size, 0.0, mesh, placements, **options)
+    return full(size, 0.0, mesh, placements, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
-def empty(size: Sequence[int], mesh: Any, placements: Any = None, **options: Any) -> Any:
+def empty(
+    size: Sequence[int], mesh: Any, placements: Any = None, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+) -> Any:  # fmt: skip
     """A DTensor of whatever is in memory. Options are those of `full`."""
-    return full(size, None, mesh, placements, **options)
+    return full(size, None, mesh, placements, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
-def rand(size: Sequence[int], mesh: Any, placements: Any = None, **options: Any) -> Any:
+def rand(
+    size: Sequence[int], mesh: Any, placements: Any = None, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+) -> Any:  # fmt: skip
     """Uniform random numbers, the same whatever the mesh: those of one stream over the whole tensor. Options are those of `full`."""
-    return _drawn("rand", size, mesh, placements, **options)
+    return _drawn("rand", size, mesh, placements, dtype, device, requires_grad)
 
 
-def randn(size: Sequence[int], mesh: Any, placements: Any = None, **options: Any) -> Any:
+def randn(
+    size: Sequence[int], mesh: Any, placements: Any = None, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+) -> Any:  # fmt: skip
     """Normal random numbers, the same whatever the mesh: those of one stream over the whole tensor. Options are those of `full`."""
-    return _drawn("randn", size, mesh, placements, **options)
+    return _drawn("randn", size, mesh, placements, dtype, device, requires_grad)
 
 
 def _drawn(
-    kind: str, size: Sequence[int], mesh: Any, placements: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
-) -> Any:  # fmt: skip
+    kind: str, size: Sequence[int], mesh: Any, placements: Any, dtype: Any, device: Any, requires_grad: bool
+) -> Any:
     """Every rank draws the whole stream, slab by slab, and keeps its part: time for the sake of one stream, not memory."""
 
     def make(framework: Any, spec: Spec, box: Box) -> Any:
-        return framework.drawn(kind, spec, box, dtype, device)
+        with in_our_words(kind, dtype=dtype, device=device):
+            return framework.drawn(kind, spec, box, dtype, device)
 
     return _made(size, mesh, placements, requires_grad, make)
 
@@ -76,8 +89,10 @@ def _drawn(
 def _made(
     size: Sequence[int], mesh: Any, placements: Any, requires_grad: bool, make: Callable[[Any, Spec, Box], Any]
 ) -> Any:
+    size = check_size(size)
+    check_flag(requires_grad, "requires_grad")
     layout = as_layout(mesh, placements, len(size))
-    spec = Spec(layout.without_partial(), tuple(size))
+    spec = Spec(layout.without_partial(), size)
     box = box_of(spec.layout, spec.shape, mesh_coordinate(layout.mesh))
     folder = framework_folder("a factory of DTensors")
     glue = _OP_DISPATCHER.glue_of(importlib.import_module(folder).DTensor)

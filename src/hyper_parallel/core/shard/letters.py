@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from hyper_parallel._base.errors import ArgumentError
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.core.shard.strategies import P, Place, R, S, Strategy
 
 __all__ = ["parse", "strategies_of", "terms_for"]
@@ -19,6 +19,10 @@ def parse(equation: str) -> tuple[list[list[str]], list[str]]:
     Raises:
         ValueError: it has no arrow, a name twice in one term, or a name in the output that no input has.
     """
+    if not isinstance(equation, str):
+        raise ArgumentTypeError(
+            "This is not an equation of dims.", expected='a text such as "... k, n k -> ... n"', got=describe(equation)
+        )
     left, arrow, right = equation.partition("->")
     inputs = [_names(term, equation) for term in left.split(",")]
     output = _names(right, equation)

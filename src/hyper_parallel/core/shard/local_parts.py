@@ -13,6 +13,7 @@ from hyper_parallel.core.dtensor.placements import Placement
 from hyper_parallel.core.dtensor.redistribution.platform_transport import LocalTensors, PlatformTransport
 from hyper_parallel.core.shard.communication_log import note
 from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform.arguments import check_size
 
 __all__ = ["as_layout", "checked_spec", "mesh_coordinate", "noted_transport"]
 
@@ -72,7 +73,7 @@ def checked_spec(local: Any, layout: Layout, shape: Sequence[int] | None, run_ch
         )
     coordinate = mesh_coordinate(layout.mesh)
     parts = [math.prod(layout.mesh.size(axis) for axis in axes) for axes in layout.axes_per_dim]
-    whole = tuple(shape) if shape is not None else tuple(n * p for n, p in zip(mine, parts, strict=True))
+    whole = check_size(shape, "shape") if shape is not None else tuple(n * p for n, p in zip(mine, parts, strict=True))
     spec = Spec(layout, whole)
     expected = spec.local_shape_at(coordinate)
     problem = None if expected == mine else f"{list(mine)}, where {spec} has {list(expected)}"

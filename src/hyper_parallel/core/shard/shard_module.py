@@ -55,12 +55,15 @@ def shard_module(module: Any, mesh: DeviceMesh, plan: ShardPlan | Mapping[str, M
     from hyper_parallel.platform import platform_of
 
     if not isinstance(plan, ShardPlan):
-        wrong = set(plan) - {"parameters", "inputs", "outputs"}
-        if wrong:
+        wrong = [part for part in plan if part not in ("parameters", "inputs", "outputs")] if _is_table(plan) else plan
+        if not _is_table(plan) or wrong:
             raise ArgumentError(
-                "A plan has three parts.", expected="parameters, inputs and outputs", got=", ".join(sorted(wrong))
-            )
+                "A plan has three parts.", expected="a ShardPlan, or a dict of parameters, inputs and outputs", got=describe(wrong)
+            )  # fmt: skip
         plan = ShardPlan(**plan)
+    for part in (plan.parameters, plan.inputs, plan.outputs):
+        if not _is_table(part) or not all(isinstance(name, str) for name in part):
+            raise ArgumentTypeError("A part of a plan is layouts by name.", expected="a dict", got=describe(part))
     platform = platform_of(module, call="shard_module")
     mesh = as_mesh(mesh, "A module is sharded over a mesh.")
     parameters = platform.parameters_dict(module)
@@ -94,6 +97,10 @@ def shard_module(module: Any, mesh: DeviceMesh, plan: ShardPlan | Mapping[str, M
             functools.partial(_lay_out_outputs, folder, mesh, wanted, name or "the module")
         )
     return module
+
+
+def _is_table(thing: object) -> bool:
+    return isinstance(thing, Mapping)
 
 
 def custom_shard(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from fractions import Fraction
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.whole_numbers import as_int
 
 _LETTERS = "kmgtp"
 _UNITS = {
@@ -34,9 +34,9 @@ def parse_size(value: object, name: str) -> int:
     """
     if isinstance(value, str):
         return _parse_text(value, name)
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    num_bytes = as_int(value)
+    if num_bytes is None:
         raise ArgumentTypeError(f"{name} is no size.", expected=ACCEPTED, got=describe(value))
-    num_bytes = operator.index(value)
     if num_bytes < 0:
         raise ArgumentError(f"{name} is negative.", expected=ACCEPTED, got=describe(value))
     return num_bytes

@@ -70,6 +70,8 @@ class Storage:
 
     def follow(self, engine: SwapEngine, group: Group) -> None:
         """Count what the engine saves in `group` as part of this storage."""
+        if not isinstance(group, Group):
+            raise ArgumentTypeError("A storage follows a group of an engine.", expected="a Group", got=describe(group))
         self._followed.append(_Followed(engine, weakref.ref(group)))
 
 

@@ -13,7 +13,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.graph.api import _no_grad
 
 from hyper_parallel._base.errors import StateError
-from hyper_parallel.platform.arguments import check_norm_arguments
+from hyper_parallel.platform.arguments import check_flag, check_norm_arguments, check_parameters
 from hyper_parallel.platform.mindspore.devices import Devices
 from hyper_parallel.platform.mindspore.tensors import is_whole
 
@@ -33,6 +33,7 @@ class Gradients:
         accepted for compatibility and has no effect.
         """
         norm_type = check_norm_arguments(max_norm, norm_type)
+        check_flag(error_if_nonfinite, "error_if_nonfinite")
         with_grad = [p for p in _as_parameters(parameters) if p._grad is not None]
         with _no_grad():
             if any(hasattr(p, "_local_tensor") for p in with_grad):
@@ -122,4 +123,4 @@ def _as_parameters(parameters: Any) -> list[Tensor]:
         return list(parameters.get_parameters())
     if isinstance(parameters, Tensor):
         return [parameters]
-    return list(parameters)
+    return check_parameters(parameters, Tensor, "clip_grad_norm_")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from mindspore import Parameter, ParameterTuple, Tensor, mint, nn
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
-from hyper_parallel.platform.arguments import check_module, found_parameter
+from hyper_parallel.platform.arguments import check_hook, check_module, found_parameter
 from hyper_parallel.platform.micro_batch import MicroBatch
 from hyper_parallel.platform.mindspore.communication import Communication
 
@@ -83,7 +83,7 @@ class Modules:
     def register_forward_pre_hook(
         module: nn.Cell, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
-        check_module(module, nn.Cell, "register_forward_pre_hook")
+        check_hook(module, nn.Cell, hook, "register_forward_pre_hook", prepend=prepend, with_kwargs=with_kwargs)
         _FORWARD_PRE.prepare(module)
         return _HookHandle(
             module, _FORWARD_PRE, module.register_forward_pre_hook(hook, with_kwargs=with_kwargs), prepend
@@ -91,13 +91,13 @@ class Modules:
 
     @staticmethod
     def register_full_backward_hook(module: nn.Cell, hook: Callable[..., Any], prepend: bool = False) -> Any:
-        check_module(module, nn.Cell, "register_full_backward_hook")
+        check_hook(module, nn.Cell, hook, "register_full_backward_hook", prepend=prepend)
         _BACKWARD.prepare(module)
         return _HookHandle(module, _BACKWARD, module.register_backward_hook(_forgets_when_it_raises(hook)), prepend)
 
     @staticmethod
     def register_full_backward_pre_hook(module: nn.Cell, hook: Callable[..., Any], prepend: bool = False) -> Any:
-        check_module(module, nn.Cell, "register_full_backward_pre_hook")
+        check_hook(module, nn.Cell, hook, "register_full_backward_pre_hook", prepend=prepend)
         _BACKWARD_PRE.prepare(module)
         return _HookHandle(module, _BACKWARD_PRE, module.register_backward_pre_hook(hook), prepend)
 

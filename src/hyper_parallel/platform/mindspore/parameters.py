@@ -14,6 +14,7 @@ from mindspore.nn.cell import register_cell_buffer_registration_hook
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
 from hyper_parallel.platform.arguments import (
+    check_flag,
     check_module,
     check_same_shape,
     check_size,
@@ -30,7 +31,7 @@ class Parameters:
     def new_zero_parameter(param_shape: Sequence[int], param_type: Any, requires_grad: bool, device: Any) -> Parameter:
         size = check_size(param_shape, "param_shape")
         zeros = filled(size, 0, to_dtype(param_type), to_device_or_none(device), "new_zero_parameter")
-        return new_parameter(zeros, requires_grad=requires_grad)
+        return new_parameter(zeros, requires_grad=check_flag(requires_grad, "requires_grad"))
 
     @staticmethod
     def get_param_local_shape(param: Tensor) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from mindspore.graph.api import _no_grad
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.platform import slicing, trees
-from hyper_parallel.platform.arguments import check_size, check_tensor, check_tensors
+from hyper_parallel.platform.arguments import check_flag, check_size, check_tensor, check_tensors, in_our_words
 from hyper_parallel.platform.mindspore.devices import Devices, to_device_or_none
 from hyper_parallel.platform.mindspore.dtypes import check_computable, to_dtype, to_dtype_or
 
@@ -71,6 +71,11 @@ class Tensors:
     @staticmethod
     def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         parts = check_tensors(tensors, Tensor, "cat")
+        with in_our_words("cat", tensors=parts, dim=dim):
+            return Tensors._cat(parts, dim)
+
+    @staticmethod
+    def _cat(parts: list[Tensor], dim: int) -> Tensor:
         if any(part.dtype != parts[0].dtype for part in parts):
             dtype = functools.reduce(_common_dtype, [part.dtype for part in parts])
             parts = [_cast(part, dtype, "cat") for part in parts]
@@ -87,7 +92,8 @@ class Tensors:
     def arange(start: Any, end: Any = None, step: Any = 1, dtype: Any = None, device: Any = None) -> Tensor:
         if end is None:
             start, end = 0, start
-        return _arange(start, end, step, to_dtype_or(dtype, mindspore.int64), to_device_or_none(device))
+        with in_our_words("arange", start=start, end=end, step=step):
+            return _arange(start, end, step, to_dtype_or(dtype, mindspore.int64), to_device_or_none(device))
 
     @staticmethod
     def zeros(size: Sequence[int], dtype: Any = None, device: Any = None) -> Tensor:
@@ -102,7 +108,8 @@ class Tensors:
     def full(size: Sequence[int], fill_value: Any, dtype: Any = None, device: Any = None) -> Tensor:
         """A size filled with one value, float32 unless told."""
         dtype = to_dtype_or(dtype, mindspore.float32)
-        return filled(check_size(size), fill_value, dtype, to_device_or_none(device), "full")
+        with in_our_words("full", size=size, fill_value=fill_value):
+            return filled(check_size(size), fill_value, dtype, to_device_or_none(device), "full")
 
     @staticmethod
     def empty(size: Sequence[int], dtype: Any = None, device: Any = None) -> Tensor:
@@ -114,13 +121,15 @@ class Tensors:
     def full_like(tensor: Tensor, fill_value: Any, dtype: Any = None) -> Tensor:
         check_tensor(tensor, Tensor, "full_like")
         device = "meta" if tensor.is_meta else None
-        return filled(tensor.shape, fill_value, to_dtype_or(dtype, tensor.dtype), device, "full_like")
+        with in_our_words("full_like", fill_value=fill_value):
+            return filled(tensor.shape, fill_value, to_dtype_or(dtype, tensor.dtype), device, "full_like")
 
     @staticmethod
     def empty_like(tensor: Tensor, *, dtype: Any = None, device: Any = None, pin_memory: bool = False) -> Tensor:
         check_tensor(tensor, Tensor, "empty_like")
         dtype = to_dtype_or(dtype, tensor.dtype)
         target = to_device_or_none(device)
+        check_flag(pin_memory, "pin_memory")
         # Pinned memory is host memory that an accelerator reads directly: without one there is nothing to pin for.
         if pin_memory and target == "CPU" and Devices.device_type() != "cpu":
             return mint.empty_like(tensor, dtype=dtype, device=target, pin_memory=True)

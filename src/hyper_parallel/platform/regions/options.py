@@ -64,7 +64,9 @@ def as_impl(value: Any) -> CheckpointImpl:
 
 
 def check_reentrant(impl: CheckpointImpl, options: dict[str, Any]) -> None:
-    given = [name for name in ("policy_fn", "swap_inputs") if options.get(name) not in (None, False)]
+    given = [
+        name for name in ("policy_fn", "swap_inputs") if options.get(name) is not None and options[name] is not False
+    ]
     if impl is CheckpointImpl.REENTRANT and given:
         raise ArgumentError(
             "Reentrant recomputation sees neither ops nor saved tensors.",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hyper_parallel._base.errors import StateError
-from hyper_parallel.platform.arguments import check_norm_arguments
+from hyper_parallel.platform.arguments import check_flag, check_norm_arguments, check_parameters
 
 
 class Gradients:
@@ -26,6 +26,7 @@ class Gradients:
         `foreach` is accepted for compatibility and has no effect.
         """
         norm_type = check_norm_arguments(max_norm, norm_type)
+        check_flag(error_if_nonfinite, "error_if_nonfinite")
         grads = [p.grad for p in _as_parameters(parameters) if p.grad is not None]
         is_distributed = any(hasattr(grad, "_local_tensor") for grad in grads)
         if is_distributed:
@@ -56,4 +57,4 @@ def _as_parameters(parameters: Any) -> list[torch.Tensor]:
         return list(parameters.parameters())
     if isinstance(parameters, torch.Tensor):
         return [parameters]
-    return list(parameters)
+    return check_parameters(parameters, torch.Tensor, "clip_grad_norm_")

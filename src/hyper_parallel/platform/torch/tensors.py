@@ -11,7 +11,7 @@ import torch
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.platform import slicing, trees
-from hyper_parallel.platform.arguments import check_size, check_tensor, check_tensors
+from hyper_parallel.platform.arguments import check_flag, check_size, check_tensor, check_tensors, in_our_words
 from hyper_parallel.platform.torch.dtypes import to_dtype, to_dtype_or
 
 
@@ -64,7 +64,9 @@ class Tensors:
 
     @staticmethod
     def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-        return torch.cat(check_tensors(tensors, torch.Tensor, "cat"), dim)
+        parts = check_tensors(tensors, torch.Tensor, "cat")
+        with in_our_words("cat", tensors=parts, dim=dim):
+            return torch.cat(parts, dim)
 
     @staticmethod
     def construct_strided_slice(
@@ -80,52 +82,63 @@ class Tensors:
     def arange(start: Any, end: Any = None, step: Any = 1, dtype: Any = None, device: Any = None) -> torch.Tensor:
         if end is None:
             start, end = 0, start
-        return torch.arange(start, end, step, dtype=to_dtype_or(dtype, torch.int64), device=device)
+        with in_our_words("arange", start=start, end=end, step=step, device=device):
+            return torch.arange(start, end, step, dtype=to_dtype_or(dtype, torch.int64), device=device)
 
     @staticmethod
     def zeros(size: Sequence[int], dtype: Any = None, device: Any = None) -> torch.Tensor:
-        return torch.zeros(check_size(size), dtype=to_dtype_or(dtype, torch.float32), device=device)
+        with in_our_words("zeros", size=size, device=device):
+            return torch.zeros(check_size(size), dtype=to_dtype_or(dtype, torch.float32), device=device)
 
     @staticmethod
     def ones(size: Sequence[int], dtype: Any = None, device: Any = None) -> torch.Tensor:
         """Ones of a size, float32 unless told."""
-        return torch.ones(check_size(size), dtype=to_dtype_or(dtype, torch.float32), device=device)
+        with in_our_words("ones", size=size, device=device):
+            return torch.ones(check_size(size), dtype=to_dtype_or(dtype, torch.float32), device=device)
 
     @staticmethod
     def full(size: Sequence[int], fill_value: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
         """A size filled with one value, float32 unless told."""
-        return torch.full(check_size(size), fill_value, dtype=to_dtype_or(dtype, torch.float32), device=device)
+        with in_our_words("full", size=size, fill_value=fill_value, device=device):
+            return torch.full(check_size(size), fill_value, dtype=to_dtype_or(dtype, torch.float32), device=device)
 
     @staticmethod
     def empty(size: Sequence[int], dtype: Any = None, device: Any = None) -> torch.Tensor:
         """An uninitialised tensor of a size, float32 unless told."""
-        return torch.empty(check_size(size), dtype=to_dtype_or(dtype, torch.float32), device=device)
+        with in_our_words("empty", size=size, device=device):
+            return torch.empty(check_size(size), dtype=to_dtype_or(dtype, torch.float32), device=device)
 
     @staticmethod
     def full_like(tensor: torch.Tensor, fill_value: Any, dtype: Any = None) -> torch.Tensor:
         check_tensor(tensor, torch.Tensor, "full_like")
-        return torch.full_like(tensor, fill_value, dtype=to_dtype_or(dtype, tensor.dtype))
+        with in_our_words("full_like", fill_value=fill_value):
+            return torch.full_like(tensor, fill_value, dtype=to_dtype_or(dtype, tensor.dtype))
 
     @staticmethod
     def empty_like(
         tensor: torch.Tensor, *, dtype: Any = None, device: Any = None, pin_memory: bool = False
     ) -> torch.Tensor:
         check_tensor(tensor, torch.Tensor, "empty_like")
-        target = tensor.device if device is None else torch.device(device)
+        check_flag(pin_memory, "pin_memory")
+        with in_our_words("empty_like", device=device):
+            target = tensor.device if device is None else torch.device(device)
         # Pinned memory is host memory that an accelerator reads directly: without one there is nothing to pin for.
         can_pin = pin_memory and target.type == "cpu" and torch.accelerator.is_available()
         return torch.empty_like(tensor, dtype=to_dtype_or(dtype, tensor.dtype), device=target, pin_memory=can_pin)
 
     @staticmethod
     def new_tensor(tensor_shape: Sequence[int], tensor_type: Any, device: Any) -> torch.Tensor:
-        return torch.empty(check_size(tensor_shape, "tensor_shape"), dtype=to_dtype(tensor_type), device=device)
+        with in_our_words("new_tensor", tensor_shape=tensor_shape, device=device):
+            return torch.empty(check_size(tensor_shape, "tensor_shape"), dtype=to_dtype(tensor_type), device=device)
 
     @staticmethod
     def new_zero_parameter(
         param_shape: Sequence[int], param_type: Any, requires_grad: bool, device: Any
     ) -> torch.nn.Parameter:
-        zeros = torch.zeros(check_size(param_shape, "param_shape"), dtype=to_dtype(param_type), device=device)
-        return torch.nn.Parameter(zeros, requires_grad=requires_grad)
+        check_flag(requires_grad, "requires_grad")
+        with in_our_words("new_zero_parameter", param_shape=param_shape, device=device):
+            zeros = torch.zeros(check_size(param_shape, "param_shape"), dtype=to_dtype(param_type), device=device)
+            return torch.nn.Parameter(zeros, requires_grad=requires_grad)
 
     @staticmethod
     def set_tensor_requires_grad(input_tensor: torch.Tensor) -> torch.Tensor:

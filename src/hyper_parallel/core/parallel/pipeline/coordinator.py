@@ -426,7 +426,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _check_role(role: object) -> None:
-    if role not in (COMPUTE, COMM):
+    if not isinstance(role, str) or role not in (COMPUTE, COMM):
         raise ArgumentError("There is no such role.", expected=f"{COMPUTE!r} or {COMM!r}", got=describe(role))
 
 

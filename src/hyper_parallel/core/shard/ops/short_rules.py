@@ -58,8 +58,13 @@ class StrategyRule(DistributedOp):
         *,
         override: bool = False,
     ) -> None:
+        if not _is_list(strategies):
+            raise _no_strategies(strategies)
         if not strategies:
             raise ArgumentError("A rule needs a strategy.", expected="at least one", got="none")
+        for each in strategies:
+            if not isinstance(each, (tuple, list)) or len(each) != 2 or not all(map(_is_list, each)):
+                raise _no_strategies(each)
         found = [Strategy(_places(inputs), _places(outputs)) for inputs, outputs in strategies]
         lengths = {(len(each.inputs), len(each.outputs)) for each in found}
         if len(lengths) != 1:
@@ -85,6 +90,18 @@ class StrategyRule(DistributedOp):
             for i in range(self._num_outputs)
         ]
         return choose(tensors, self._strategies, ndims)
+
+
+def _is_list(thing: object) -> bool:
+    return isinstance(thing, (tuple, list))
+
+
+def _no_strategies(got: object) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        "A rule is made of strategies: the placements of the inputs, and those of the outputs.",
+        expected="such as [([Shard(0), Replicate()], [Shard(0)])]",
+        got=describe(got),
+    )
 
 
 def _places(placements: Sequence[Placement]) -> tuple[Place, ...]:

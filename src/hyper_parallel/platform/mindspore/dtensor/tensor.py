@@ -148,7 +148,7 @@ class DTensor(Looks, Tensor):
         layout = self._spec.layout
         if isinstance(mesh, (list, tuple)) and placements is None:
             mesh, placements = None, mesh
-        target = as_layout(mesh or layout.mesh, placements, layout.ndim)
+        target = as_layout(layout.mesh if mesh is None else mesh, placements, layout.ndim)
         if target.mesh is not layout.mesh:
             raise ArgumentError(
                 "A tensor cannot be redistributed to another mesh.", expected=repr(layout.mesh), got=repr(target.mesh)

@@ -3,7 +3,14 @@
 from hyper_parallel.platform.mindspore.planner.applying import Applied
 from hyper_parallel.platform.mindspore.planner.memory import free_bytes
 from hyper_parallel.platform.mindspore.planner.profiling import ProfiledModel
-from hyper_parallel.platform.mindspore.planner.signature import all_facts, batch_bytes, forward_of, look, model_facts
+from hyper_parallel.platform.mindspore.planner.signature import (
+    all_facts,
+    batch_bytes,
+    check_model,
+    forward_of,
+    look,
+    model_facts,
+)
 from hyper_parallel.platform.mindspore.planner.surroundings import attempt, check_alone, device_of
 
 __all__ = [
@@ -13,6 +20,7 @@ __all__ = [
     "attempt",
     "batch_bytes",
     "check_alone",
+    "check_model",
     "device_of",
     "forward_of",
     "free_bytes",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import mindspore
 from mindspore import Parameter, Tensor, nn
 
+from hyper_parallel.platform.arguments import check_module
 from hyper_parallel.platform.mindspore.planner.meters import is_cpu
 from hyper_parallel.platform.mindspore.planner.surroundings import device_of, tensors_of
 from hyper_parallel.platform.regions.batch_fit import tensor_fields
@@ -52,6 +53,11 @@ def look(batch: Any) -> Any:
         return batch
     fields = tensor_fields(batch)
     return {name: look(each) for name, each in fields.items()} if fields else type(batch).__name__
+
+
+def check_model(model: Any, call: str) -> None:
+    """Raises TypeError where it is none."""
+    check_module(model, nn.Cell, call)
 
 
 def forward_of(model: nn.Cell) -> Callable[..., Any]:

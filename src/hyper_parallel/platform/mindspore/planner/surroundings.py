@@ -18,6 +18,7 @@ from mindspore.graph.api import _no_grad, _pynative_executor
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, ComesLaterError, describe
 from hyper_parallel.platform.mindspore.activation_checkpoint.random_ops import SeedState
 from hyper_parallel.platform.mindspore.activation_checkpoint.storages import unseen
+from hyper_parallel.platform.regions.batch_words import telling_of_the_batch
 from hyper_parallel.platform.trees import leaves
 
 LossFn = Callable[[Any], Any]
@@ -64,11 +65,12 @@ def device_of(model: nn.Cell) -> str:
 
 def call(model: nn.Cell, batch: Any) -> Any:
     """The model's output for a batch: a tensor, a tuple of arguments, or a dict of keywords."""
-    if isinstance(batch, dict):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return model(batch)
+    with telling_of_the_batch(batch, type(model).construct, "mindspore.Tensor(array)"):
+        if isinstance(batch, dict):
+            return model(**batch)
+        if isinstance(batch, (tuple, list)):
+            return model(*batch)
+        return model(batch)
 
 
 def loss_of(output: Any, loss_fn: LossFn | None) -> Tensor:

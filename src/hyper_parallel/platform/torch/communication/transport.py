@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
+from hyper_parallel.platform.arguments import in_our_words
 from hyper_parallel.platform.communication.board import Board
 from hyper_parallel.platform.communication.handles import Handle
 from hyper_parallel.platform.communication.reductions import Reduction
@@ -104,7 +105,8 @@ class TorchTransport(Transport):
             backend = _BACKENDS.get(Devices.device_type(), "gloo")
         self._timeout = settings["timeout"]
         given = {name: value for name, value in settings.items() if value is not None}
-        dist.init_process_group(backend, **given)
+        with in_our_words("init_process_group", backend=backend, **given):
+            dist.init_process_group(backend, **given)
 
     def end(self, group: Any) -> None:
         if group is None:

@@ -13,6 +13,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placements import Partial, Placement, Shard, as_placement
 from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform.arguments import in_our_words
 from hyper_parallel.platform.torch.dtensor.tensor import DTensor, wrapped
 
 __all__ = ["from_torch", "mesh_from_torch", "mesh_to_torch", "to_torch"]
@@ -25,7 +26,8 @@ def mesh_to_torch(mesh: DeviceMesh) -> NativeMesh:
     found = _native_meshes.get(mesh)
     if found is None:
         ranks = torch.tensor(mesh.ranks).reshape(mesh.shape)
-        found = NativeMesh(mesh.device_type, ranks, mesh_dim_names=mesh.axis_names)
+        with in_our_words("to_torch", mesh=mesh):
+            found = NativeMesh(mesh.device_type, ranks, mesh_dim_names=mesh.axis_names)
         _native_meshes[mesh] = found
     return found
 

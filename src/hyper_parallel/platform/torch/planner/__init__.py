@@ -6,7 +6,14 @@ from hyper_parallel.platform.torch.planner.applying import Applied
 from hyper_parallel.platform.torch.planner.memory import free_bytes
 from hyper_parallel.platform.torch.planner.out_of_memory import attempt, said_in_backward
 from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
-from hyper_parallel.platform.torch.planner.signature import all_facts, batch_bytes, forward_of, look, model_facts
+from hyper_parallel.platform.torch.planner.signature import (
+    all_facts,
+    batch_bytes,
+    check_model,
+    forward_of,
+    look,
+    model_facts,
+)
 from hyper_parallel.platform.torch.planner.step_state import StepState
 from hyper_parallel.platform.torch.planner.surroundings import (
     PatchedForward,
@@ -29,6 +36,7 @@ __all__ = [
     "batch_bytes",
     "batch_of",
     "check_alone",
+    "check_model",
     "device_of",
     "forward_of",
     "free_bytes",

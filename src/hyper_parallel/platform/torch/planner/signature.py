@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hyper_parallel.platform.arguments import check_module
 from hyper_parallel.platform.regions.batch_fit import tensor_fields
 from hyper_parallel.platform.torch.planner.surroundings import Arguments, device_of, tensors_of
 
@@ -39,6 +40,11 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         "parameters": {name: _look(tensor) for name, tensor in model.named_parameters()},
         "device": device_name(device_of(model)),
     }
+
+
+def check_model(model: Any, call: str) -> None:
+    """Raises TypeError where it is none."""
+    check_module(model, nn.Module, call)
 
 
 def forward_of(model: nn.Module) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
+from hyper_parallel.platform.regions.batch_words import telling_of_the_batch
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.planner.model_state import ModelState
 from hyper_parallel.platform.trees import leaves, map_leaves
@@ -246,11 +247,12 @@ def call(model: nn.Module, batch: Any) -> Any:
     """The model's output for a batch: a tensor, a tuple of arguments, a dict of keywords, or both."""
     if isinstance(batch, Arguments):
         return model(*batch.args, **batch.kwargs)
-    if isinstance(batch, dict) or hasattr(batch, "keys"):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return model(batch)
+    with telling_of_the_batch(batch, type(model).forward, "torch.as_tensor(array)"):
+        if isinstance(batch, dict) or hasattr(batch, "keys"):
+            return model(**batch)
+        if isinstance(batch, (tuple, list)):
+            return model(*batch)
+        return model(batch)
 
 
 def loss_of(output: Any, loss_fn: LossFn | None) -> torch.Tensor:

@@ -1,0 +1,96 @@
+"""What is said when a model cannot be called with the batch that it is planned for: a loader, an array of NumPy, a dict or a tuple that it does not take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError, describe
+
+_WHAT = "The model cannot be called with this batch."
+
+
+@contextmanager
+def telling_of_the_batch(batch: Any, forward: Callable[..., Any], to_tensor: str) -> Iterator[None]:
+    """Around the call of a model. Only where it failed is the batch looked at: hooks may change what a model is given.
+
+    Args:
+        batch: as the user gave it.
+        forward: the model's own, whose first argument is the model.
+        to_tensor: how an array becomes a tensor of the framework.
+    """
+    try:
+        yield
+    except HyperParallelError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        told = _told(batch, forward, to_tensor)
+        if told is None:
+            raise
+        raise told from error
+
+
+def _told(batch: Any, forward: Callable[..., Any], to_tensor: str) -> HyperParallelError | None:
+    array = next((each for each in _leaves(batch) if type(each).__module__ == "numpy"), None)
+    if array is not None:
+        return ArgumentTypeError(
+            _WHAT, expected="tensors of the framework", got=describe(array), do=f"Convert it: {to_tensor}."
+        )
+    is_table = isinstance(batch, Mapping) or hasattr(type(batch), "keys")
+    if not is_table and not isinstance(batch, (tuple, list, str, bytes)) and _gives_batches(batch):
+        return ArgumentTypeError(
+            _WHAT, expected="one batch", got=describe(batch), do="Take one of it: batch = next(iter(loader))."
+        )
+    if is_table and not _takes(forward, (), batch):
+        return ArgumentError(
+            _WHAT,
+            expected="a dict of the model's keywords",
+            got=f"the keywords {describe(list(batch.keys()))}",
+            do="For one argument that is a dict give `(batch,)`.",
+        )
+    if isinstance(batch, (tuple, list)) and not _takes(forward, tuple(batch), {}):
+        return ArgumentError(
+            _WHAT,
+            expected="a tuple of the model's arguments",
+            got=f"{len(batch)} arguments",
+            do="Give the inputs only. The loss is given the output only; the target comes from around it: "
+            "loss_fn=lambda output: criterion(output, target).",
+        )
+    return None
+
+
+def takes_the_output_alone(loss_fn: Callable[..., Any]) -> bool:
+    """Whether it can be called with one argument, as far as can be seen. `nn.MSELoss()` cannot."""
+    own = next((name for name in ("forward", "construct") if hasattr(type(loss_fn), name)), None)
+    return _takes(loss_fn if own is None else getattr(loss_fn, own), (), {})
+
+
+def _takes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[Any, Any]) -> bool:
+    """With one argument before: the module itself, or the output."""
+    try:
+        signature = inspect.signature(function)
+    except Exception:  # of a builtin, of the user's own making
+        return True
+    try:
+        signature.bind(None, *args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _gives_batches(thing: Any) -> bool:
+    """A loader, a data set, a generator: gone through, and no tensor."""
+    kind = type(thing)
+    return (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")) and not hasattr(kind, "shape")
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    if isinstance(tree, (tuple, list)):
+        for each in tree:
+            yield from _leaves(each)
+    else:
+        yield tree
