@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from hyper_parallel._base.errors import ArgumentError, describe
 from hyper_parallel.platform.regions.put_back import PutBack
 
 _LEAVES: frozenset[type] = frozenset({bool, int, float, complex, str, bytes, type(None), range, type(Ellipsis)})
@@ -128,6 +129,24 @@ class as_then(PutBack):  # noqa: N801 - used like a function
 
     def put_back(self) -> None:
         self._now.put_back()
+
+
+def check_no_iterators(modules: Iterable[tuple[str, Any]]) -> None:
+    """Refuse modules, each with its name, that have as an attribute what cannot be put back.
+
+    Raises:
+        ArgumentError (a ValueError): it is named.
+    """
+    for path, module in modules:
+        for name, value in vars(module).items():
+            if isinstance(value, types.GeneratorType) or type(value).__module__ == "itertools":
+                raise ArgumentError(
+                    "Planning runs some steps, and what a module takes from an iterator there cannot be put back.",
+                    expected="lists, numbers, generators of random numbers: all that can be set back",
+                    got=describe(value),
+                    where=".".join(filter(None, (path, name))),
+                    do="Let the module keep a list and an index, or give what it takes as an argument.",
+                )
 
 
 class _Attributes:
@@ -399,4 +418,4 @@ _NUMPY_RANDOM_STATE = Saved(
 )
 _ARRAY = Saved(lambda array: array.copy(), _write_array, _same_state)
 
-__all__ = ["Framework", "PythonState", "Saved", "as_then"]
+__all__ = ["Framework", "PythonState", "Saved", "as_then", "check_no_iterators"]

@@ -35,6 +35,7 @@ from hyper_parallel.platform.mindspore.planner.applying import looks_of
 from hyper_parallel.platform.mindspore.planner.blocks import check_ran, find_blocks, suggested
 from hyper_parallel.platform.mindspore.planner.link import measure_link
 from hyper_parallel.platform.mindspore.planner.meters import Clock, is_cpu, memory_meter
+from hyper_parallel.platform.mindspore.planner.model_state import ModelState
 from hyper_parallel.platform.mindspore.planner.surroundings import LossFn, device_of, preserved, run_step, tensors_of
 from hyper_parallel.platform.regions.replacement import replace
 from hyper_parallel.platform.regions.spans import Span
@@ -103,12 +104,19 @@ class ProfiledModel:
 
     # -- measuring ------------------------------------------------------------------------------------------------------
 
-    def step(self, at_turn: Callable[[], None] | None = None) -> float:
-        return run_step(self.model, self.batch, self.loss_fn, at_turn)
+    def step(self, meter: Any = None) -> float:
+        """One step that begins like every other; marked as "start", "turn" and "end" where a meter is given."""
+        with self.preserved() as state, state.next_step():
+            if meter is None:
+                return run_step(self.model, self.batch, self.loss_fn)
+            meter.mark("start")
+            loss = run_step(self.model, self.batch, self.loss_fn, lambda: meter.mark("turn"))
+            meter.mark("end")
+            return loss
 
-    def preserved(self) -> contextlib.AbstractContextManager[None]:
+    def preserved(self) -> contextlib.AbstractContextManager[ModelState]:
         """For several steps in a row: within, and afterwards, as `preserved` says."""
-        return preserved(self.model)
+        return preserved(self.model, self.batch, self.loss_fn)
 
     def look_for_writes(self) -> None:
         """Nothing: `preserved` has copies of what steps may write."""
@@ -119,11 +127,10 @@ class ProfiledModel:
 
     def peak_bytes(self) -> int:
         """The highest point of one step above where it began, as the model is now; nothing is changed by it."""
-        with preserved(self.model):
+        with self.preserved():
             meter = memory_meter(self.device, self._outside())
             with meter.running():
-                meter.mark("step")
-                self.step()
+                self.step(meter)
             return max(span.peak_bytes for span in meter.spans())
 
     tells_time = False  # on a CPU the time of a few steps is noise, and nothing was tried on others
@@ -134,14 +141,12 @@ class ProfiledModel:
 
     def step_ms(self, num_steps: int = NUM_TIMED) -> float:
         """The median time of a step, as the model is now."""
-        with preserved(self.model):
+        with self.preserved():
             times = []
             for _ in range(num_steps):
                 clock = Clock(self.device)
-                clock.mark("step")
-                self.step()
-                clock.mark("end")
-                times.append(clock.spans()["step"])
+                self.step(clock)
+                times.append(sum(clock.spans().values()))
             return statistics.median(times)
 
     def profile(self, progress: Progress | None = None) -> Any:
@@ -152,7 +157,7 @@ class ProfiledModel:
 
         say = progress or (lambda what: None)
         base_bytes = self.base_bytes()
-        with preserved(self.model):
+        with self.preserved():
             say("warming up")
             self.step()
             say("measuring times")
@@ -211,9 +216,7 @@ class ProfiledModel:
         """One step with marks where blocks, or the wrappers around them, begin and end."""
         handles = [handle for path, block in blocks.items() for handle in marks.watch(path, block)]
         try:
-            meter.mark("start")
-            self.step(lambda: meter.mark("turn"))
-            meter.mark("end")
+            self.step(meter)
         finally:
             for handle in handles:
                 handle.remove()

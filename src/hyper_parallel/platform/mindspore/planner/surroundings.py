@@ -1,49 +1,46 @@
-"""A step that leaves no trace: the model and the random generators that can be set back are afterwards as they were.
-
-Gradients are results here, not fields of parameters. What cannot be set back is the state in the kernel of a reused `nn.Dropout`.
-"""
+"""A step that leaves no trace: the model and the random generators that can be set back are afterwards as they were (`model_state`)."""
 
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-from mindspore import ParameterTuple, Tensor, nn, ops, value_and_grad
-from mindspore.graph.api import _no_grad, _pynative_executor
+from mindspore import ParameterTuple, Tensor, nn, value_and_grad
+from mindspore.graph.api import _pynative_executor
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, ComesLaterError, describe
-from hyper_parallel.platform.mindspore.activation_checkpoint.random_ops import SeedState
-from hyper_parallel.platform.mindspore.activation_checkpoint.storages import unseen
+from hyper_parallel.platform.mindspore.planner.model_state import ModelState
 from hyper_parallel.platform.regions.batch_words import telling_of_the_batch
 from hyper_parallel.platform.trees import leaves
 
 LossFn = Callable[[Any], Any]
 
 
+_states: weakref.WeakKeyDictionary[nn.Cell, ModelState] = weakref.WeakKeyDictionary()  # of models that are preserved
+
+
 @contextlib.contextmanager
-def preserved(model: nn.Cell) -> Iterator[None]:
-    """Afterwards all is as before, also after Ctrl-C. Parameters that are trained are not changed by a step; running statistics are."""
-    state = [parameter for parameter in model.get_parameters() if not parameter.requires_grad]
-    before = [parameter.asnumpy().copy() for parameter in state]
-    buffers = [(buffer, buffer.asnumpy().copy()) for buffer in model.buffers()]
-    seeds, python = SeedState(), random.getstate()
-    numpy = sys.modules["numpy"].random.get_state()
-    try:
-        yield
-    finally:
-        with unseen(), _no_grad():
-            for parameter, values in zip(state, before, strict=True):
-                if not np.array_equal(parameter.asnumpy(), values, equal_nan=values.dtype.kind == "f"):
-                    ops.assign(parameter, Tensor(values))
-            for buffer, values in buffers:
-                buffer.copy_(Tensor(values))
-        seeds.restore()
-        random.setstate(python)
-        np.random.set_state(numpy)
+def preserved(model: nn.Cell, batch: Any = None, loss_fn: LossFn | None = None) -> Iterator[ModelState]:
+    """Afterwards all is as before, also after Ctrl-C. A `with` block inside of another one puts everything back as well, so that all steps begin alike.
+
+    Raises:
+        ArgumentError (a ValueError): something cannot be put back.
+        StateError: something was not put back.
+    """
+    if (outer := _states.get(model)) is not None:
+        try:
+            yield outer
+        finally:
+            outer.put_back()
+        return
+    with contextlib.ExitStack() as stack:
+        state = ModelState(model, loss_fn, batch=batch)
+        stack.callback(state.end)
+        _states[model] = state
+        stack.callback(_states.pop, model)
+        yield state
 
 
 def device_of(model: nn.Cell) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,8 +18,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel._base.errors import ArgumentError, StateError, describe
-from hyper_parallel.platform.regions.python_state import PythonState
+from hyper_parallel._base.errors import ArgumentError, StateError
+from hyper_parallel.platform.regions.python_state import PythonState, check_no_iterators
 from hyper_parallel.platform.torch.activation_checkpoint.attributes import TORCH
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is_compiled
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
@@ -263,16 +262,7 @@ def _check_modules(model: nn.Module, modules: list[nn.Module]) -> None:
                 where=name,
                 do="Run the model once before planning: `model(batch)`.",
             )
-    for module in modules:
-        for name, value in vars(module).items():
-            if isinstance(value, types.GeneratorType) or type(value).__module__ == "itertools":
-                raise ArgumentError(
-                    "Planning runs some steps, and what a module takes from an iterator there cannot be put back.",
-                    expected="lists, numbers, generators of random numbers: all that can be set back",
-                    got=describe(value),
-                    where=".".join(filter(None, (names.get(module, ""), name))),
-                    do="Let the module keep a list and an index, or give what it takes as an argument.",
-                )
+    check_no_iterators((names.get(module, ""), module) for module in modules)
 
 
 def _lists(module: nn.Module) -> list[dict[Any, Any]]:
