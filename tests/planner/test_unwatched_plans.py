@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
+from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.planner.choices import RECOMPUTE, SAVE, RegionDecision, plain
 from hyper_parallel.core.planner.solver_block import base_of
 from hyper_parallel.platform.torch.planner import ProfiledModel
@@ -160,4 +163,62 @@ def test_ops_that_nobody_planned_have_the_region_watched_and_are_counted_in_ever
         counts.append(applied.mismatches.counts["ops that were not planned"])
     assert [each is not None and each.is_unwatched for each in observers(applied)] == [False, True, True]
     assert counts == [1, 2, 3]
+    applied.remove()
+
+
+class Dropping(nn.Module):
+    """Leaves out layers of its own at random, counts its calls, and takes a number from elsewhere."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        for layer in self.layers:
+            if random.random() < 0.5:
+                x = x + layer(x).tanh() * (self.scale / self.num_calls)
+        return x
+
+
+def by_framework(model: nn.Module) -> Applied:
+    regions = ProfiledModel(model, torch.randn(2, 8, 16), lambda out: out.square().mean()).profile().regions
+    decision = [deciding(region, ()) for region in regions]
+    assert all(each.is_whole for each in decision)
+    return Applied(model, regions, decision, "error", by_framework=True)
+
+
+def test_what_blocks_drop_at_random_and_what_they_count_is_as_in_forward_where_pytorch_recomputes_them() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(*(Dropping() for _ in range(3))))
+    with mock.patch.object(random, "random", return_value=0.0):
+        applied = by_framework(model)
+    plain = copy.deepcopy(model)
+    counts: list[list[int]] = []
+    found = []
+    for each in (plain, model):
+        random.seed(1)
+        found.append([*steps(each, "cpu"), torch.tensor(random.random())])
+        counts.append([block.num_calls for block in each.modules() if type(block) is Dropping])
+    applied.remove()
+    assert counts[0] == counts[1]
+    assert all(map(torch.equal, *found))
+
+
+def test_a_number_that_is_another_one_where_pytorch_recomputes_a_block_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(*(Dropping() for _ in range(3))))
+    monkeypatch.setattr(random, "random", lambda: 0.0)
+    applied = by_framework(model)
+    for block in model[0]:
+        block.num_calls = 0
+    loss = model(torch.randn(2, 8, 16)).sum()
+    monkeypatch.setattr(Dropping, "scale", 2.0)
+    with pytest.raises(StateError, match=r"Expected mul\(tensor, 1\.0\), got mul\(tensor, 2\.0\)"):
+        loss.backward()
     applied.remove()

@@ -7,8 +7,7 @@ both directions, and `run_reentrant` adds the last.
 
 What the first run, the forward, gets are the caller's own containers; recomputation gets new ones with what was in them when
 the call was made. So a module that appends to a list does it once for the caller, and finds the same list again. What it
-appends carries no gradient: only what it returns does. What modules have as Python's own, and Python's and NumPy's generators, are in recomputation as they were, and
-afterwards as they had been before it.
+appends carries no gradient: only what it returns does. What is around it is in recomputation as it was: `repeated_call`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,9 @@ import torch
 from torch import nn
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
-from hyper_parallel.platform.regions.host_randomness import HostRandomness
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
-from hyper_parallel.platform.torch.activation_checkpoint.attributes import as_noted, note_attributes
 from hyper_parallel.platform.torch.activation_checkpoint.left_as_found import left_as_found
-from hyper_parallel.platform.torch.activation_checkpoint.module_paths import modules_in
+from hyper_parallel.platform.torch.activation_checkpoint.repeated_call import RepeatedCall
 from hyper_parallel.platform.trees import leaves, map_leaves
 
 
@@ -59,9 +56,7 @@ class PackedCall:
     """A call as a function of the tensors in its arguments, to the tensors in its result."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._module = module
-        self._attributes = note_attributes(module, modules_in(module))
-        self._host_randomness = HostRandomness()
+        self._module = RepeatedCall(module, is_reentrant=True)
         self._arguments = saved_arguments(args, kwargs)
         # For the forward only: this object lives as long as the graph, and keeping the tensors is autograd's.
         self._given: _Given | None = _Given(tuple(self._arguments.tensors), args, kwargs)
@@ -80,13 +75,7 @@ class PackedCall:
             args, kwargs = given.args, given.kwargs
         else:
             args, kwargs = self._arguments.rebuild(lambda index: tensors[index])
-        if given is not None:
-            made = self._module(*args, **kwargs)
-            self._host_randomness.note_use()
-        else:
-            attributes, host = as_noted(self._attributes), self._host_randomness.again()
-            with left_as_found(attributes, host), attributes, host:
-                made = self._module(*args, **kwargs)
+        made = self._module(*args, **kwargs)
         if isinstance(made, torch.Tensor):
             return made
         if given is not None:

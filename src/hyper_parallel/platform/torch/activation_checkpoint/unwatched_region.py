@@ -21,6 +21,7 @@ from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform.regions.arguments import SavedArguments
 from hyper_parallel.platform.regions.host_randomness import HostRandomness
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
+from hyper_parallel.platform.torch.activation_checkpoint.asked import Asked, Asking, AskingAgain
 from hyper_parallel.platform.torch.activation_checkpoint.attributes import as_noted, note_attributes
 from hyper_parallel.platform.torch.activation_checkpoint.frame import EndOfPass
 from hyper_parallel.platform.torch.activation_checkpoint.inputs import no_leaf
@@ -69,6 +70,7 @@ class UnwatchedRegion:
         self._is_dynamic = is_dynamic
         self._pattern: Pattern | None = None
         self._num_misses = 0
+        self.last: list[Any] | None = None  # what the call before this one asked PyTorch for
 
     @property
     def is_unwatched(self) -> bool:
@@ -143,6 +145,8 @@ class _Frame:
         self._lock = threading.RLock()
         self._passes: dict[int, dict[int, torch.Tensor]] = {}
         self._threads: dict[int, int] = {}  # number of the backward -> the thread it runs in
+        self._asking = Asking(arguments.tensors, region.last)
+        self._asked = Asked([], [], {}, {})
         arguments.forget_tensors()
 
     @property
@@ -155,11 +159,13 @@ class _Frame:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         packer = _Packer(self)
+        asking = self._asking
         try:
-            with torch.autograd.graph.saved_tensors_hooks(packer.pack, _unpack):
+            with torch.autograd.graph.saved_tensors_hooks(asking.aside(packer.pack), _unpack), asking:
                 result = self._function(*args, **kwargs)
         finally:
             packer.frame = None  # autograd keeps the hooks as long as the graph
+            del self._asking
         randomness = self._host_randomness
         if randomness is not None:
             randomness.note_use()
@@ -168,6 +174,8 @@ class _Frame:
         if self._num_saved != len(self._pattern.saved) or self._has_written():
             self._miss()
         if self.is_as_seen:
+            self._asked = asking.asked()
+            self._region.last = self._asked.notes
             for ref in self._dropped:
                 if (dropped := ref()) is not None:
                     dropped.let_go()
@@ -304,7 +312,9 @@ class _Frame:
 
     def _call_again(self, run: SecondRun) -> None:
         with torch.enable_grad():
-            args, kwargs = self._arguments.rebuild(lambda index: self._inputs[index].again(self.name))
+            inputs = [each.again(self.name) for each in self._inputs]
+            args, kwargs = self._arguments.rebuild(inputs.__getitem__)
+        again = AskingAgain(self._asked, inputs, self.name, checks_outside=False)
         states = set_back({state.generator for state in self._random})
         host = _NOTHING if self._host_randomness is None else self._host_randomness.again()
         attributes = as_noted(self._attributes)
@@ -319,16 +329,17 @@ class _Frame:
             parameters,
             around,
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(run.pack, run.unpack),
+            torch.autograd.graph.saved_tensors_hooks(again.aside(run.pack), run.unpack),
         ):
             for state in self._random:
                 state.restore()
             run.begin()
             try:
-                with SecondMode(run):
+                with SecondMode(run), again:
                     self._function(*args, **kwargs)
             except AllFound:
-                pass
+                return
+            again.check_end()
 
 
 class _Packer:

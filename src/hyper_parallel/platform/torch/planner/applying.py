@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint as framework_checkpoint
 
 from hyper_parallel._base.errors import ArgumentError, StateError
 from hyper_parallel.platform.regions.batch_fit import UNKNOWN_BATCH, BatchCheck, Fit, PlannedBatch
@@ -19,8 +18,8 @@ from hyper_parallel.platform.regions.mismatches import MismatchError, Mismatches
 from hyper_parallel.platform.regions.options import TAKEN
 from hyper_parallel.platform.regions.replacement import replace
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is_in_compiled_call
-from hyper_parallel.platform.torch.activation_checkpoint.left_as_found import left_as_found
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
+from hyper_parallel.platform.torch.activation_checkpoint.repeated_call import checkpoint_by_framework
 from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.activation_checkpoint.unwatched_region import UnwatchedRegion
@@ -198,8 +197,7 @@ class PlannedCall:
         if self._is_larger:  # as little memory as can be had without a plan
             return checkpoint(module, *args, **kwargs)
         if policy is None:
-            with left_as_found():
-                return framework_checkpoint(module, *args, use_reentrant=False, **kwargs)
+            return checkpoint_by_framework(module, *args, **kwargs)
         try:
             if (unwatched := policy.observer) is not None:
                 result = unwatched.call(module, policy, args, kwargs)

@@ -1,0 +1,111 @@
+"""A module's call that PyTorch's own checkpoint makes twice: the second finds around it what the first found, and asks PyTorch for the same.
+
+What modules have as Python's own, Python's and NumPy's generators, parameters and buffers are as they were, and afterwards as they had been before it.
+What cannot be put back (closures, globals, iterators) is compared: `asked`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hyper_parallel._base.errors import StateError
+from hyper_parallel.platform.regions.host_randomness import HostRandomness
+from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
+from hyper_parallel.platform.torch.activation_checkpoint.asked import Asked, Asking, AskingAgain
+from hyper_parallel.platform.torch.activation_checkpoint.attributes import as_noted, note_attributes
+from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is_compiled
+from hyper_parallel.platform.torch.activation_checkpoint.left_as_found import left_as_found
+from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules, modules_in
+from hyper_parallel.platform.torch.activation_checkpoint.region_function import module_of
+from hyper_parallel.platform.torch.activation_checkpoint.surroundings import ParametersOfModule, Surroundings, num_begun
+
+# What each module asked for in the call before: most calls ask for the same, and share it.
+_last: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def checkpoint_by_framework(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call, recomputed whole by PyTorch's checkpoint: it knows no ops, and so costs the host less than a region."""
+    with left_as_found():
+        return checkpoint(RepeatedCall(function), *args, use_reentrant=False, **kwargs)
+
+
+class RepeatedCall:
+    """`is_reentrant`: the first run is one without gradients, and those of the second are taken."""
+
+    def __init__(self, function: Callable[..., Any], *, is_reentrant: bool = False) -> None:
+        self._function = function
+        self._is_reentrant = is_reentrant
+        self._module = module_of(function)
+        modules = [] if self._module is None else modules_in(self._module)
+        self._attributes = note_attributes(self._module, modules)
+        self._parameters = ParametersOfModule(self._module, modules)
+        self._host_randomness = HostRandomness()
+        self._is_first = True
+        self._asked: Asked | None = None
+        # A mode is one of the things that compiled code was compiled for.
+        self._is_compared = not (any(map(is_compiled, modules)) or Surroundings().is_compiling)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = saved_arguments(args, kwargs).tensors if self._is_compared else []
+        if self._is_first:
+            self._is_first = False
+            return self._first(tensors, args, kwargs)
+        if self._is_reentrant:
+            self._check_require_grad()
+        attributes, host, parameters = (
+            as_noted(self._attributes),
+            self._host_randomness.again(),
+            self._parameters.again(),
+        )
+        with left_as_found(attributes, host, parameters), attributes, host, parameters:
+            return self._again(tensors, args, kwargs)
+
+    def _first(self, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_compared:
+            result = self._function(*args, **kwargs)
+        else:
+            begun = num_begun()
+            asking = Asking(tensors, None if self._module is None else _last.get(self._module))
+            with asking:
+                result = self._function(*args, **kwargs)
+            if num_begun() == begun:  # what a region inside of it asks for is not the same each time
+                self._asked = asking.asked()
+                if self._module is not None:
+                    _last[self._module] = self._asked.notes
+        self._host_randomness.note_use()
+        return result
+
+    def _again(self, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._asked is None:
+            return self._function(*args, **kwargs)
+        name = type(self._function).__name__ if self._module is None else type(self._module).__name__
+        again = AskingAgain(
+            self._asked, tensors, name, checks_outside=not has_sharded_modules(), may_skip=not self._is_reentrant
+        )
+        with again:
+            result = self._function(*args, **kwargs)
+        again.check_end()
+        return result
+
+    def _check_require_grad(self) -> None:
+        """Only the parameters themselves can get the gradients of a second run."""
+        if any(
+            tensor.requires_grad is not then
+            for tensor, then in zip(self._parameters.tensors(), self._parameters.require_grad(), strict=True)
+        ):
+            raise StateError(
+                "A parameter was frozen, or is no longer, between forward and backward.",
+                expected="parameters that want gradients as they did in forward",
+                got="others",
+                where=type(self._module).__name__,
+                do="Use CheckpointImpl.NO_REENTRANT, or change requires_grad when backward is over.",
+            )
+
+
+__all__ = ["RepeatedCall", "checkpoint_by_framework"]
