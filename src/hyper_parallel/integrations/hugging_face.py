@@ -47,7 +47,14 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         _check_not_compiled(args)
         model = _inner(given["model"])
         batch = _on_device(first_batch(given.get("train_dataloader"), model, "Trainer"), args.device)
-        options = {"loss_fn": _loss, "optimizer": given.get("optimizer"), "progress": False, **self.options}
+        # `compute_loss` gives the loss alone.
+        options = {
+            "loss_fn": _loss,
+            "optimizer": given.get("optimizer"),
+            "progress": False,
+            "keeps_output": False,
+            **self.options,
+        }
         self.plan = plan_memory(model, batch, budget=self.budget, **options)
         self.plan.apply(model, on_oom=self.on_oom)
         self._model = model

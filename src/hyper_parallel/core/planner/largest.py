@@ -108,6 +108,7 @@ def largest(
     regions: Sequence[Any] | None = None,
     optimizer: Any = None,
     reserve: int | str = 0,
+    keeps_output: bool = True,
     progress: bool | Progress = True,
 ) -> Largest:
     """The largest `n` for which a step with `make_batch(n)` fits into the budget, and the plan for it.
@@ -120,7 +121,7 @@ def largest(
         make_batch: gives a batch of size n, be that its length or its number of samples: a tensor, a tuple of arguments, or a dict of keywords.
         budget: bytes or a size such as "24GiB", or "auto". As in `plan_memory`, but for percentages: these depend on n.
         at_most: where sizes end, for example with the positions that the model knows.
-        loss_fn, regions, optimizer, reserve, progress: as in `plan_memory`.
+        loss_fn, regions, optimizer, reserve, keeps_output, progress: as in `plan_memory`.
 
     Raises:
         BudgetError (a ValueError): not even `make_batch(1)` fits; the smallest peak is named, and what it is made of.
@@ -150,7 +151,7 @@ def largest(
     check_loss_fn(loss_fn)
     sizes = _Sizes(
         _part(model, "largest"), model, make_batch, budget, loss_fn,
-        {"regions": regions, "optimizer": optimizer, "reserve_bytes": reserve_bytes(reserve)},
+        {"regions": regions, "optimizer": optimizer, "reserve_bytes": reserve_bytes(reserve), "keeps_output": keeps_output},
     )  # fmt: skip
     with progress_of(progress, "the largest n", num_steps=60) as say:
         sizes.say = say

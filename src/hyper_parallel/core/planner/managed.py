@@ -204,6 +204,7 @@ class ManagedModel:
             regions=facts.get("blocks"),
             optimizer=origin and origin.optimizer,
             reserve_bytes=origin.reserve_bytes if origin else 0,
+            keeps_output=facts.get("keeps_output", False),
         )
         with profiled.preserved():
             profile: StepProfile = profiled.profile()

@@ -44,6 +44,7 @@ def plan_memory(
     regions: Sequence[Any] | None = None,
     optimizer: Any = None,
     reserve: int | str = 0,
+    keeps_output: bool = True,
     verify: bool = True,
     progress: bool | Progress = True,
 ) -> MemoryPlan:
@@ -61,6 +62,8 @@ def plan_memory(
         regions: the blocks that are planned, as paths, patterns ("layers.*") or classes; found by themselves without it.
         optimizer: its state counts, also before its first step.
         reserve: bytes to leave free for what nobody has allocated yet; the state of an `optimizer` is among it that is not known by its kind.
+        keeps_output: whether training still has what the model gave while it runs backward and the next forward, as after `out = model(batch)`
+            in a loop. False where a function of its own computes the loss and returns nothing else. PyTorch; MindSpore's step keeps none.
         verify: prove the plan with real steps, and solve again if the peak was above the budget.
         progress: show a bar; or a function that is told what happens.
 
@@ -87,6 +90,7 @@ def plan_memory(
         regions=regions,
         optimizer=optimizer,
         reserve_bytes=reserve_bytes(reserve),
+        keeps_output=keeps_output,
     )
     with progress_of(progress, "planning", num_steps=9) as say, profiled.preserved():
         profile: StepProfile = profiled.profile(say)
@@ -310,7 +314,10 @@ def solved(
 
 def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> MemoryPlan:
     """See `MemoryPlan.verify`."""
-    profiled = part.ProfiledModel(model, batch, loss_fn, regions=plan.profile.facts.get("blocks"))
+    facts = plan.profile.facts
+    profiled = part.ProfiledModel(
+        model, batch, loss_fn, regions=facts.get("blocks"), keeps_output=facts.get("keeps_output", False)
+    )
     plan.check(model, batch)
     with profiled.preserved():
         profiled.look_for_writes()

@@ -77,6 +77,7 @@ class ProfiledModel:
         regions: Sequence[Any] | None = None,
         optimizer: Any = None,
         reserve_bytes: int = 0,
+        keeps_output: bool = True,  # of `value_and_grad` only the loss is left
     ) -> None:
         refuse_graph_mode("A planned step")
         self.model = model

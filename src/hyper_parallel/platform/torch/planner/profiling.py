@@ -42,6 +42,7 @@ from hyper_parallel.platform.torch.planner.out_of_memory import attempt
 from hyper_parallel.platform.torch.planner.profiled_ops import op_times, planned_ops
 from hyper_parallel.platform.torch.planner.recording import RecordedCall, note_shared, recording
 from hyper_parallel.platform.torch.planner.surroundings import (
+    KeptOutput,
     LossFn,
     device_of,
     is_alone,
@@ -77,19 +78,31 @@ class ProfiledModel:
         regions: Sequence[Any] | None = None,
         optimizer: Any = None,
         reserve_bytes: int = 0,
+        keeps_output: bool = True,
     ) -> None:
         self.model = model
         self.batch = batch
         self.loss_fn = loss_fn
         self.device = device_of(model)
         self.blocks = find_blocks(model, regions)
+        self._keeps_output = keeps_output
+        self._kept_output = KeptOutput(model, batch, self.device)
         self._reached: list[int | None] = []  # for each call of a block: see `_Reached`
         self.extra_bytes = reserve_bytes + optimizer_bytes(optimizer, self.device, is_reserved=reserve_bytes > 0)
 
     # -- what is alive when forward begins ------------------------------------------------------------------------------
 
     def base_bytes(self) -> int:
-        """Parameters, gradients, buffers, optimizer state, the batch; on an accelerator all that the process has allocated."""
+        """Parameters, gradients, buffers, optimizer state, the batch; on an accelerator all that the process has allocated.
+
+        And the output of the step before, once one was seen, if the training loop has it still.
+        """
+        return self._without_output_bytes() + self._output_bytes()
+
+    def _output_bytes(self) -> int:
+        return self._kept_output.num_bytes if self._keeps_output else 0
+
+    def _without_output_bytes(self) -> int:
         trained = trained_tensors(self.model, self.batch)
         if self.device.type != "cpu":
             missing = [each for each in trained if each.grad is None and each.device == self.device]
@@ -110,12 +123,8 @@ class ProfiledModel:
     def step(self, meter: Any = None) -> float:
         """One step that begins like every other; marked as "start", "turn" and "end" where a meter is given."""
         with self.preserved() as state, state.next_step():
-            if meter is None:
-                return run_step(self.model, self.batch, self.loss_fn)
-            meter.mark("start")
-            loss = run_step(self.model, self.batch, self.loss_fn, lambda: meter.mark("turn"))
-            meter.mark("end")
-            return loss
+            keeps = self._keeps_output and meter is not None
+            return run_step(self.model, self.batch, self.loss_fn, self._kept_output, meter, keeps=keeps)
 
     def preserved(self) -> contextlib.AbstractContextManager[ModelState]:
         """For several steps in a row: within, and afterwards, as `preserved` says."""
@@ -136,6 +145,8 @@ class ProfiledModel:
     def peak_bytes(self) -> int:
         """The highest point of one step above where it began, as the model is now; nothing is changed by it."""
         with self.preserved():
+            if self._keeps_output and self._kept_output.sizes is None:
+                self.step()  # how much the one before left
             meter = memory_meter(self.device)
             with meter.running():
                 self.step(meter)
@@ -170,7 +181,7 @@ class ProfiledModel:
         from hyper_parallel.core.planner.spans import as_allocated, with_common_times, with_peaks
 
         say = progress or (lambda what: None)
-        base_bytes = self.base_bytes()
+        base_bytes = self._without_output_bytes()
         compile_visibly(self.model)
         with self.preserved() as state:
             way, timed, spans = self._steps(say)
@@ -178,6 +189,7 @@ class ProfiledModel:
             with recording(self.model, self.blocks, self.device, swaps_inputs=way is _Way.SWAP_INPUTS) as calls:
                 self.step()
             written = list(state.written)
+        base_bytes += self._output_bytes()
         say("measuring the link")
         link, said = attempt(functools.partial(measure_link, self.device), self.device)
         if said is not None:
@@ -219,6 +231,7 @@ class ProfiledModel:
                 "loads_by_region": True,
                 "turn_is_clear": True,
                 **overheads,
+                "keeps_output": self._keeps_output,
                 **({"written": written} if written else {}),  # what a step that is repeated has to put back
                 "shared_input_bytes": _shared_input_bytes(calls),
             },

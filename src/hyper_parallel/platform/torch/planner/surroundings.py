@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
 from hyper_parallel.platform.regions.batch_words import telling_of_the_batch
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.planner.model_state import ModelState
 from hyper_parallel.platform.trees import leaves, map_leaves
@@ -286,20 +287,82 @@ def loss_of(output: Any, loss_fn: LossFn | None) -> torch.Tensor:
     return loss
 
 
-def run_step(model: nn.Module, batch: Any, loss_fn: LossFn | None, at_turn: Callable[[], None] | None = None) -> float:
-    """One forward and backward; the loss. `at_turn` is called between the two.
+class KeptOutput:
+    """What a model gave, as a training loop has it: in `out = model(batch)` it is there until the next forward has given another.
+
+    Of the step before only the sizes are known; their memory is taken anew, so that each step stands for itself and an allocator's meter sees it go.
+
+    Attributes:
+        sizes: of what the output has for itself; None before a step was seen
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, device: torch.device) -> None:
+        self.sizes: list[int] | None = None
+        self._device = device
+        held = (*model.parameters(), *model.buffers(), *tensors_of(batch))
+        self._held = [weakref.ref(tensor) for tensor in held]
+        self._earlier: list[torch.Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        unit = 1 if self._device.type == "cpu" else 512  # what an accelerator's allocator hands out
+        return sum(-(-size // unit) * unit for size in self.sizes or ())
+
+    def begin(self) -> None:
+        """A step begins: the output of the one before is there."""
+        self._earlier = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in self.sizes or ()]
+
+    def replace(self, output: Any) -> None:
+        """Forward has given this."""
+        self._earlier.clear()
+        if self.sizes is None:
+            held = {_storage_of(tensor) for ref in self._held if (tensor := ref()) is not None}
+            own = leaves(output) if _is_tree(output) else leaves(getattr(output, "__dict__", ()))
+            found = {_storage_of(each): each for each in own if isinstance(each, torch.Tensor)}
+            self.sizes = [
+                local_tensor(each).untyped_storage().nbytes()
+                for key, each in found.items()
+                if key is not None and key not in held and each.device == self._device
+            ]
+
+
+def _is_tree(output: Any) -> bool:
+    return isinstance(output, torch.Tensor) or next(leaves(output), None) is not output
+
+
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    try:
+        return local_tensor(tensor).untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a sparse one has none
+        return None
+
+
+def run_step(
+    model: nn.Module, batch: Any, loss_fn: LossFn | None, kept: KeptOutput, meter: Any = None, *, keeps: bool = False
+) -> float:
+    """One forward and backward; the loss. "start", "turn" and "end" are marked where a meter is given, and the output is kept as long as `keeps` says.
 
     Under the caller's autocast each forward casts its weights anew, and lets go of them at its end, as in a training loop that has its own around it.
     """
+    mark: Callable[[str], None] = (lambda name: None) if meter is None else meter.mark
     torch.clear_autocast_cache()
+    if keeps:
+        kept.begin()
+    mark("start")
     try:
-        loss = loss_of(call(model, batch), loss_fn)
+        output = call(model, batch)
+        kept.replace(output)
+        loss = loss_of(output, loss_fn)
+        if not keeps:
+            output = None
     finally:
         torch.clear_autocast_cache()
-    if at_turn is not None:
-        at_turn()
+    mark("turn")
     loss.backward()
-    return float(loss.detach())  # not before: on an accelerator it waits for all that was launched
+    number = float(loss.detach())  # not before: on an accelerator it waits for all that was launched
+    del output
+    mark("end")
+    return number
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
