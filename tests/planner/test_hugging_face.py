@@ -58,7 +58,6 @@ def test_gradient_checkpointing_is_named_with_how_to_switch_it_off(kwargs: Any) 
     [
         ({f"{_WORD}_checkpointing": True}, f"{_WORD}_checkpointing_disable"),
         ({"torch_compile": True, "torch_compile_backend": "eager"}, "Compile the blocks"),
-        ({"optim": "adafactor"}, "reserve="),
     ],
 )
 def test_options_that_a_plan_cannot_go_with_are_refused_with_what_to_do(
@@ -71,13 +70,25 @@ def test_options_that_a_plan_cannot_go_with_are_refused_with_what_to_do(
     assert hp.wrappers(trained.model) == []
 
 
-def test_an_optimizer_that_nobody_knows_is_counted_by_what_is_reserved(tmp_path: Path) -> None:
+def test_the_state_of_any_optimizer_is_counted_and_a_second_call_replaces_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained = trainer(tmp_path, optim="adafactor")
+    first = fit_in_memory(trained, "1%")
     callback = fit_in_memory(trained, "60%", reserve="1MiB")
     trained.train()
+    assert first.plan is None
     assert callback.plan is not None
+    said = capsys.readouterr().err
+    assert said.count("hyper_parallel: planned to fit in") == 1
+    assert "predicted peak" in said
+    assert callback.plan.stats(trained.model) == callback.stats == {}
+    held = trained.optimizer.optimizer if hasattr(trained.optimizer, "optimizer") else trained.optimizer
+    state_bytes = sum(each.nbytes for own in held.state.values() for each in own.values() if torch.is_tensor(each))
     parameter_bytes = sum(each.numel() * each.element_size() for each in trained.model.parameters())
-    assert callback.plan.base_bytes >= 2 * parameter_bytes + 2**20
+    batch_bytes = 2 * 2 * models.LENGTH * 8
+    buffers = sum(each.nbytes for each in trained.model.buffers())
+    assert callback.plan.base_bytes == 2 * parameter_bytes + state_bytes + batch_bytes + buffers + 2**20
 
 
 def test_a_wrong_choice_is_told_before_anything_is_planned() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
@@ -12,6 +12,8 @@ from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.plan import MemoryPlan, check_choices
 from hyper_parallel.core.planner.planning import plan_memory
+from hyper_parallel.core.planner.progress import Progress
+from hyper_parallel.integrations.announcement import announce
 from hyper_parallel.integrations.first_batch import first_batch
 
 __all__ = ["MemoryPlanCallback", "fit_in_memory"]
@@ -29,6 +31,7 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     Attributes:
         plan: the plan, once training has begun.
+        stats: `plan.stats` of the last training that is over.
 
     Example:
         trainer = Trainer(model, args, train_dataset=data, callbacks=[MemoryPlanCallback("60%")])
@@ -40,6 +43,7 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self.on_oom = on_oom
         self.options = options
         self.plan: MemoryPlan | None = None
+        self.stats: dict[str, int] = {}
         self._model: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -59,6 +63,7 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self.plan.apply(model, on_oom=self.on_oom)
         self._model = model
         if state.is_world_process_zero:
+            announce(self.plan)
             _logger.info("%s", self.plan)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -68,17 +73,48 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """Take the plan off, if it is on."""
         if self.plan is not None and self._model is not None:
             self.plan.remove(self._model)
+            self.stats = self.plan.stats(self._model)
             self._model = None
 
 
-def fit_in_memory(trainer: Any, budget: int | str = "auto", **options: Any) -> MemoryPlanCallback:
+def fit_in_memory(
+    trainer: Any,
+    budget: int | str = "auto",
+    *,
+    on_oom: str = "error",
+    loss_fn: Callable[[Any], Any] | None = None,
+    regions: Sequence[Any] | None = None,
+    optimizer: Any = None,
+    reserve: int | str = 0,
+    keeps_output: bool = False,
+    verify: bool = True,
+    progress: bool | Progress = False,
+) -> MemoryPlanCallback:
     """Let a `Trainer` train inside a budget: `fit_in_memory(trainer)`, then `trainer.train()` as ever. The plan is off when that is over, also by an exception.
 
-    The callback is returned; it has the plan once training has begun.
+    The callback is returned; it has the plan once training has begun. Called again, the new budget is in the place of the old one.
+
+    Args:
+        trainer: the `Trainer`.
+        budget: as of `hp.plan_memory`; so are `regions`, `reserve`, `verify` and `progress`.
+        on_oom: as of `plan.apply`: "replan" plans a batch anew whose forward runs out of memory.
+        loss_fn: the loss in what the model gives; without it the model's own.
+        optimizer: the one whose state counts; without it the trainer's.
+        keeps_output: whether the trainer keeps what the model gave; it does not, unless a `compute_loss` of your own does.
     """
-    callback = MemoryPlanCallback(budget, **options)
+    options: dict[str, Any] = {
+        "regions": regions, "reserve": reserve, "keeps_output": keeps_output, "verify": verify, "progress": progress,
+    }  # fmt: skip
+    given = {"loss_fn": loss_fn, "optimizer": optimizer}
+    options |= {name: value for name, value in given.items() if value is not None}
+    callback = MemoryPlanCallback(budget, on_oom=on_oom, **options)
+    train = trainer.train
+    if isinstance(train, functools.partial) and train.func is _train:  # called before
+        train, earlier = train.args
+        earlier.remove()
+        trainer.remove_callback(earlier)
     trainer.add_callback(callback)
-    trainer.train = functools.partial(_train, trainer.train, callback)  # no callback is told of an exception
+    trainer.train = functools.partial(_train, train, callback)  # no callback is told of an exception
     return callback
 
 

@@ -13,6 +13,7 @@ from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, descri
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import plan_memory
+from hyper_parallel.integrations.announcement import announce
 from hyper_parallel.integrations.first_batch import first_batch, generators_kept
 from hyper_parallel.platform import platform_of
 
@@ -32,6 +33,7 @@ class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not ty
 
     Attributes:
         plan: the plan, once training has started.
+        stats: `plan.stats` of the last training that is over.
 
     Example:
         lightning.Trainer(callbacks=[MemoryPlanCallback("60%")]).fit(model, loader)
@@ -41,6 +43,7 @@ class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not ty
         self.budget = budget
         self.options = options
         self.plan: MemoryPlan | None = None
+        self.stats: dict[str, int] = {}
         self._step: Any = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -53,6 +56,7 @@ class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not ty
         self.plan.apply(step)
         self._step = step
         if trainer.is_global_zero:
+            announce(self.plan)
             _logger.info("%s", self.plan)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -64,6 +68,7 @@ class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not ty
     def _remove(self) -> None:
         if self.plan is not None and self._step is not None:
             self.plan.remove(self._step)
+            self.stats = self.plan.stats(self._step)
             self._step = None
 
 

@@ -96,6 +96,7 @@ class MemoryPlan:
         self.origin: Origin | None = None
         self.note: str | None = None  # for whoever wrote the budget; not in the file
         self._managed: weakref.WeakKeyDictionary[Any, ManagedModel] = weakref.WeakKeyDictionary()
+        self._last_stats: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
         self._applied: weakref.WeakKeyDictionary[Any, tuple[Any, SwapSetting | None]] = weakref.WeakKeyDictionary()
 
     # -- what it says ---------------------------------------------------------------------------------------------------
@@ -218,7 +219,9 @@ class MemoryPlan:
         Raises:
             StateError: the plan is not applied to it.
         """
-        self._on(model).detach(model)
+        current = self._on(model)
+        self._last_stats[model] = self.stats(model)
+        current.detach(model)
         managed = self._managed.pop(model, None)
         if managed is not None:
             managed.close()
@@ -365,7 +368,9 @@ class MemoryPlan:
             )
 
     def stats(self, model: Any) -> dict[str, int]:
-        """What was met that the plan does not know, or knows otherwise, since it was applied."""
+        """What was met that the plan does not know, or knows otherwise, since it was applied; of the last time, if it is not applied any more."""
+        if model in self._last_stats and model not in self._applied and model not in self._managed:
+            return dict(self._last_stats[model])
         return dict(self._on(model).applied(model).mismatches.counts)
 
     def verify(self, model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None = None) -> MemoryPlan:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform.regions.replacement import replace
 from hyper_parallel.platform.regions.spans import Span
@@ -38,6 +38,7 @@ from hyper_parallel.platform.torch.planner.blocks import check_ran, find_blocks,
 from hyper_parallel.platform.torch.planner.link import measure_link
 from hyper_parallel.platform.torch.planner.meters import Clock, memory_meter
 from hyper_parallel.platform.torch.planner.model_state import ModelState
+from hyper_parallel.platform.torch.planner.optimizer_state import optimizer_bytes
 from hyper_parallel.platform.torch.planner.out_of_memory import attempt
 from hyper_parallel.platform.torch.planner.profiled_ops import op_times, planned_ops
 from hyper_parallel.platform.torch.planner.recording import RecordedCall, note_shared, recording
@@ -543,54 +544,3 @@ def _with_computed_peak(profile: Any) -> Any:
 def _num_bytes(tensor: torch.Tensor) -> int:
     local = local_tensor(tensor)
     return local.numel() * local.element_size()
-
-
-def optimizer_bytes(optimizer: Any, device: torch.device, *, is_reserved: bool = False) -> int:
-    """What an optimizer will hold beside what is allocated already. `is_reserved`: what cannot be told is counted elsewhere.
-
-    Raises:
-        ValueError: its state is not there yet and cannot be told from its kind.
-    """
-    if optimizer is None:
-        return 0
-    if not hasattr(optimizer, "param_groups"):
-        raise ArgumentTypeError(
-            "`optimizer` is the one that trains the model.",
-            expected="a torch.optim.Optimizer, or None",
-            got=describe(optimizer),
-        )
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer  # Accelerate and Lightning wrap the one that holds the state
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    found = sum(
-        _num_bytes(value)
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.device == device
-    )
-    if found:
-        return found if device.type == "cpu" else 0  # an accelerator's allocator has counted it
-    copies = _copies_of_parameters(optimizer)
-    if copies is None and is_reserved:
-        return 0
-    if copies is None:
-        raise ArgumentError(
-            "How much this optimizer will hold is not known.",
-            expected="an optimizer that has taken a step, or one of " + ", ".join(sorted(_COPIES)),
-            got=type(optimizer).__name__,
-            do="Take one step with it before planning, or give its bytes as reserve=.",
-        )
-    return copies * sum(map(_num_bytes, trained))
-
-
-_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "SGD": 0, "RMSprop": 1}
-
-
-def _copies_of_parameters(optimizer: Any) -> int | None:
-    copies = _COPIES.get(type(optimizer).__name__)
-    groups = optimizer.param_groups
-    if copies is None:
-        return None
-    if any(group.get("momentum") for group in groups):
-        copies += 1
-    return copies + int(any(group.get("amsgrad") or group.get("centered") for group in groups))
