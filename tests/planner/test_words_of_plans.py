@@ -72,6 +72,9 @@ def test_a_plan_made_in_eval_mode_says_so() -> None:
     assert "eval mode" not in str(plan)
     plan.profile = dataclasses.replace(plan.profile, facts={**plan.profile.facts, "training": False})
     assert "Planned in eval mode" in str(plan)
+    plan.profile.facts["framework"] = "mindspore"
+    assert "where training calls `model.set_train()`, call it first" in str(plan)
+    assert "model.train()" not in str(plan)
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,18 @@ def plan_parts(plan: MemoryPlan) -> Parts:
 
 def notes_words(plan: MemoryPlan) -> list[str]:
     """What is unusual about what was asked for."""
-    in_eval = plan.profile.facts.get("training") is False
-    words = "Planned in eval mode: a model that trains in train mode, with dropout for example, is another one. Then call `model.train()` and plan again."
-    return [*([words] if in_eval else []), *([plan.note] if plan.note else [])]
+    facts = plan.profile.facts
+    words = []
+    if facts.get("training") is False and facts.get("framework") == "mindspore":  # where a cell begins in this mode
+        words.append(
+            "Planned with `set_train(False)`: where training calls `model.set_train()`, call it first, and plan again."
+        )
+    elif facts.get("training") is False:
+        words.append(
+            "Planned in eval mode: a model that trains in train mode, with dropout for example, is another one. "
+            "Then call `model.train()` and plan again."
+        )
+    return [*words, *([plan.note] if plan.note else [])]
 
 
 def nothing_swapped_words(plan: MemoryPlan) -> str:

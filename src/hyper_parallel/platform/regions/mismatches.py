@@ -27,7 +27,7 @@ class Mismatches:
                 expected=expected,
                 got=got,
                 where=where,
-                do="The plan was made in eval mode: call `model.train()`, and plan again."
+                do="The plan was made in eval mode: switch the model to train mode, and plan again."
                 if self.is_in_another_mode
                 else 'Plan again with a batch like this one, or apply with on_mismatch="recompute".',
             )
