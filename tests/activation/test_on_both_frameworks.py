@@ -478,8 +478,9 @@ def test_what_comes_after_the_last_residual_is_not_run_again(backend: Backend, x
         return result + 2
 
     for early_stop in (True, False):
-        met.clear()
-        backend.grad_of(functools.partial(backend.platform.checkpoint, function, early_stop=early_stop), x)
+        for _ in range(2):  # on PyTorch the first goes to the end, to see whether anything there writes
+            met.clear()
+            backend.grad_of(functools.partial(backend.platform.checkpoint, function, early_stop=early_stop), x)
         assert ("not needed" in met[2:]) is not early_stop
 
 

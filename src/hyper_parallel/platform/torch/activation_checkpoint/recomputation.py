@@ -111,6 +111,7 @@ class Recomputation:
             return
         replay = None if record.runs_everything else self._try_to_leave_out(record, current, wanted)
         if replay is None:
+            record.is_touched |= not record.runs_everything
             record.runs_everything = True
             replay = self._run_everything(record, current, wanted)
         self._check_found(record, replay, wanted)
@@ -190,9 +191,13 @@ class Recomputation:
         return self._inputs.tensor(index, current)
 
     def _try_to_leave_out(self, record: Record, current: Pass, wanted: set[Value]) -> Replay | None:
-        """Run what is needed; None if something reads what was left out, as ops that PyTorch does not see may."""
+        """Run what is needed; None if something reads what was left out, as ops that PyTorch does not see may.
+
+        The first time of a function all is left out that ops do not need in their own memory, to the function's end (rule 19).
+        """
+        looks = not self._function.has_left_out() and self._can_look(record)
         try:
-            replay = self._run_again(record, current, self._plan, wanted)
+            replay = self._run_again(record, current, self._plan, wanted, early_stop=not looks, looks=looks)
         except NeedsEverything as reader:
             cause = str(reader)  # the error itself would hold the frames that hold it
         except RuntimeError as error:
@@ -200,24 +205,53 @@ class Recomputation:
                 raise
             cause = str(error)
         else:
-            self._function.note_left_out(is_missed=False)
-            return replay
+            if not replay.has_written_found():
+                self._function.note_left_out(is_missed=False)
+                return replay
+            cause = "a result is written, and by no op"
         self._function.note_left_out(is_missed=True)
         _logger.info("%s: what was left out is read after all (%s); every op is run again", self._function.name, cause)
         return None
 
+    def _can_look(self, record: Record) -> bool:
+        """Whether a run can go on to the function's end, and with placeholders for arguments: no op runs that others wait for."""
+        return (
+            not record.has_launches
+            and not record.views_that_communicate
+            and not any(op.must_run for op in record.ops)
+            and self._inputs.are_ordinary()
+            and not has_sharded_modules()
+            # They run other ops the second time, and their errors would hide that.
+            and not any(isinstance(each, torch.jit.ScriptModule) for each in self._function.modules)
+        )
+
     def _run_everything(self, record: Record, current: Pass, wanted: set[Value]) -> Replay:
         try:
-            return self._run_again(record, current, record.everything(), wanted)
+            replay = self._run_again(record, current, record.everything(), wanted)
         except NeedsEverything as reader:
             raise StateError(
                 "An input of a region is read that was not kept.",
                 where=f"{self._function.name}, {reader}",
                 do="Run the step again: from now on it is kept.",
             ) from None
+        if replay.has_written_arguments():
+            raise StateError(
+                "An argument of a region is written by something that PyTorch does not see, and cannot be recomputed.",
+                expected="arguments that ops alone write",
+                got="other contents after the function has run again",
+                where=self._function.name,
+                do="Write into a clone of the argument, or with PyTorch's own ops.",
+            )
+        return replay
 
     def _run_again(
-        self, record: Record, current: Pass, plan: tuple[Any, Any], wanted: set[Value], early_stop: bool = True
+        self,
+        record: Record,
+        current: Pass,
+        plan: tuple[Any, Any],
+        wanted: set[Value],
+        early_stop: bool = True,
+        looks: bool = False,
     ) -> Replay:
         options = self._options
         replay = Replay(
@@ -228,6 +262,7 @@ class Recomputation:
             check_outputs=options.check_outputs,
             early_stop=early_stop and options.early_stop and not (record.runs_everything or record.has_launches),
             restores_random_state=options.preserve_rng_state,
+            looks=looks,
         )
         self._second_call.run(replay, current)
         return replay

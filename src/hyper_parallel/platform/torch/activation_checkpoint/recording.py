@@ -90,6 +90,8 @@ class Record:
         self.views_that_communicate: set[Any] = set()
         # what no record can follow: tensors without a storage, kernels that PyTorch does not dispatch
         self.runs_everything = False
+        # whether something other than ops reads or writes what ops have made: then they make it again, also what is kept
+        self.is_touched = False
         # whether an op's result comes later than the op returns: replay must not end before who waits for it has run
         self.has_launches = False
         self._policy = policy
@@ -142,9 +144,12 @@ class Record:
 
     def everything(self) -> tuple[frozenset[int], frozenset[Value]]:
         """A plan that leaves nothing out but what is kept: the ops to run, and the values to take."""
-        runs = {op.index for op in self.ops if not op.makes or any(value.kept is None for value in op.makes)}
-        takes = {value for op in self.ops for value in (*op.reads, *op.makes)} | set(self.inputs)
-        return frozenset(runs), frozenset(value for value in takes if value is not None and is_available(value))
+        values = {value for op in self.ops for value in (*op.reads, *op.makes)} | set(self.inputs)
+        takes = {value for value in values if value is not None and is_available(value)}
+        if self.is_touched:
+            takes = {value for value in takes if value.op < 0 or self.ops[value.op].func is _CUDNN_RNN}
+        runs = {op.index for op in self.ops if not op.makes or not takes.issuperset(op.makes)}
+        return frozenset(runs), frozenset(takes)
 
     def has_news(self) -> bool:
         """Whether its ops do not look like those of the last call."""

@@ -109,9 +109,13 @@ class RegionFunction:
         else:
             _leaves_out.add(self._identity)
 
+    def has_left_out(self) -> bool:
+        """Whether it has run again with ops left out, and nothing missed them."""
+        return self._identity in _leaves_out
+
     def reads_by_ops_only(self) -> bool:
         """Whether nothing in it reads what no op needs. Functions may do something else each time; modules rarely do."""
-        return self.module is not None and self._identity in _leaves_out
+        return self.module is not None and self.has_left_out()
 
     def has_hooks(self) -> bool:
         """Whether somebody looks at what the modules in it are given, or give."""

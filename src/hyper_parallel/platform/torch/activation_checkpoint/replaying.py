@@ -13,8 +13,10 @@ from torch import nn
 
 from hyper_parallel._base.errors import StateError, describe
 from hyper_parallel.platform.regions.questions import PolicyContext
+from hyper_parallel.platform.torch.activation_checkpoint.checksums import find_difference, storage_checksum
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import (
     PLAIN_TYPES,
+    is_plain,
     local_tensor,
     storage_key,
     version_of,
@@ -49,6 +51,12 @@ from hyper_parallel.platform.torch.activation_checkpoint.values import (
 
 _MADE, _OUTSIDE, _WRITTEN = Origin.MADE, Origin.OUTSIDE, Origin.WRITTEN
 _Tensor = torch.Tensor
+_TURNED = {
+    torch.ops.aten.lt.Tensor: torch.ops.aten.gt.Tensor,
+    torch.ops.aten.gt.Tensor: torch.ops.aten.lt.Tensor,
+    torch.ops.aten.le.Tensor: torch.ops.aten.ge.Tensor,
+    torch.ops.aten.ge.Tensor: torch.ops.aten.le.Tensor,
+}
 
 
 class AllFound(BaseException):  # not an Exception: the function under replay may catch those
@@ -65,6 +73,11 @@ class Replay:
         _own: storages that ops of this run allocated, and may write
         _empty: storages of placeholders
         _elsewhere: values whose memory is not where Python's tensor says: writes into memory of others go to copies
+        _sums: of what was found, when it was
+        _copies: arguments as the function gets them, with what they are copies of
+
+    Args:
+        looks: whether memory is given to ops alone, so that whatever else reads or writes it is met (rule 19)
     """
 
     def __init__(
@@ -79,6 +92,7 @@ class Replay:
         early_stop: bool,
         restores_random_state: bool,
         checks_outside: bool = True,
+        looks: bool = False,
     ) -> None:
         self.record = record
         self.found: dict[Value, torch.Tensor] = {}
@@ -92,6 +106,9 @@ class Replay:
         self._early_stop = early_stop
         self._restores_random_state = restores_random_state
         self._checks_outside = checks_outside
+        self._looks = looks
+        self._sums: dict[Value, torch.Tensor] = {}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._storages: dict[int | None, int] = {}
         self._states: dict[int, Value] = dict(record.before_write)
         self._refs = WeakStorages()
@@ -122,16 +139,42 @@ class Replay:
             return tensor()
         # Arguments that share a storage share it here, too: one may be written and the other read.
         known = self._input_storages.get(value)
-        if value not in self._takes:
+        is_taken = value in self._takes
+        if self._looks or not is_taken:
             made = placeholder(view, value.num_bytes, value.device, known)
             self._input_storages[value] = local_tensor(made).untyped_storage()
             self._empty.add(self._bind(made, value))
+            if is_taken and value not in self._elsewhere:
+                self._elsewhere[value] = local_tensor(tensor()).untyped_storage()
             return made
         storage = self._elsewhere.get(value, known)
-        result = aliased(tensor()) if storage is None else view.on(storage, value.device)
+        result = self._argument(tensor()) if storage is None else view.on(storage, value.device)
         self._input_storages[value] = local_tensor(result).untyped_storage()
         self._bind(result, value)
         return result
+
+    def _argument(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for an argument: a copy if the function may write it, as that would be the second time."""
+        if not self.record.is_touched or not is_plain(tensor):
+            return aliased(tensor)
+        self._copies.append((copied(tensor), tensor))
+        return self._copies[-1][0]
+
+    def has_written_arguments(self) -> bool:
+        """Whether the function has changed an argument, and no op did. Waits for the device."""
+        return any(
+            not _has_same_bytes(copy, tensor, local_tensor(copy).untyped_storage().nbytes())
+            for copy, tensor in self._copies
+        )
+
+    def has_written_found(self) -> bool:
+        """Whether something has changed a value that was found, and no op did. Waits for the device."""
+        if not self._sums:
+            return False
+        values = [value for value in self._sums if version_of(self.found[value]) <= self._versions[value]]
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            now = [storage_checksum(self.found[value], value.num_bytes) for value in values]
+            return find_difference([self._sums[value] for value in values], now) is not None
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
@@ -153,6 +196,13 @@ class Replay:
             known = storages.get(key)  # what this run has met: see `_value_at`
             values.append(self._value_at(key, tensor) if known is None else states[known])
         op = self._match(func, values, tensors, rest)
+        if op is None and func in _TURNED and len(tensors) == 2 and has_placeholder(tensors):
+            # Of two operands Python asks the subclass first: `a > placeholder` comes as `placeholder < a`.
+            op = self._match(_TURNED[func], values[::-1], tensors[::-1], rest[::-1])
+            if op is not None:
+                traits, args = traits_of(op.func), args[::-1]
+                tensors.reverse()
+                keys.reverse()
         if op is None:
             if traits.is_view:
                 return self._run_view(traits, args, kwargs)
@@ -251,8 +301,7 @@ class Replay:
             raise self._other_result(op, value, result)
         self._own.add(self._bind(result, value))
         if value in self._wanted and value not in self.found:
-            self.found[value] = aliased(result)
-            self._versions[value] = version_of(result) + value.num_writes
+            self._find(value, result, value.num_writes)
 
     def _note_outputs(self, op: RecordedOp, outputs: Any, result: Any, tensors: list[torch.Tensor]) -> Any:
         if type(outputs) is Value:
@@ -275,7 +324,9 @@ class Replay:
     def _leave_out(self, outputs: Any, tensors: list[torch.Tensor]) -> Any:
         """The result of an op that does not run: taken (rule 2), or a placeholder (rule 3)."""
         if type(outputs) is Value:
-            if outputs in self._takes:
+            if outputs in self._takes and self._looks:
+                self._elsewhere[outputs] = outputs.kept.memory()
+            elif outputs in self._takes:
                 # Not an alias: with its version counter a write into `taken`, which goes to a copy, would count as one here.
                 taken = outputs.view.on(outputs.kept.memory(), outputs.device)
                 self._bind(taken, outputs)
@@ -451,8 +502,14 @@ class Replay:
     def _collect(self, value: Value, tensor: torch.Tensor, num_writes: int = 0) -> None:
         """`num_writes`: those of the op itself, which are counted when it is done; in forward it may have counted them elsewhere (`.data`)."""
         if value in self._wanted and value not in self.found:
-            self.found[value] = aliased(tensor)
-            self._versions[value] = version_of(tensor) + max(num_writes, value.num_writes)
+            self._find(value, tensor, max(num_writes, value.num_writes))
+
+    def _find(self, value: Value, tensor: torch.Tensor, num_writes: int) -> None:
+        found = self.found[value] = aliased(tensor)
+        self._versions[value] = version_of(tensor) + num_writes
+        if self._looks and value.device.type != "meta":
+            with torch._C._DisableTorchDispatch(), torch.no_grad():
+                self._sums[value] = storage_checksum(found, value.num_bytes)
 
     # -- checks -----------------------------------------------------------------------------------------------------------
 
@@ -536,10 +593,14 @@ def _has_same_contents(tensor: torch.Tensor, recorded: Value) -> bool:
     storages = [local_tensor(each).untyped_storage() for each in (alias, tensor)]
     if alias.device != tensor.device or any(each.nbytes() != recorded.num_bytes for each in storages):
         return False
-    whole = View(torch.uint8, torch.Size([recorded.num_bytes]), (1,), 0, False, False)
-    then, now = (whole.on(each, alias.device) for each in storages)
+    return _has_same_bytes(alias, tensor, recorded.num_bytes)
+
+
+def _has_same_bytes(left: torch.Tensor, right: torch.Tensor, num_bytes: int) -> bool:
+    whole = View(torch.uint8, torch.Size([num_bytes]), (1,), 0, False, False)
     with torch._C._DisableTorchDispatch(), torch.no_grad():
-        return torch.equal(then, now)  # waits for the device, where one is there
+        one, other = (whole.on(local_tensor(each).untyped_storage(), left.device) for each in (left, right))
+        return torch.equal(one, other)  # waits for the device, where one is there
 
 
 def _difference(then: list[Any], now: list[Any]) -> str:
