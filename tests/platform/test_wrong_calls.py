@@ -209,3 +209,28 @@ def reduce_other_shapes(framework: str) -> list[float]:
 @covers("all_reduce")
 def test_a_reduction_of_as_many_numbers_in_another_shape_is_fine() -> None:
     assert processes.pool("torch", 2).run(reduce_other_shapes, "torch") == [[2.0], [2.0]]
+
+
+def call_another_thing_in_detail() -> tuple[str, list[float]]:
+    import torch.distributed as dist
+
+    here = Here(backend_of("torch"), "world")
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = here.platform.split_group(None, [[0, 1]], timeout=timedelta(seconds=1))
+        call = here.platform.barrier if here.rank == 0 else lambda group: here.platform.all_reduce(here.backend.tensor([1.0]), group)
+        text = _outcome(lambda: call(group))
+    finally:
+        dist.set_debug_level(level)
+    here.platform.destroy_process_group(group)
+    total = here.platform.all_reduce(here.backend.tensor([1.0]), None)
+    return text, here.backend.numbers(total).tolist()
+
+
+def test_where_pytorch_itself_looks_whether_all_ranks_call_the_same_another_rank_is_named_as_well() -> None:
+    pytest.importorskip("torch")
+    (first, total), (second, _) = processes.pool("torch", 2).run(call_another_thing_in_detail)
+    assert "`barrier` did not finish: rank 1 called `all_reduce` instead" in first
+    assert "`all_reduce` did not finish: rank 0 called `barrier` instead" in second
+    assert total == [2.0]

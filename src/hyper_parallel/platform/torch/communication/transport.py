@@ -206,8 +206,9 @@ class TorchTransport(Transport):
 
     def is_failure(self, error: Exception, is_pair: bool) -> bool:
         # Collectives start in a thread or on a stream: what is raised here is about the arguments, or a connection that could not be made.
-        # A send on the CPU begins at once, and finds a connection that is closed.
-        return isinstance(error, dist.DistError) or (is_pair and type(error) is RuntimeError)
+        # A send on the CPU begins at once, and finds a connection that is closed. Under TORCH_DISTRIBUTED_DEBUG=DETAIL all ranks meet in every call first.
+        meets_others = is_pair or dist.get_debug_level() == dist.DebugLevel.DETAIL
+        return isinstance(error, dist.DistError) or (meets_others and type(error) is RuntimeError)
 
     def launch_all_reduce(self, tensor: torch.Tensor, op: Reduction, group: Any) -> Launched:
         _check_reducible(tensor, op, group)
