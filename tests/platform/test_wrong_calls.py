@@ -219,7 +219,11 @@ def call_another_thing_in_detail() -> tuple[str, list[float]]:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         group = here.platform.split_group(None, [[0, 1]], timeout=timedelta(seconds=1))
-        call = here.platform.barrier if here.rank == 0 else lambda group: here.platform.all_reduce(here.backend.tensor([1.0]), group)
+        call = (
+            here.platform.barrier
+            if here.rank == 0
+            else lambda group: here.platform.all_reduce(here.backend.tensor([1.0]), group)
+        )
         text = _outcome(lambda: call(group))
     finally:
         dist.set_debug_level(level)
