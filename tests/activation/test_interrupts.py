@@ -23,7 +23,9 @@ from support.interrupts import Interrupt, differing, generators, interrupted, th
 from support.region_programs import flush_aborted_backward
 from support.swapping import Swapping, check_nothing_left
 
-IS_FULL = os.environ.get("HYPER_PARALLEL_CAMPAIGN") == "full"
+NUM_MOMENTS = (
+    1_500 if os.environ.get("HYPER_PARALLEL_CAMPAIGN") == "full" else None
+)  # beside each place that handles a stack
 aten = torch.ops.aten
 
 
@@ -131,7 +133,7 @@ def quiet() -> Iterator[None]:
 def test_ctrl_c_anywhere_leaves_nothing_on_the_thread_and_the_next_step_is_right(
     swapping: Swapping, one_thread: None, quiet: None, way: str
 ) -> None:
-    """Reliability: Ctrl-C. At every moment of a step at which Python looks for it; in every run once at each place that handles a stack."""
+    """Reliability: Ctrl-C. At the moments of a step at which Python looks for it; in every run once at each place that handles a stack."""
     step = Stepping(WAYS[way], swapping.kind)
     expected = Stepping(without_dropout if way == "not watched" else lambda block: block, swapping.kind)()
     for _ in range(3):
@@ -139,7 +141,7 @@ def test_ctrl_c_anywhere_leaves_nothing_on_the_thread_and_the_next_step_is_right
     with Interrupt() as all_of_it:
         step(all_of_it)
     phases, before = Counter[bool](), thread_state()
-    moments = all_of_it.moments(all_of_them=IS_FULL)
+    moments = all_of_it.moments(NUM_MOMENTS)
     for number, at in enumerate(moments):
         interrupt = interrupted(step, at)
         if interrupt is None:
@@ -147,7 +149,7 @@ def test_ctrl_c_anywhere_leaves_nothing_on_the_thread_and_the_next_step_is_right
         assert differing(before, thread_state()) == [], interrupt.where
         assert step.left() == [], interrupt.where
         phases[step.is_backward] += 1
-        if IS_FULL or number % 5 == 0:
+        if NUM_MOMENTS or number % 5 == 0:
             flush_aborted_backward()
             assert all(map(torch.equal, step(), expected)), interrupt.where
             check_nothing_left()

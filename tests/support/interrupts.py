@@ -81,13 +81,13 @@ class Interrupt:
             sys.setprofile(None)
             raise self.kind
 
-    def moments(self, *, all_of_them: bool) -> list[int]:
-        """Where to interrupt: everywhere, or once at each place that puts something on a stack or takes it away."""
-        numbers = range(1, len(self.places) + 1)
-        if all_of_them:
-            return list(numbers)
+    def moments(self, all_moments: int | None = None) -> list[int]:
+        """Where to interrupt: once at each place that puts something on a stack or takes it away; and at so many moments, evenly spread."""
         places = [place for place, is_in_block in zip(self.places, self.is_in_block, strict=True) if is_in_block]
-        return sorted(self.places.index(place) + 1 for place in set(places))
+        found = {self.places.index(place) + 1 for place in set(places)}
+        if all_moments is not None:
+            found.update(range(1, len(self.places) + 1, max(1, len(self.places) // all_moments)))
+        return sorted(found)
 
 
 def _is_for_us(frame: Any) -> bool:
