@@ -268,3 +268,19 @@ def test_no_batch_is_left_behind_for_the_collector() -> None:
         assert batches[-1]() is None
     finally:
         gc.enable()
+
+
+def test_where_no_terminal_is_long_work_says_now_and_then_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hyper_parallel.core.planner import progress
+
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    for wanted, lines in ((True, ["the largest n: 3", "the largest n: 6"]), (False, [])):
+        now[0] = 0.0
+        with progress.progress_of(wanted, "the largest n", num_steps=8) as say:
+            for number in range(8):
+                say(str(number))
+                now[0] += 10.0
+        assert capsys.readouterr().err.splitlines() == lines

@@ -1,26 +1,44 @@
-"""Telling a person how far long work has got: a bar on a terminal, nothing where nobody looks."""
+"""Telling a person how far long work has got: a bar on a terminal, elsewhere a line when half a minute has passed since the last."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 Progress = Callable[[str], None]
+_SILENCE_S = 30.0
 
 
 def _write(text: str) -> None:
     sys.stderr.write(text)
 
 
+class _Lines:
+    """Says what happens, but not often."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._next_s = time.monotonic() + _SILENCE_S
+
+    def __call__(self, what: str) -> None:
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _SILENCE_S
+            _write(f"{self._title}: {what}\n")
+
+
 @contextlib.contextmanager
 def progress_of(wanted: bool | Progress, title: str, num_steps: int) -> Iterator[Progress]:
-    """A function to call with what happens next. A bar, if one is wanted, rich is there and somebody sees it."""
+    """A function to call with what happens next. A bar, if one is wanted, rich is there and it is a terminal."""
     if callable(wanted):
         yield wanted
         return
-    if not wanted or not sys.stderr.isatty():
+    if not wanted:
         yield lambda what: None
+        return
+    if not sys.stderr.isatty():  # a notebook, a log: short work says nothing there
+        yield _Lines(title)
         return
     try:
         from rich.console import Console
