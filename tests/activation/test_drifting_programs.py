@@ -79,8 +79,9 @@ def drawn_cases() -> list[Case]:
 def test_what_is_another_one_in_the_second_run_is_found_and_what_is_not_is_right(device: str) -> None:
     """A number or a tensor from a closure, an iterator, a global, an object: as a factor, a slice, a dim, a branch, an expert.
 
-    It changes between calls, or between a forward and its backward, from the first call on or from the fourth. A region that is steady within each call gives
-    what the plain module gives; in all others the difference is found, or does not matter.
+    It changes between calls, or between a forward and its backward, from the first call on or from the fourth. A region
+    that is steady within each call gives what the plain module gives; in all others the difference is found, or does
+    not matter.
     """
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")

@@ -1,8 +1,8 @@
-"""What a function asks PyTorch for, call by call: the numbers it gives, and which tensors. Who asks for the same again gets the same again.
+"""What a function asks PyTorch for, call by call: the numbers it gives, and which tensors. The same again gives the same again.
 
-A dispatch mode would show every op, and costs the host as much as the ops do. A function mode shows what Python calls, which is less by half, and costs a
-fifth of that. So where nobody watches the ops of a region (an unwatched forward, PyTorch's own checkpoint), this is what is compared: rule 18 in the README of
-core/activation_checkpoint.
+A dispatch mode would show every op, and costs the host as much as the ops do. A function mode shows what Python calls,
+which is less by half, and costs less for each. So where nobody watches the ops of a region (an unwatched forward,
+PyTorch's own checkpoint), this is what is compared: rule 18 in the README of core/activation_checkpoint.
 
     with Asking(inputs, last) as asking:          # the forward
         function(*args)
@@ -12,8 +12,9 @@ core/activation_checkpoint.
         function(*args)
     again.check_end()
 
-Tensors are numbered as they are met: the inputs, what calls give, what comes from outside. A call of the second run must be the next call of the first one,
-with the same numbers in it. The first run may have had calls before that one which the second need not make: a table that is there by now.
+Tensors are numbered as they are met: the inputs, what calls give, what comes from outside. A call of the second run must
+be the next call of the first one, with the same numbers in it. The first run may have had calls before that one which
+the second need not make: a table that is there by now.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _Access = types.MethodWrapperType  # `x.shape`, `x.data`, `x.requires_grad = ...
 # They stand for themselves in a note, as there is one type that equals them only.
 _PLAIN = frozenset({str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis)})
 _MOST_BYTES = 1 << 18  # of a tensor from outside that lies on the CPU and may be made anew: its contents are noted
+_weak = weakref.ref
 _detach, _set_grad_enabled = torch.Tensor.detach, torch._C._set_grad_enabled
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
@@ -94,7 +96,7 @@ class _Run(TorchFunctionMode):
     def _number(self, tensor: torch.Tensor) -> int:
         number = self._next
         self._next = number + 1
-        self._numbers[id(tensor)] = weakref.ref(tensor), number
+        self._numbers[id(tensor)] = _weak(tensor), number
         return number
 
     def _nth(self, tensor: torch.Tensor) -> tuple[int]:
@@ -110,12 +112,19 @@ class _Run(TorchFunctionMode):
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, ...]:
         note = [func]
+        numbers = self._numbers
         for each in args:
             kind = type(each)
             if kind is _Tensor or kind is _Parameter:
-                note.append(self._nth(each))
+                entry = numbers.get(id(each))
+                if entry is not None and entry[0]() is each:
+                    note.append((entry[1],))
+                else:
+                    note.append((self._met(each),))
             elif kind is int or kind in _PLAIN:
                 note.append(each)
+            elif kind is float or kind is bool:
+                note.append((kind, repr(each)))
             else:
                 note.append(self._part(each))
         if kwargs:
@@ -126,10 +135,10 @@ class _Run(TorchFunctionMode):
     def _part(self, value: Any) -> Any:
         """What is compared of an argument."""
         kind = type(value)
-        if isinstance(value, torch.Tensor):
-            return self._nth(value)
         if kind is int or kind in _PLAIN:
             return value
+        if kind is _Tensor or isinstance(value, torch.Tensor):
+            return self._nth(value)
         if isinstance(value, (bool, int, float, complex)):
             return kind, repr(value)  # 0.0 and -0.0 are two numbers, as are 1 and True; nan is one
         if isinstance(value, (list, tuple)):
@@ -186,12 +195,13 @@ class Asking(_Run):
         self._known = last or []
         self._notes: list[Any] | None = None  # None: so far as known
         self._firsts: list[int] = []
-        self._outside: dict[int, Outside] = {}
+        self._met_outside: list[tuple[int, Any, bool]] = []  # number, look, whether it is made here
+        self._refs: list[weakref.ref[torch.Tensor]] = []  # to them
 
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.is_paused or _is_of_hook(func):
+        if self.is_paused or ((func is _detach or func is _set_grad_enabled) and _is_of_hook(func)):
             return func(*args, **kwargs) if kwargs else func(*args)
         if type(func) is _Access and func.__name__ == "__get__":
             found = func(*args)
@@ -205,6 +215,11 @@ class Asking(_Run):
         note = self._note(func, args, kwargs)
         result = func(*args, **kwargs) if kwargs else func(*args)
         first = self._next
+        if type(result) is _Tensor and id(result) not in self._numbers:  # as most are
+            self._next = first + 1
+            self._numbers[id(result)] = _weak(result), first
+            self._add(note, first if result.requires_grad else -1 - first)
+            return result
         self._gave(result)
         self._add(note, first if self._is_needed(result, first) else -1 - first)
         return result
@@ -228,23 +243,26 @@ class Asking(_Run):
 
     def _met(self, tensor: torch.Tensor) -> int:
         number = self._number(tensor)
-        is_made = self._made_here(tensor)
-        look = _look(tensor, is_made=is_made)
-        self._outside[number] = Outside(weakref.ref(tensor), version_of(tensor), look, is_made)
+        if type(tensor) is _Parameter:
+            self._met_outside.append((number, _Parameter, False))
+        else:
+            is_made = self._made_here(tensor)
+            self._met_outside.append((number, _look(tensor, is_made=is_made), is_made))
+        self._refs.append(self._numbers[id(tensor)][0])
         return number
 
     def asked(self) -> Asked:
         """The run is over."""
-        for number, each in self._outside.items():
-            tensor = each.ref()
-            if tensor is not None and version_of(tensor) != each.version:
-                self._outside[number] = each._replace(version=version_of(tensor))
+        outside = {}
+        for (number, look, is_made), ref in zip(self._met_outside, self._refs, strict=True):
+            tensor = ref()
+            outside[number] = Outside(ref, -1 if tensor is None else version_of(tensor), look, is_made)
         alive = {key: entry for key, entry in self._numbers.items() if entry[0]() is not None}
         self._numbers = {}  # hooks that autograd keeps lead here
         notes = self._notes
         if notes is None:
             notes = self._known if len(self._firsts) == len(self._known) else self._known[: len(self._firsts)]
-        return Asked(notes, self._firsts, alive, self._outside)
+        return Asked(notes, self._firsts, alive, outside)
 
 
 class AskingAgain(_Run):
@@ -272,7 +290,7 @@ class AskingAgain(_Run):
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.is_paused or _is_of_hook(func):
+        if self.is_paused or ((func is _detach or func is _set_grad_enabled) and _is_of_hook(func)):
             return func(*args, **kwargs) if kwargs else func(*args)
         if type(func) is _Access and func.__name__ == "__get__":
             found = func(*args)
@@ -281,7 +299,15 @@ class AskingAgain(_Run):
             self._meet((func.__self__, self._nth(args[0])))
             self._gave(found)
             return found
-        self._meet(self._note(func, args, kwargs))
+        note = self._note(func, args, kwargs)
+        position = self._position
+        asked = self._asked
+        if position < len(asked.notes) and asked.notes[position] == note:
+            first = asked.firsts[position]
+            self._next = first if first >= 0 else -1 - first
+            self._position = position + 1
+        else:
+            self._meet(note)
         result = func(*args, **kwargs) if kwargs else func(*args)
         self._gave(result)
         return result
@@ -326,7 +352,7 @@ class AskingAgain(_Run):
             self._check_version(number, tensor)
         else:
             number = self._same_as(tensor)
-        self._numbers[id(tensor)] = weakref.ref(tensor), number
+        self._numbers[id(tensor)] = _weak(tensor), number
         return number
 
     def _same_as(self, tensor: torch.Tensor) -> int:

@@ -1,7 +1,7 @@
-"""A module's call that PyTorch's own checkpoint makes twice: the second finds around it what the first found, and asks PyTorch for the same.
+"""A module's call that PyTorch's own checkpoint makes twice: the second finds what the first found, and asks for the same.
 
-What modules have as Python's own, Python's and NumPy's generators, parameters and buffers are as they were, and afterwards as they had been before it.
-What cannot be put back (closures, globals, iterators) is compared: `asked`.
+What modules have as Python's own, Python's and NumPy's generators, parameters and buffers are as they were, and
+afterwards as they had been before it. What cannot be put back (closures, globals, iterators) is compared: `asked`.
 """
 
 from __future__ import annotations
