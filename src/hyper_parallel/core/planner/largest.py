@@ -197,7 +197,7 @@ class _Sizes:
                 return None
             self._check_grows(n, profiled.batch)
             try:
-                with profiled.preserved():
+                with profiled.preserved() as block, block:
                     profile: StepProfile = profiled.profile(lambda what: self.say(f"n = {n}: {what}"))
             except BudgetError:
                 return None
@@ -225,7 +225,7 @@ class _Sizes:
             profiled = self._profiled(n)
             if profiled is None:
                 raise BudgetError("There is no room for the batch.", got=f"n = {n}")
-            with profiled.preserved():
+            with profiled.preserved() as block, block:
                 profiled.look_for_writes()
                 plan = planned(profile, allowed_bytes, profiled, names_smallest=names_smallest)
                 if plan.measured is None:  # the plain step, which needs no plan

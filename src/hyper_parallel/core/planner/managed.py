@@ -142,12 +142,19 @@ class ManagedModel:
             raise StateError("`plan.run` was called inside of `plan.run`.", do="Run one step at a time.")
         state = self._run = self._step_state(with_gradients=True)
         try:
-            return self._until_it_fits(step_fn, state, lambda: self._inputs, "step")
-        finally:
-            self._run = None
-            self._inputs = None
-            self._surroundings = contextlib.nullcontext
-            state.close()
+            try:
+                return self._until_it_fits(step_fn, state, lambda: self._inputs, "step")
+            finally:
+                self._end_run(state)
+        except BaseException:
+            self._end_run(state)  # once more: Ctrl-C may have come as it ended
+            raise
+
+    def _end_run(self, state: Any) -> None:
+        self._run = None
+        self._inputs = None
+        self._surroundings = contextlib.nullcontext
+        state.close()
 
     def _step_state(self, *, with_gradients: bool) -> Any:
         written = self.current.profile.facts.get("written", ())
@@ -206,7 +213,7 @@ class ManagedModel:
             reserve_bytes=origin.reserve_bytes if origin else 0,
             keeps_output=facts.get("keeps_output", False),
         )
-        with profiled.preserved():
+        with profiled.preserved() as block, block:
             profile: StepProfile = profiled.profile()
             room = min(first.budget_bytes, parse_budget("auto", profile, self._part.free_bytes(self._device)))
             allowed = profile.base_bytes + int((room - profile.base_bytes) * part_of_room)

@@ -310,12 +310,16 @@ class MemoryPlan:
             ways["autocast"] = self.profile.facts["autocast"]
         applied = part.Applied(model, self.profile.regions, self.decision, on_mismatch, **ways)
         applied.mismatches.is_in_another_mode = self.profile.facts.get("training") is False and bool(model.training)
+        setting = None
         try:
             setting = self._configure() if self.has_swaps else None
+            self._applied[model] = (applied, setting)
         except BaseException:
+            self._applied.pop(model, None)
             applied.remove()
+            if setting is not None:
+                setting.undo()
             raise
-        self._applied[model] = (applied, setting)
         return applied
 
     def applied(self, model: Any) -> Any:
@@ -335,9 +339,11 @@ class MemoryPlan:
         """Undo `attach`."""
         applied, setting = self._entry(model)
         del self._applied[model]
-        applied.remove()
-        if setting is not None:
-            setting.undo()
+        try:
+            applied.remove()
+        finally:
+            if setting is not None:
+                setting.undo()
 
     def _configure(self) -> SwapSetting:
         """The plan's windows; the user's tiers stay."""

@@ -92,7 +92,7 @@ def plan_memory(
         reserve_bytes=reserve_bytes(reserve),
         keeps_output=keeps_output,
     )
-    with progress_of(progress, "planning", num_steps=9) as say, profiled.preserved():
+    with progress_of(progress, "planning", num_steps=9) as say, profiled.preserved() as block, block:
         profile: StepProfile = profiled.profile(say)
         allowed = parse_budget(budget, profile, part.free_bytes(profiled.device))
         say("solving")
@@ -319,7 +319,7 @@ def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Calla
         model, batch, loss_fn, regions=facts.get("blocks"), keeps_output=facts.get("keeps_output", False)
     )
     plan.check(model, batch)
-    with profiled.preserved():
+    with profiled.preserved() as block, block:
         profiled.look_for_writes()
         proved = _proved(plan, profiled)
         time_by_turns(proved, profiled)
@@ -429,7 +429,7 @@ def explain(
     part = _part(model, "explain")
     check_loss_fn(loss_fn)
     profiled = part.ProfiledModel(model, batch, loss_fn, regions=regions)
-    with progress_of(progress, "profiling", num_steps=6) as say, profiled.preserved():
+    with progress_of(progress, "profiling", num_steps=6) as say, profiled.preserved() as block, block:
         return Explanation(profiled.profile(say))
 
 

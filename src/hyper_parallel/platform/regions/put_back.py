@@ -14,7 +14,7 @@ class PutBack:
     def put_back(self) -> None:
         """Whatever of the change has been made; twice is as good as once."""
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Any:
         try:
             self.change()
         except BaseException:
@@ -41,7 +41,7 @@ class put_back_on_error:  # noqa: N801 - used like a function
     def __init__(self, *changes: Any) -> None:
         self._changes = [each for each in changes if isinstance(each, PutBack)]
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Any:
         pass
 
     def __exit__(self, kind: Any, *_error: object) -> None:

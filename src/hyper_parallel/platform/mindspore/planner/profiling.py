@@ -107,7 +107,7 @@ class ProfiledModel:
 
     def step(self, meter: Any = None) -> float:
         """One step that begins like every other; marked as "start", "turn" and "end" where a meter is given."""
-        with self.preserved() as state, state.next_step():
+        with self.preserved() as block, block as state, state.next_step():
             if meter is None:
                 return run_step(self.model, self.batch, self.loss_fn)
             meter.mark("start")
@@ -115,9 +115,9 @@ class ProfiledModel:
             meter.mark("end")
             return loss
 
-    def preserved(self) -> contextlib.AbstractContextManager[ModelState]:
-        """For several steps in a row: within, and afterwards, as `preserved` says."""
-        return preserved(self.model, self.batch, self.loss_fn)
+    def preserved(self) -> contextlib.AbstractContextManager[contextlib.AbstractContextManager[ModelState]]:
+        """For several steps in a row: within a block, which it gives, and afterwards, as `preserved` says."""
+        return contextlib.nullcontext(preserved(self.model, self.batch, self.loss_fn))
 
     def look_for_writes(self) -> None:
         """Nothing: `preserved` has copies of what steps may write."""
@@ -128,7 +128,7 @@ class ProfiledModel:
 
     def peak_bytes(self) -> int:
         """The highest point of one step above where it began, as the model is now; nothing is changed by it."""
-        with self.preserved():
+        with self.preserved() as block, block:
             meter = memory_meter(self.device, self._outside())
             with meter.running():
                 self.step(meter)
@@ -142,7 +142,7 @@ class ProfiledModel:
 
     def step_ms(self, num_steps: int = NUM_TIMED) -> float:
         """The median time of a step, as the model is now."""
-        with self.preserved():
+        with self.preserved() as block, block:
             times = []
             for _ in range(num_steps):
                 clock = Clock(self.device)
@@ -158,7 +158,7 @@ class ProfiledModel:
 
         say = progress or (lambda what: None)
         base_bytes = self.base_bytes()
-        with self.preserved():
+        with self.preserved() as block, block:
             say("warming up")
             self.step()
             say("measuring times")

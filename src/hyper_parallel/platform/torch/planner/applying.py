@@ -329,9 +329,13 @@ class Applied:
             self._wrappers[blocks[path]] = PlannedBlock(blocks[path], call)
             calls.append(call)
         self._model = weakref.ref(model)  # a plan does not keep a model alive
-        replace(TREE, model, self._wrappers)
         self.begins = StepBegins(calls, self.check)
-        self._hook = model.register_forward_pre_hook(self.begins, with_kwargs=True)
+        try:
+            replace(TREE, model, self._wrappers)
+            model.register_forward_pre_hook(self.begins, with_kwargs=True)
+        except BaseException:  # wrapped whole, or not at all
+            self.remove()
+            raise
 
     @property
     def wrappers(self) -> list[nn.Module]:
@@ -342,8 +346,15 @@ class Applied:
         model = self._model()
         if model is not None:
             unwrap(model, self._wrappers)
+            forget_forward_pre_hook(model, self.begins)
         self._wrappers = {}
-        self._hook.remove()
+
+
+def forget_forward_pre_hook(model: nn.Module, hook: Any) -> None:
+    """Also where Ctrl-C came before anybody had its handle."""
+    for key in [key for key, each in model._forward_pre_hooks.items() if each is hook]:
+        del model._forward_pre_hooks[key]
+        model._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def unwrap(model: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:

@@ -37,7 +37,6 @@ from hyper_parallel.platform.torch.planner.applying import Applied, unwrap
 from hyper_parallel.platform.torch.planner.blocks import check_ran, find_blocks, suggested
 from hyper_parallel.platform.torch.planner.link import measure_link
 from hyper_parallel.platform.torch.planner.meters import Clock, memory_meter
-from hyper_parallel.platform.torch.planner.model_state import ModelState
 from hyper_parallel.platform.torch.planner.optimizer_state import optimizer_bytes
 from hyper_parallel.platform.torch.planner.out_of_memory import attempt
 from hyper_parallel.platform.torch.planner.profiled_ops import op_times, planned_ops
@@ -123,17 +122,17 @@ class ProfiledModel:
 
     def step(self, meter: Any = None) -> float:
         """One step that begins like every other; marked as "start", "turn" and "end" where a meter is given."""
-        with self.preserved() as state, state.next_step():
+        with self.preserved() as block, block as state, state.next_step():
             keeps = self._keeps_output and meter is not None
             return run_step(self.model, self.batch, self.loss_fn, self._kept_output, meter, keeps=keeps)
 
-    def preserved(self) -> contextlib.AbstractContextManager[ModelState]:
-        """For several steps in a row: within, and afterwards, as `preserved` says."""
+    def preserved(self) -> preserved:
+        """For several steps in a row: within a block, which it gives, and afterwards, as `preserved` says."""
         return preserved(self.model, self.batch, self.loss_fn)
 
     def look_for_writes(self) -> None:
         """Before a plan is on the model: a step that shows what steps write, if none has and the plain one fits the device."""
-        with self.preserved() as state:
+        with self.preserved() as block, block as state:
             if not state.is_watched:
                 attempt(self.step, self.device)
 
@@ -145,7 +144,7 @@ class ProfiledModel:
 
     def peak_bytes(self) -> int:
         """The highest point of one step above where it began, as the model is now; nothing is changed by it."""
-        with self.preserved():
+        with self.preserved() as block, block:
             if self._keeps_output and self._kept_output.sizes is None:
                 self.step()  # how much the one before left
             meter = memory_meter(self.device)
@@ -168,7 +167,7 @@ class ProfiledModel:
 
     def step_ms(self, num_steps: int = NUM_TIMED) -> float:
         """The median time of a step, as the model is now."""
-        with self.preserved():
+        with self.preserved() as block, block:
             times = []
             for _ in range(num_steps):
                 clock = Clock(self.device)
@@ -184,7 +183,7 @@ class ProfiledModel:
         say = progress or (lambda what: None)
         base_bytes = self._without_output_bytes()
         compile_visibly(self.model)
-        with self.preserved() as state:
+        with self.preserved() as block, block as state:
             way, timed, spans = self._steps(say)
             say("recording ops")
             with recording(self.model, self.blocks, self.device, swaps_inputs=way is _Way.SWAP_INPUTS) as calls:
@@ -330,7 +329,7 @@ class ProfiledModel:
     def _again(self, regions: list[Any], decision: list[Any], **ways: Any) -> Iterator[list[nn.Module]]:
         applied = Applied(self.model, regions, decision, "recompute", **ways)
         try:
-            with self.preserved():
+            with self.preserved() as block, block:
                 yield applied.wrappers
         finally:
             applied.remove()

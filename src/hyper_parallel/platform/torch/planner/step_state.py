@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.platform.torch.planner.model_state import ModelState
-from hyper_parallel.platform.torch.planner.surroundings import tensors_of
+from hyper_parallel.platform.torch.planner.surroundings import forget_before_step, tensors_of
 
 
 class StepState:
@@ -28,7 +28,9 @@ class StepState:
         self._given: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._versions: dict[int, tuple[torch.Tensor, int]] = {}
         self._stepped: str | None = None
-        self._handle = register_optimizer_step_pre_hook(self._note_optimizer) if with_gradients else None
+        self._on_step = self._note_optimizer
+        if with_gradients:
+            register_optimizer_step_pre_hook(self._on_step)
 
     def note_given(self, arguments: Any) -> None:
         """What the model is called with: it may not be changed, and of a tensor that requires a gradient, what it has before the step's first backward."""
@@ -39,9 +41,7 @@ class StepState:
 
     def close(self) -> None:
         """The step is over, or given up."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        forget_before_step(self._on_step)
 
     def _note_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         mine = {id(parameter) for parameter in self._parameters}

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
 from hyper_parallel.platform.regions.batch_words import telling_of_the_batch
+from hyper_parallel.platform.regions.put_back import PutBack
+from hyper_parallel.platform.torch.activation_checkpoint.left_as_found import left_as_found
 from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.planner.model_state import ModelState
@@ -26,55 +27,82 @@ LossFn = Callable[[Any], Any]
 _states: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()  # of models that are preserved
 
 
-@contextlib.contextmanager
-def preserved(model: nn.Module, batch: Any = None, loss_fn: LossFn | None = None) -> Iterator[ModelState]:
+class preserved(left_as_found):  # noqa: N801 - used like a function
     """Within: gradients are zeros that are allocated already, and nobody trains. Afterwards all is as before, also after Ctrl-C.
 
     Gradients that were there, of the batch as well, go to the host meanwhile, and their memory is used: a step shall not have them twice. That takes
-    seconds, and is done once: a `with` block inside of another one puts back everything but them, so that all steps begin alike.
+    seconds, and is done once: a block inside of another one puts back everything but them, so that all steps begin alike.
+
+    >>> with preserved(model) as block, block as state:  # doctest: +SKIP
+    ...     ...
 
     Raises:
         ArgumentError (a ValueError): something cannot be put back.
         StateError: an optimizer of the model would step within; or a step wrote what no op shows.
     """
-    if (outer := _states.get(model)) is not None:
-        try:
-            yield outer
-        finally:
-            outer.put_back()
-        return
-    with contextlib.ExitStack() as stack:
-        state = ModelState(model, loss_fn, batch=batch, is_for_planning=True)
-        stack.callback(state.end)
-        trained = trained_tensors(model, (batch, state.tensors()))
-        gradients = [_Gradient(tensor) for tensor in trained]
-        for gradient in gradients:
-            stack.callback(gradient.end)
-            gradient.begin()
-        _states[model] = state
-        stack.callback(_states.pop, model)
-        with _untrained(trained):
-            yield state
+
+    def __init__(self, model: nn.Module, batch: Any = None, loss_fn: LossFn | None = None) -> None:
+        outer = _states.get(model)
+        self._block = _Preserved(model, batch, loss_fn) if outer is None else _PreservedAgain(outer)
+        super().__init__(self._block)
+
+    def __enter__(self) -> _PreservedAgain:
+        return self._block
 
 
-def trained_tensors(model: nn.Module, batch: Any) -> list[torch.Tensor]:
-    """Those that a backward leaves a gradient on, each once: parameters, and what the batch has of that kind."""
-    found = [*model.parameters(), *(tensor for tensor in tensors_of(batch) if tensor.is_leaf)]
-    return list({id(tensor): tensor for tensor in found if tensor.requires_grad}.values())
+class _PreservedAgain(PutBack):
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+
+    def __enter__(self) -> ModelState:
+        super().__enter__()
+        return self._state
+
+    def put_back(self) -> None:
+        self._state.put_back()
 
 
-@contextlib.contextmanager
-def _untrained(trained: list[torch.Tensor]) -> Iterator[None]:
-    """Within: what a user has hung on gradients that are there does not run, since it may be an optimizer that steps in backward.
+class _Preserved(_PreservedAgain):
+    """What a user has hung on gradients that are there does not run, since it may be an optimizer that steps in backward.
 
     What FSDP and DDP have hung there is part of a step, and runs. A step of an optimizer by any other way is refused before it changes anything.
     """
-    hooks = [found for tensor in trained if (found := tensor._post_accumulate_grad_hooks)]
-    before = [dict(each) for each in hooks]
-    mine = {id(tensor) for tensor in trained}
 
-    def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if any(id(tensor) in mine for group in optimizer.param_groups for tensor in group["params"]):
+    def __init__(self, model: nn.Module, batch: Any, loss_fn: LossFn | None) -> None:
+        super().__init__(ModelState(model, loss_fn, batch=batch, is_for_planning=True))
+        self._model = model
+        self._trained = trained_tensors(model, (batch, self._state.tensors()))
+        self._gradients = [_Gradient(tensor) for tensor in self._trained]
+        hooks = [found for tensor in self._trained if (found := tensor._post_accumulate_grad_hooks)]
+        self._hooks = [(each, dict(each)) for each in hooks]
+        self._mine = {id(tensor) for tensor in self._trained}
+        self._has_profiler = torch.autograd._profiler_enabled()
+        self._on_step = self._refuse
+
+    def change(self) -> None:
+        for gradient in self._gradients:
+            gradient.begin()
+        _states[self._model] = self._state
+        if self._trained:
+            register_optimizer_step_pre_hook(self._on_step)
+        for hooks, _ in self._hooks:
+            for key in [key for key, hook in hooks.items() if not _is_of_framework(hook)]:
+                del hooks[key]
+
+    def put_back(self) -> None:
+        if torch.autograd._profiler_enabled() and not self._has_profiler:  # a meter that Ctrl-C has ended
+            torch.autograd._disable_profiler()
+        forget_before_step(self._on_step)
+        for hooks, entries in self._hooks:
+            hooks.clear()  # in place, and in their order: handles of these hooks know this very dict
+            hooks.update(entries)
+        _states.pop(self._model, None)
+        for gradient in self._gradients:
+            gradient.end()
+        self._state.end()
+
+    def _refuse(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if any(id(tensor) in self._mine for group in optimizer.param_groups for tensor in group["params"]):
             raise StateError(
                 "An optimizer steps inside of the model's forward or backward: planning would train the model.",
                 expected="a step that leaves the parameters as they are",
@@ -82,18 +110,17 @@ def _untrained(trained: list[torch.Tensor]) -> Iterator[None]:
                 do="Plan before the optimizer is tied to the backward, or tie it with `register_post_accumulate_grad_hook`: that waits while planning.",
             )
 
-    handle = register_optimizer_step_pre_hook(refuse) if trained else None
-    try:
-        for each in hooks:
-            for key in [key for key, hook in each.items() if not _is_of_framework(hook)]:
-                del each[key]
-        yield
-    finally:
-        if handle is not None:
-            handle.remove()
-        for each, entries in zip(hooks, before, strict=True):
-            each.clear()  # in place, and in their order: handles of these hooks know this very dict
-            each.update(entries)
+
+def forget_before_step(hook: Any) -> None:
+    """Take a hook of `register_optimizer_step_pre_hook` away, also where an interrupt came before anybody had its handle."""
+    for key in [key for key, each in _global_optimizer_pre_hooks.items() if each is hook]:
+        del _global_optimizer_pre_hooks[key]
+
+
+def trained_tensors(model: nn.Module, batch: Any) -> list[torch.Tensor]:
+    """Those that a backward leaves a gradient on, each once: parameters, and what the batch has of that kind."""
+    found = [*model.parameters(), *(tensor for tensor in tensors_of(batch) if tensor.is_leaf)]
+    return list({id(tensor): tensor for tensor in found if tensor.requires_grad}.values())
 
 
 def _is_of_framework(hook: Any) -> bool:
