@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import types
 import weakref
 from typing import Any
 
@@ -276,7 +277,7 @@ def test_where_no_terminal_is_long_work_says_now_and_then_how_far_it_is(
     from hyper_parallel.core.planner import progress
 
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     for wanted, lines in ((True, ["the largest n: 3", "the largest n: 6"]), (False, [])):
         now[0] = 0.0
         with progress.progress_of(wanted, "the largest n", num_steps=8) as say:

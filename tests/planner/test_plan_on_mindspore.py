@@ -325,7 +325,12 @@ def test_explain_tells_what_each_block_keeps() -> None:
     case = Case()
     explanation = hp.explain(case.model, case.words, loss_fn=case.loss, progress=False)
     assert len(explanation.profile.regions) == 4
-    assert "blocks" in str(explanation)
+    rows = [line.split("  ") for line in str(explanation).splitlines()]
+    assert any(row[0] == "blocks.*" and row[1].startswith("block") for row in rows)
+    assert explanation._repr_html_().count("MatMul") > 1
+    kept = sum(num_bytes for _, _, _, num_bytes in explanation._kept)
+    measured = sum(op.residual_bytes for region in explanation.profile.regions for op in region.ops)
+    assert abs(kept - measured) <= measured // 10
 
 
 def test_mistakes_are_told() -> None:

@@ -430,14 +430,17 @@ def explain(
     check_loss_fn(loss_fn)
     profiled = part.ProfiledModel(model, batch, loss_fn, regions=regions)
     with progress_of(progress, "profiling", num_steps=6) as say, profiled.preserved() as block, block:
-        return Explanation(profiled.profile(say))
+        profile = profiled.profile(say)
+        say("looking at each op")
+        return Explanation(profile, profiled.kept_by_op())
 
 
 class Explanation:
     """What `explain` found; printed as a table."""
 
-    def __init__(self, profile: StepProfile) -> None:
+    def __init__(self, profile: StepProfile, kept: Sequence[tuple[str, str, str, int]] = ()) -> None:
         self.profile = profile
+        self._kept = kept  # path of a block, module in it, op, bytes: where the profile has blocks only
 
     def __repr__(self) -> str:
         regions = self.profile.regions
@@ -446,10 +449,10 @@ class Explanation:
         return f"<Explanation of {model}: {format_size(total)} kept for backward by {len(regions)} blocks; print it for the table>"
 
     def _repr_html_(self) -> str:
-        return html_of(residual_parts(self.profile))
+        return html_of(residual_parts(self.profile, self._kept))
 
     def __str__(self) -> str:
-        return text_of(residual_parts(self.profile))
+        return text_of(residual_parts(self.profile, self._kept))
 
     def as_dict(self) -> dict[str, Any]:
         """Everything that was measured, for JSON."""

@@ -207,8 +207,11 @@ def _folded(rows: list[list[str]]) -> list[list[str]]:
     return folded
 
 
-def residual_parts(profile: StepProfile) -> Parts:
-    """What backward needs, per module and op, summed over blocks that are alike; the largest first."""
+def residual_parts(profile: StepProfile, kept: Sequence[tuple[str, str, str, int]] = ()) -> Parts:
+    """What backward needs, per module and op, summed over blocks that are alike; the largest first.
+
+    `kept`: of blocks that the profile takes as one op: path, module in it, op, bytes. They come below their block.
+    """
     bytes_of: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
     ms_of: dict[tuple[str, str], float] = {}
@@ -231,6 +234,20 @@ def residual_parts(profile: StepProfile) -> Parts:
          suits(num_bytes, counts[module, op], ms_of.get((module, op)), profile.link)]
         for (module, op), num_bytes in bytes_of.most_common(_MAX_ROWS)
     ]  # fmt: skip
+    within: dict[str, Counter[tuple[str, str]]] = {}
+    times: Counter[tuple[str, str, str]] = Counter()
+    for path, module, made_by, num_bytes in kept:
+        pattern = _pattern_of(path)
+        within.setdefault(pattern, Counter())[module, made_by] += num_bytes
+        times[pattern, module, made_by] += 1
+    for place in range(len(rows) - 1, -1, -1):
+        pattern, _, name = rows[place][0].partition("  ")
+        if name != "(input)":
+            rows[place + 1 : place + 1] = [
+                [f"  {module or '.'}  {made_by}", str(times[pattern, module, made_by]), format_size(num_bytes),
+                 f"{num_bytes / max(total, 1):.1%}", "", ""]
+                for (module, made_by), num_bytes in within.get(pattern, Counter()).most_common(_MAX_ROWS)
+            ]  # fmt: skip
     computed = "" if profile.is_plain_measured else " (computed: it does not fit the device)"
     head = (
         f"Residuals of {len(profile.regions)} blocks: {format_size(total)}. Peak of the plain step: {format_size(profile.peak_bytes)}{computed}, "
@@ -269,4 +286,8 @@ def _name(region: Region) -> str:
 
 def _pattern(region: Region) -> str:
     """A block's path with the number left out: blocks of one list are alike."""
-    return ".".join("*" if part.isdecimal() else part for part in region.path.split("."))
+    return _pattern_of(region.path)
+
+
+def _pattern_of(path: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))

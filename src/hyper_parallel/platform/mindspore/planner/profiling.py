@@ -23,12 +23,14 @@ from mindspore.communication import GlobalComm, get_group_size
 from mindspore.graph.api import _pynative_executor
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel.platform.mindspore.activation_checkpoint.cell_paths import CellPaths
 from hyper_parallel.platform.mindspore.activation_checkpoint.checkpoint_wrapper import CheckpointWrapper
+from hyper_parallel.platform.mindspore.activation_checkpoint.recording import Record, RegionMode
 from hyper_parallel.platform.mindspore.activation_checkpoint.region import checkpoint
 from hyper_parallel.platform.mindspore.activation_checkpoint.replacement import TREE
 from hyper_parallel.platform.mindspore.activation_checkpoint.replays import is_replaying
 from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import Kept, base_check_fn
-from hyper_parallel.platform.mindspore.activation_checkpoint.storages import storage_address, storage_bytes
+from hyper_parallel.platform.mindspore.activation_checkpoint.storages import storage_address, storage_bytes, unseen
 from hyper_parallel.platform.mindspore.graph_mode import refuse_graph_mode
 from hyper_parallel.platform.mindspore.planner import signature
 from hyper_parallel.platform.mindspore.planner.applying import looks_of
@@ -231,6 +233,46 @@ class ProfiledModel:
             yield wrappers
         finally:
             replace(TREE, self.model, {wrapper: self.blocks[path] for path, wrapper in wrappers.items()})
+
+    def kept_by_op(self) -> list[tuple[str, str, str, int]]:
+        """What autograd keeps of each block: its path, the cell in it and the op that made a storage, and the bytes of that. Takes one step."""
+        found: list[tuple[str, str, str, int]] = []
+        paths = {id(block): path for path, block in self.blocks.items()}
+
+        def run(block: nn.Cell, *args: Any, **kwargs: Any) -> Any:
+            if not _pynative_executor.requires_grad():
+                return block(*args, **kwargs)
+            record = Record(None, CellPaths(block), keeps_random_state=False)
+            storages: dict[int, tuple[str, str, str, int]] = {}
+            given = tensors_of((args, kwargs))
+            for tensor in given:
+                record.add_input(tensor)
+            addresses = set(map(storage_address, given))
+
+            def pack(tensor: Tensor) -> Kept:
+                with unseen():
+                    node = record.node_of(tensor)
+                    is_given = tensor.param_info is not None or (node is not None and node.base.op < 0)
+                    is_given |= storage_address(tensor) in addresses
+                    if not is_given and record.ops and storage_bytes(tensor):
+                        op = record.ops[-1 if node is None else node.base.op]
+                        storages[storage_address(tensor)] = (
+                            paths[id(block)],
+                            op.where.module,
+                            op.name,
+                            storage_bytes(tensor),
+                        )
+                    return Kept(tensor)
+
+            with saved_tensors_hooks(pack, Kept.tensor), RegionMode(record) as mode:
+                result = block(*args, **kwargs)
+                mode.check()
+            found.extend(storages.values())
+            return result
+
+        with self._wrapped(run):
+            self.step()
+        return found
 
     def _note_swappable(self, calls: list[BlockCall], min_bytes: int) -> None:
         """A step that notes which storages of what autograd saves in a block are large enough to be swapped."""

@@ -130,6 +130,10 @@ class ProfiledModel:
         """For several steps in a row: within a block, which it gives, and afterwards, as `preserved` says."""
         return preserved(self.model, self.batch, self.loss_fn)
 
+    def kept_by_op(self) -> list[tuple[str, str, str, int]]:
+        """Nothing: a profile has ops of its own here."""
+        return []
+
     def look_for_writes(self) -> None:
         """Before a plan is on the model: a step that shows what steps write, if none has and the plain one fits the device."""
         with self.preserved() as block, block as state:
