@@ -84,4 +84,6 @@ def show_bench(console: Console, rows: list[Row]) -> None:
             "equal" if row.is_equal else "[red]differ[/]",
         )
     console.print(table)
-    console.print("On a CPU swapping goes to files and there is nothing to hide it behind: see the docs for one GPU.")
+    console.print(
+        "On a CPU swapping goes to files, and copies share the cores with compute. For a GPU see docs/performance.md."
+    )
