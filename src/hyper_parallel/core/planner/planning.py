@@ -93,8 +93,8 @@ def plan_memory(
         keeps_output=keeps_output,
     )
     with progress_of(progress, "planning", num_steps=9) as say, profiled.preserved() as block, block:
-        profile: StepProfile = profiled.profile(say)
-        allowed = parse_budget(budget, profile, part.free_bytes(profiled.device))
+        profile: StepProfile = profiled.agreed(profiled.profile(say))
+        allowed = parse_budget(budget, profile, profiled.free_bytes())
         say("solving")
         plan = planned(profile, allowed, profiled if verify else None)
         say("timing steps")

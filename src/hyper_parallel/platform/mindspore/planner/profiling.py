@@ -36,6 +36,7 @@ from hyper_parallel.platform.mindspore.planner import signature
 from hyper_parallel.platform.mindspore.planner.applying import looks_of
 from hyper_parallel.platform.mindspore.planner.blocks import check_ran, find_blocks, suggested
 from hyper_parallel.platform.mindspore.planner.link import measure_link
+from hyper_parallel.platform.mindspore.planner.memory import free_bytes
 from hyper_parallel.platform.mindspore.planner.meters import Clock, is_cpu, memory_meter
 from hyper_parallel.platform.mindspore.planner.model_state import ModelState
 from hyper_parallel.platform.mindspore.planner.surroundings import LossFn, device_of, preserved, run_step, tensors_of
@@ -120,6 +121,13 @@ class ProfiledModel:
     def preserved(self) -> contextlib.AbstractContextManager[contextlib.AbstractContextManager[ModelState]]:
         """For several steps in a row: within a block, which it gives, and afterwards, as `preserved` says."""
         return contextlib.nullcontext(preserved(self.model, self.batch, self.loss_fn))
+
+    def agreed(self, profile: Any) -> Any:
+        """Each rank plans by its own profile."""
+        return profile
+
+    def free_bytes(self) -> int:
+        return free_bytes(self.device)
 
     def look_for_writes(self) -> None:
         """Nothing: `preserved` has copies of what steps may write."""

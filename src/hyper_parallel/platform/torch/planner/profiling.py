@@ -21,6 +21,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel._base.errors import ArgumentError
@@ -29,13 +30,14 @@ from hyper_parallel.platform.regions.replacement import replace
 from hyper_parallel.platform.regions.spans import Span
 from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import compile_visibly
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import is_distributed, local_tensor
 from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
 from hyper_parallel.platform.torch.planner import signature
 from hyper_parallel.platform.torch.planner.applying import Applied, unwrap
 from hyper_parallel.platform.torch.planner.blocks import check_ran, find_blocks, suggested
 from hyper_parallel.platform.torch.planner.link import measure_link
+from hyper_parallel.platform.torch.planner.memory import free_bytes
 from hyper_parallel.platform.torch.planner.meters import Clock, memory_meter
 from hyper_parallel.platform.torch.planner.optimizer_state import optimizer_bytes
 from hyper_parallel.platform.torch.planner.out_of_memory import attempt
@@ -85,6 +87,7 @@ class ProfiledModel:
         self.loss_fn = loss_fn
         self.device = device_of(model)
         self.blocks = find_blocks(model, regions)
+        self._plans_together = False
         self._keeps_output = keeps_output
         self._kept_output = KeptOutput(model, batch, self.device)
         self._reached: list[int | None] = []  # for each call of a block: see `_Reached`
@@ -144,7 +147,35 @@ class ProfiledModel:
         """The highest point of some steps after others, as the model is now, above where they began; None: memory ran out."""
         self._empty_cache()
         found = attempt(lambda: [self.peak_bytes() for _ in range(num_before + num_steps)], self.device)[0]
-        return None if found is None else max(found[num_before:])
+        peaks = self._of_all(None if found is None else max(found[num_before:]))
+        return None if None in peaks else max(peaks)
+
+    def agreed(self, profile: Any) -> Any:
+        """What ranks plan by that hold parts of one model: the profile of the one with the highest peak.
+
+        They take all their steps together, so that a plan that one of them refuses is to be refused by all, after as many steps. What the profile says of
+        model and batch stays this rank's.
+        """
+        self._plans_together = not self.is_alone and any(map(is_distributed, self.model.parameters()))
+        profiles = self._of_all(profile)
+        if any(_ops_of(each) != _ops_of(profile) for each in profiles):  # stages of a pipeline
+            self._plans_together = False
+            return profile
+        chosen = max(profiles, key=lambda each: each.peak_bytes)
+        own = {name: profile.facts[name] for name in signature.facts(self)}
+        return dataclasses.replace(chosen, facts={**chosen.facts, **own})
+
+    def free_bytes(self) -> int:
+        """What the device has left; of ranks that plan together, that with the least."""
+        return min(self._of_all(free_bytes(self.device)))
+
+    def _of_all(self, value: Any) -> list[Any]:
+        """The value of each rank that plans together with this one, in their order."""
+        if not self._plans_together:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
 
     def peak_bytes(self) -> int:
         """The highest point of one step above where it began, as the model is now; nothing is changed by it."""
@@ -387,6 +418,10 @@ class ProfiledModel:
                 got=str(len(calls)),
                 do="Switch off what skips blocks at random (layer drop), or runs them again in backward (torch.utils.checkpoint).",
             )
+
+
+def _ops_of(profile: Any) -> list[Any]:
+    return [(region.path, region.call, [op.key for op in region.ops]) for region in profile.regions]
 
 
 class _Reached:
