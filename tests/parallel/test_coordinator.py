@@ -182,6 +182,54 @@ def test_a_side_that_does_not_come_to_a_hook_in_time_is_named_with_both_last_hoo
     assert "in wait (threading.py" in text, "where the late side is"
 
 
+@pytest.mark.parametrize("seed", share(3_000, 24))
+def test_a_failure_at_any_hook_ends_both_sides_with_one_to_eight_layers_on_either(seed: int) -> None:
+    """An error, one that is no `Exception`, or a side that stays away, at a random hook; afterwards the coordinator is as new."""
+    draw = random.Random(seed)
+    numbers = {"forward": draw.randint(1, 8), "backward": draw.randint(1, 8)}
+    failing, kind = draw.choice(list(numbers)), draw.choice([ValueError, Stop, None])
+    at = draw.randint(0, 4 * numbers[failing])
+    coordinator = HookCoordinator(LONG if kind else 0.02)
+    gave_up, ended = threading.Event(), []
+    error = None if kind is None else kind("broken")
+
+    def side(name: str) -> Callable[[], None]:
+        def fail(now: int) -> None:
+            if (name, now) != (failing, at):
+                return
+            if error is not None:
+                raise error
+            gave_up.wait(LONG)
+
+        run = chunk(coordinator, numbers[name], name == "backward", fail)
+
+        def until_its_end() -> None:
+            try:
+                run()
+            finally:
+                ended.append(name)
+                if name != failing:
+                    gave_up.set()
+
+        return until_its_end
+
+    raised: BaseException | None = None
+    try:
+        overlap_forward_backward(side("forward"), side("backward"), coordinator)
+    except BaseException as caught:
+        raised = caught
+    if error is not None:
+        assert raised is error
+    elif raised is None:
+        assert ended[0] != failing, "the other one was through and did not wait"
+    else:
+        assert isinstance(raised, TimeoutError), raised
+        assert f"for the {failing} side" in str(raised)
+    assert sorted(ended) == ["backward", "forward"]
+    assert not coordinator.enabled
+    assert overlap_forward_backward(lambda: 1, lambda: 2, coordinator) == (1, 2)
+
+
 def test_of_two_errors_the_first_is_raised_and_the_other_attached() -> None:
     coordinator = HookCoordinator(LONG)
     first_raised = threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -246,6 +247,55 @@ def test_a_side_that_is_late_at_a_hook_in_a_graph_is_named(backend: Backend, pla
             overlap_forward_backward(
                 until_its_end("forward", now), until_its_end("backward", lambda: backend.backward(loss)), coordinator
             )
+    again(backend, coordinator)
+
+
+@covers(NAME)
+@pytest.mark.parametrize("seed", share(300, 3))
+def test_a_failure_at_any_hook_in_graphs_of_one_to_eight_layers_leaves_the_coordinator_as_new(
+    backend: Backend, platform: Any, seed: int
+) -> None:
+    """Unequal numbers of layers; an error, one that is no `Exception`, or a side that stays away."""
+    draw = random.Random(seed)
+    numbers = {"forward": draw.randint(1, 8), "backward": draw.randint(1, 8)}
+    failing, kind = draw.choice(list(numbers)), [ValueError, Stop, None][seed % 3]
+    at = draw.randint(0, 4 * numbers[failing] - 1)
+    coordinator, gave_up, was_met = HookCoordinator(LONG if kind else 0.05), threading.Event(), []
+
+    def fail(side: str, now: int) -> None:
+        if (side, now) != (failing, at):
+            return
+        was_met.append(side)
+        if kind is not None:
+            raise kind("broken")
+        gave_up.wait(LONG)
+
+    def until_its_end(name: str, function: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            try:
+                return function()
+            finally:
+                if name != failing:
+                    gave_up.set()
+
+        return run
+
+    with backend.recording():
+        before, now = (Chunk(backend, numbers[name], coordinator, []) for name in ("backward", "forward"))
+        loss = before()
+        before.fail = now.fail = fail
+        raised: list[BaseException] = []
+        try:
+            overlap_forward_backward(
+                until_its_end("forward", now), until_its_end("backward", lambda: backend.backward(loss)), coordinator
+            )
+        except BaseException as error:
+            raised.append(error)
+    assert was_met == [failing]
+    if kind is not None:
+        assert [type(each) for each in raised] == [kind]
+    else:  # none where the other side was through already
+        assert all(isinstance(each, TimeoutError) and f"for the {failing} side" in str(each) for each in raised)
     again(backend, coordinator)
 
 
