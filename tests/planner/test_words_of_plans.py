@@ -67,6 +67,14 @@ def test_a_plan_that_could_not_swap_says_why_and_what_switches_it_on() -> None:
     assert "no directory" not in str(plan_of(swaps=False, link=None, device="cuda: H200"))
 
 
+def test_a_gap_that_the_table_would_not_show_is_not_spoken_of() -> None:
+    plan = plan_of()
+    plan.gap = 4e-4
+    assert "Not proved" not in str(plan)
+    plan.gap = 0.012
+    assert "another choice for these windows could be predicted faster, by at most 1.2%." in str(plan)
+
+
 def test_a_plan_made_in_eval_mode_says_so() -> None:
     plan = plan_of(is_empty=True)
     assert "eval mode" not in str(plan)

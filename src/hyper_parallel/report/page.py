@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hyper_parallel._base import files
 from hyper_parallel._base.files import checked_path
 from hyper_parallel.core.planner.table import (
+    gap_words,
     host_words,
     html_words,
     notes_words,
@@ -417,8 +418,7 @@ def _facts(numbers: Numbers) -> str:
             ["copies in flight", f"at most {format_size(window)} out and {format_size(prefetch)} ahead of backward"]
         )
         rows.append(["swapped at once", host_words(plan).partition(": ")[2]])
-    if plan.gap > 1e-6:
-        rows.append(["how good it is", f"at most {plan.gap:.2%} slower than the best that this profile allows"])
+    rows += [["how good it is", text] for text in gap_words(plan)]
     table = _table("What the plan was made for", ["", ""], [row for row in rows if row[1]])
     return (
         f'<section aria-labelledby="h-facts"><h2 id="h-facts">Made for</h2><div class="facts">{table}</div><p class="small">Pictures and curve are '
