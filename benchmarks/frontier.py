@@ -131,7 +131,7 @@ class Bench:
         def fill(row: Row) -> None:
             model, solver = self.built.model, self._solver
             begin, before = time.perf_counter(), (solver.num_solved, solver.seconds, solver.waited_s)
-            with self._profiled.preserved():
+            with self._profiled.preserved() as block, block:
                 plan = planned(self.profile, allowed_bytes, self._profiled)
             num_solved, solve_s, waited_s = (
                 now - then

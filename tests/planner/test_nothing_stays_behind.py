@@ -176,6 +176,29 @@ def test_training_after_planning_is_training_without(call: str, plainly: Any) ->
     assert {name: value for name, value in state.items() if value != plainly[1][name]} == {}
 
 
+SEEN: list[Any] = []
+num_seen = 0
+
+
+def note_call(*_: Any) -> None:
+    global num_seen
+    num_seen += 1
+    SEEN.append(num_seen)
+
+
+def test_globals_of_a_hook_and_what_a_backward_hook_notes_are_as_they_were() -> None:
+    model = nn.Sequential(Block(), Block())
+    seen: list[Any] = []
+    model[0].register_forward_hook(note_call)
+    model[1].register_full_backward_hook(lambda *_: seen.append(num_seen))
+    x = torch.ones(4, WIDTH, requires_grad=True)
+    hp.plan_memory(model, x, loss_fn=lambda y: y.sum(), budget="100%", regions=["0", "1"], progress=False)
+    assert (SEEN, num_seen, seen) == ([], 0, [])
+    model(x).sum().backward()
+    assert (SEEN, num_seen, seen) == ([1], 1, [1])
+    SEEN.clear()
+
+
 def test_gradients_that_an_attribute_has_stay_as_they_were() -> None:
     class Shifted(nn.Module):
         def __init__(self) -> None:

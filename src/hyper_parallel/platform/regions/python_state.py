@@ -8,7 +8,7 @@ finds them as it found them the first time, and afterwards they are as if it had
     with as_then(then):                                # the forward again
         module(x)
 
-Planning notes more: `reach=` is how many objects deep it goes, from functions to what they close over as well, since its steps are not to have been at all.
+Planning notes more: `reach=` is how many objects deep it goes, from functions to what they close over and their globals as well, since its steps are not to have been at all.
 
 `holds=False` is for a note that lives as long as a graph does. It holds no tensor and nothing that could lead to one: only numbers, texts and
 containers of these. Everything else it knows weakly, and what is gone by then stays as it is. A note that holds all puts the very same objects back.
@@ -114,7 +114,7 @@ class PythonState:
 
     def objects(self) -> list[Any]:
         """Containers and objects with a state that were noted, which nothing may lead to any more."""
-        return [part.object for part in self._parts if not isinstance(part, (_Attributes, _Cell))]
+        return [part.object for part in self._parts if not isinstance(part, (_Attributes, _Cell, _Global))]
 
 
 class as_then(PutBack):  # noqa: N801 - used like a function
@@ -245,6 +245,23 @@ class _Cell:
         self._cell.cell_contents = self._value
 
 
+class _Global:
+    """A number or a text that a function reads, or sets, by its global name."""
+
+    __slots__ = ("_name", "_names", "_value")
+
+    def __init__(self, names: dict[str, Any], name: str) -> None:
+        self._names = names
+        self._name = name
+        self._value = names[name]
+
+    def is_now(self) -> bool:
+        return self._names.get(self._name, _MISSING) is self._value
+
+    def put_back(self) -> None:
+        self._names[self._name] = self._value
+
+
 class _State:
     """The state of a generator, or the numbers in an array."""
 
@@ -262,7 +279,7 @@ class _State:
         self._how.write(self.object, self._state)
 
 
-_Part = _Attributes | _Contents | _Cell | _State
+_Part = _Attributes | _Contents | _Cell | _Global | _State
 
 
 class _Walk:
@@ -336,13 +353,29 @@ class _Walk:
                 with contextlib.suppress(ValueError):  # it has no value yet
                     self._parts.append(_Cell(cell))
                     self._note(cell.cell_contents, reach)
+            if _root_of(function) not in _FOREIGN:
+                self._note_globals(function.__code__.co_names, function.__globals__, reach)
+
+    def _note_globals(self, wanted: Iterable[str], names: dict[str, Any], reach: int) -> None:
+        """Without functions among them: what these lead to in turn is not looked for."""
+        for name in wanted:
+            value = names.get(name, _MISSING)
+            if type(value) in _LEAVES:
+                self._parts.append(_Global(names, name))
+            elif value is not _MISSING and not isinstance(value, _NO_OBJECTS):
+                self._note(value, reach)
+
+
+def _root_of(value: Any) -> str:
+    """The package that a class or a function is of."""
+    return (getattr(value, "__module__", None) or "builtins").partition(".")[0]
 
 
 def _is_plain_object(value: Any) -> bool:
     kind = type(value)
     if kind in (types.SimpleNamespace,):
         return True
-    root = (getattr(kind, "__module__", None) or "builtins").partition(".")[0]
+    root = _root_of(kind)
     has_attributes = isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, _NO_OBJECTS)
     return has_attributes and root not in _FOREIGN
 
