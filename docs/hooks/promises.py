@@ -48,6 +48,9 @@ SHOWN = [
     Shown("the same on MindSpore", "platform/test_missing_ranks.py", "test_the_others_name_the_rank_that_is_missing_on_mindspore", "stalls and kills"),
     Shown("a checkpoint is torn", "platform/test_tensor_file.py", "test_a_save_killed_at_any_file_call_leaves_the_old_or_the_new_file", "every file call", "all", "all"),
     Shown("a checkpoint is damaged and nobody notices", "platform/test_tensor_file.py", "test_every_damaged_file_is_found", "bit flips and cuts", "1,000", "10,000"),
+    Shown("something else than a plain file is replaced", "base/test_files.py", "test_what_is_no_plain_file_is_never_replaced", "devices, pipes and folders, by each writer", "all", "all"),
+    Shown("a plan file that was changed fails in the depth", "planner/test_hostile_plan_files.py", "test_a_changed_plan_file_works_or_is_refused_in_words", "changed files"),
+    Shown("a wrong value fails in the depth", "platform/test_wrong_values.py", "test_wrong_values_end_in_words_of_ours_wherever_they_are_given", "calls on each framework"),
     Shown("data runs code", "platform/test_tensor_file.py", "test_a_hostile_file_is_refused_and_runs_nothing", "hostile files", "30 or more", "30 or more"),
 ]  # fmt: skip
 

@@ -227,6 +227,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"disk_dir": ".", "disk_budget": 0}, ValueError, "disk_budget leaves no room"),
     ({"disk_dir": 5}, TypeError, "disk_dir is no path"),
     ({"disk_dir": b"."}, TypeError, "disk_dir is no path"),
+    ({"disk_dir": ""}, ValueError, "disk_dir names no directory"),
+    ({"disk_dir": "a\0b"}, ValueError, "disk_dir names no directory"),
     ({"on_full": "stop"}, ValueError, "on_full.*\nExpected 'wait' or 'keep', got 'stop'"),
     ({"on_full": None}, ValueError, "on_full.*\nExpected 'wait' or 'keep', got None"),
     ({"check": "bits"}, ValueError, "check.*\nExpected None, \"values\".*got 'bits'"),

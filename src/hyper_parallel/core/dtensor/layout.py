@@ -16,6 +16,8 @@ __all__ = ["AxesOfDim", "Layout", "PartialAxes", "check_same_mesh", "layout"]
 AxesOfDim: TypeAlias = "str | Sequence[str] | None"
 PartialAxes: TypeAlias = "Mapping[str, str] | Iterable[tuple[str, str]] | Iterable[str] | str"
 
+_MOST_DIMS = 1000  # more than any framework has
+
 
 class Layout(Interned):
     """How a tensor lies on a mesh. Equal arguments give the same object, so that dictionaries find it by its address.
@@ -106,13 +108,18 @@ class Layout(Interned):
             ValueError: another number of placements than axes, or a dim that the tensor does not have.
         """
         mesh = as_mesh(mesh, "A layout needs a mesh.")
-        if type(ndim) is not int and (ndim := as_int(ndim)) is None:  # type: ignore[assignment]
-            raise ArgumentTypeError("`ndim` is the number of the tensor's dims.", expected="a whole number", got="none")
+        dims = as_int(ndim)
+        if dims is None or not 0 <= dims <= _MOST_DIMS:
+            raise ArgumentError(
+                "`ndim` is the number of the tensor's dims.", expected=f"0 to {_MOST_DIMS}", got=describe(ndim)
+            )
+        ndim = dims
         if not hasattr(placements, "__iter__"):
             raise ArgumentTypeError(
                 "Placements come as a list, one per mesh axis.", expected="such as [Shard(0)]", got=describe(placements)
             )
-        key = (tuple(placements), ndim)
+        placements = tuple(placements)
+        key = (placements, ndim)
         try:
             found = mesh._layouts.get(key)
         except TypeError:  # something that has no hash is no placement either

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.whole_numbers import as_int
 
 __all__ = ["axis_names_of", "ranks_of", "shape_of"]
 
@@ -108,6 +109,7 @@ def _listed(value: Any) -> list[Any] | tuple[Any, ...]:
 
 
 def _int(value: Any, what: str) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    number = as_int(value)
+    if number is None:
         raise ArgumentTypeError(f"A {what} in a mesh is an int.", expected="an int", got=describe(value))
-    return int(value.__index__())
+    return number

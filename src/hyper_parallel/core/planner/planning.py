@@ -23,6 +23,7 @@ from hyper_parallel.core.planner.refusal import BudgetError, advice, blocks_word
 from hyper_parallel.core.planner.settings import candidates
 from hyper_parallel.core.planner.table import html_of, residual_parts, text_of
 from hyper_parallel.core.swap.sizes import format_size, parse_size
+from hyper_parallel.platform.arguments import check_flag
 from hyper_parallel.platform.regions.batch_words import takes_the_output_alone
 
 _logger = get_logger("planner")
@@ -83,6 +84,7 @@ def plan_memory(
     part = _part(model, "plan_memory")
     check_budget(budget)
     check_loss_fn(loss_fn)
+    check_flag(verify, "verify")
     profiled = part.ProfiledModel(
         model,
         batch,

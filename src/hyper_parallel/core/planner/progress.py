@@ -7,6 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from hyper_parallel._base.errors import ArgumentTypeError, describe
+
 Progress = Callable[[str], None]
 _SILENCE_S = 30.0
 
@@ -34,6 +36,12 @@ def progress_of(wanted: bool | Progress, title: str, num_steps: int) -> Iterator
     if callable(wanted):
         yield wanted
         return
+    if wanted is not None and type(wanted) is not bool:
+        raise ArgumentTypeError(
+            "`progress` says whether a bar is shown, or is told what happens.",
+            expected="True, False or a function",
+            got=describe(wanted),
+        )
     if not wanted:
         yield lambda what: None
         return

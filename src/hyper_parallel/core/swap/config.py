@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.files import checked_path
 from hyper_parallel.core.swap.disk import check_directory
 from hyper_parallel.core.swap.host_memory import num_local_processes, read_host_memory
 from hyper_parallel.core.swap.sizes import parse_size
@@ -271,10 +272,16 @@ def _budget(value: object, name: str, advice: str) -> int | None:
 def _directory(value: object) -> str | None:
     if value is None:
         return None
-    if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
-        raise ArgumentTypeError("disk_dir is no path.", expected="a str or os.PathLike, or None", got=describe(value))
-    check_directory(value)
-    return os.path.abspath(os.fspath(value))  # the working directory may change
+    try:
+        path = checked_path(value)
+    except ArgumentTypeError:
+        raise ArgumentTypeError(
+            "disk_dir is no path.", expected="a str or os.PathLike, or None", got=describe(value)
+        ) from None
+    except ArgumentError as error:
+        raise ArgumentError("disk_dir names no directory.", expected=error.expected, got=error.got) from None
+    check_directory(path)
+    return os.path.abspath(path)  # the working directory may change
 
 
 def _disk_budget(value: object, directory: object) -> int | None:

@@ -7,6 +7,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel.platform.arguments import check_flag
 
 
 class CheckpointImpl(Enum):
@@ -24,6 +25,19 @@ class Options(NamedTuple):
     check_outputs: bool = True
     debug: bool = False
     early_stop: bool = True
+
+
+def options_of(
+    swap_inputs: object, preserve_rng_state: object, determinism_check: object, debug: object, early_stop: object
+) -> Options:
+    """The options of a call, each of which is yes or no."""
+    return Options(
+        check_flag(swap_inputs, "swap_inputs"),
+        check_flag(preserve_rng_state, "preserve_rng_state"),
+        isinstance(determinism_check, str) and determinism_check == "default",
+        check_flag(debug, "debug"),
+        check_flag(early_stop, "early_stop"),
+    )
 
 
 # The options that the region hands to the framework, with what each may be.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
-from hyper_parallel.core.dtensor.placements import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placements import Partial, Placement, Replicate, Shard, as_placement
 from hyper_parallel.core.shard.letters import parse, strategies_of, terms_for
 from hyper_parallel.core.shard.ops.parallel_ops import DistributedOp
 from hyper_parallel.core.shard.spec import Spec
@@ -106,7 +106,8 @@ def _no_strategies(got: object) -> ArgumentTypeError:
 
 def _places(placements: Sequence[Placement]) -> tuple[Place, ...]:
     found: list[Place] = []
-    for placement in placements:
+    for given in placements:
+        placement = as_placement(given)
         if isinstance(placement, Shard):
             if placement.dim < 0:
                 raise ArgumentError(
@@ -119,6 +120,8 @@ def _places(placements: Sequence[Placement]) -> tuple[Place, ...]:
             found.append(R)
         else:
             raise ArgumentTypeError(
-                "A strategy is made of placements.", expected="Shard, Replicate or Partial", got=describe(placement)
+                "A strategy is made of placements.",
+                expected="hp.Shard, hp.Replicate or hp.Partial, or PyTorch's",
+                got=describe(given),
             )
     return tuple(found)

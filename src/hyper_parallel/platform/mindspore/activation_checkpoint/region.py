@@ -12,7 +12,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.frame import Frame
 from hyper_parallel.platform.mindspore.activation_checkpoint.replays import is_replaying
 from hyper_parallel.platform.mindspore.graph_mode import refuse_graph_mode
 from hyper_parallel.platform.regions.arguments import SavedArguments, kinds_of
-from hyper_parallel.platform.regions.options import Options, check_call, in_own_words
+from hyper_parallel.platform.regions.options import check_call, in_own_words, options_of
 
 _KINDS = kinds_of(Tensor, nn.Cell)
 
@@ -62,5 +62,5 @@ def checkpoint(
     if not _pynative_executor.requires_grad() or is_replaying():
         return function(*args, **kwargs)
     refuse_graph_mode("A region")
-    options = Options(swap_inputs, preserve_rng_state, determinism_check == "default", debug, early_stop)
+    options = options_of(swap_inputs, preserve_rng_state, determinism_check, debug, early_stop)
     return Frame(function, SavedArguments(args, kwargs, _KINDS), policy, options).forward(args, kwargs)

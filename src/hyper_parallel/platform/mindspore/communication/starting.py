@@ -20,7 +20,8 @@ from mindspore.communication import GlobalComm
 from mindspore.communication.management import _init_with_store
 from mindspore.mint.distributed import TCPStore
 
-from hyper_parallel._base.errors import ArgumentError, StateError, describe
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
+from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.platform.mindspore.devices import Devices
 
 # How long a call of the CPU's backend waits for the other ranks, in seconds; 30 where it is not set. Read by MindSpore at its first use.
@@ -40,6 +41,10 @@ def start(backend: str, settings: dict[str, Any]) -> Any:
         os.environ.setdefault(OP_TIMEOUT, str(max(1, math.ceil(timeout.total_seconds()))))
     store, rank, num_ranks = settings["store"], settings["rank"], settings["world_size"]
     address = None
+    if settings["init_method"] is not None and not isinstance(settings["init_method"], str):
+        raise ArgumentTypeError(
+            "`init_method` is an address.", expected='a text such as "env://"', got=describe(settings["init_method"])
+        )
     if store is None and settings["init_method"] not in (None, "env://"):
         address = _address(settings["init_method"])
     elif store is None and "MS_ROLE" in os.environ:  # started by msrun: its scheduler knows everyone
@@ -48,10 +53,10 @@ def start(backend: str, settings: dict[str, Any]) -> Any:
         return _met_again(timeout) if backend == "mccl" else None
     elif store is None:
         address, rank, num_ranks = _from_environment(rank, num_ranks)
-    if rank < 0 or num_ranks < 1:
+    if (as_int(rank) or 0) < 0 or (as_int(num_ranks) or 0) < 1 or as_int(rank) is None:
         raise ArgumentError(
             "A rank joins the others by its number.", expected="rank and world_size",
-            got=f"rank {rank}, world_size {num_ranks}",
+            got=f"rank {describe(rank)}, world_size {describe(num_ranks)}",
         )  # fmt: skip
     os.environ.setdefault(_STORE_TIMEOUT, str(_STORE_TIMEOUT_S))
     if store is None and address is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.regions.options import Options, check_call, in_own_words
+from hyper_parallel.platform.regions.options import check_call, in_own_words, options_of
 from hyper_parallel.platform.torch.activation_checkpoint.arguments import saved_arguments
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import not_compiled, prepare_for_compiled_code
 from hyper_parallel.platform.torch.activation_checkpoint.frame import Frame
@@ -61,6 +61,6 @@ def checkpoint(
     if not torch.is_grad_enabled() or is_replaying():
         return function(*args, **kwargs)
     check_surroundings("A region")
-    options = Options(swap_inputs, preserve_rng_state, determinism_check == "default", debug, early_stop)
+    options = options_of(swap_inputs, preserve_rng_state, determinism_check, debug, early_stop)
     with left_as_found():
         return Frame(function, saved_arguments(args, kwargs), policy, options).forward(args, kwargs)
