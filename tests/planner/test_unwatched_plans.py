@@ -215,6 +215,7 @@ def test_a_number_that_is_another_one_where_pytorch_recomputes_a_block_is_found(
     model = nn.Sequential(nn.Sequential(*(Dropping() for _ in range(3))))
     monkeypatch.setattr(random, "random", lambda: 0.0)
     applied = by_framework(model)
+    model(torch.randn(2, 8, 16)).sum().backward()  # the first call is watched
     for block in model[0]:
         block.num_calls = 0
     loss = model(torch.randn(2, 8, 16)).sum()
@@ -222,3 +223,22 @@ def test_a_number_that_is_another_one_where_pytorch_recomputes_a_block_is_found(
     with pytest.raises(StateError, match=r"Expected mul\(tensor, 1\.0\), got mul\(tensor, 2\.0\)"):
         loss.backward()
     applied.remove()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.layer(x)).tanh()
+
+
+def test_a_block_that_pytorch_would_recompute_writes_its_running_statistics_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(*(Normed() for _ in range(3))))
+    applied = by_framework(model)
+    plain = copy.deepcopy(model)
+    assert all(map(torch.equal, steps(plain, "cpu"), steps(model, "cpu")))
+    applied.remove()
+    assert all(map(torch.equal, plain.state_dict().values(), model.state_dict().values()))

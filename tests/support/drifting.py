@@ -198,6 +198,7 @@ USES: dict[str, Callable[[Any, torch.Tensor, int], torch.Tensor]] = {
     "inner gradient": _inner_gradient,
     "custom function": lambda m, h, n: _Scale.apply(h, n + 1.0),
     "no gradient": lambda m, h, n: h * (h.detach() * (n + 1)).tanh(),
+    "batch norm": lambda m, h, n: F.batch_norm(h.flatten(0, 1), m.mean, m.var, training=True).view_as(h) * (n + 1),
     "in place": lambda m, h, n: (h * 1).mul_(n + 1.0).sin(),
     "drawn numbers": lambda m, h, n: h * torch.rand_like(h).mul(n + 1.0),
 }
@@ -216,6 +217,8 @@ class Reading(nn.Module):
         for number in range(3):
             self.register_buffer(f"held_{number}", torch.randn(WIDTH))
             self.register_buffer(f"mask_{number}", torch.randn(WIDTH) > 0)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("var", torch.ones(WIDTH))
         self.use, self.read = USES[use], read
 
     @property

@@ -130,6 +130,13 @@ def buffer_that_is_replaced(m: Stateful, h: torch.Tensor, k: int) -> torch.Tenso
 
 
 @part
+def buffer_that_is_written(m: Stateful, h: torch.Tensor, k: int) -> torch.Tensor:
+    with torch.no_grad():
+        m.written.lerp_(h.mean(0), 0.5)
+    return h * (1 + m.written.clone())
+
+
+@part
 def dropout(m: Stateful, h: torch.Tensor, k: int) -> torch.Tensor:
     return F.dropout(h, 0.25)
 
@@ -156,6 +163,7 @@ class Stateful(nn.Module):
         self.up, self.down, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("written", torch.zeros(WIDTH))
         self.count, self.history, self.table = 0, [1.0], {"step": 0}
         self.schedule = types.SimpleNamespace(step=0)
         self.numpy, self.python = np.random.default_rng(seed), random.Random(seed)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import checkpoint as framework_checkpoint
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.platform.regions.host_randomness import HostRandomness
@@ -21,7 +22,9 @@ from hyper_parallel.platform.torch.activation_checkpoint.asked import Asked, Ask
 from hyper_parallel.platform.torch.activation_checkpoint.attributes import as_noted, note_attributes
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is_compiled
 from hyper_parallel.platform.torch.activation_checkpoint.left_as_found import left_as_found
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import version_of
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules, modules_in
+from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
 from hyper_parallel.platform.torch.activation_checkpoint.region_function import module_of
 from hyper_parallel.platform.torch.activation_checkpoint.surroundings import ParametersOfModule, Surroundings, num_begun
 
@@ -29,10 +32,34 @@ from hyper_parallel.platform.torch.activation_checkpoint.surroundings import Par
 _last: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
+# Modules that a watched call has shown to do nothing that PyTorch's checkpoint would do twice, and whether in training.
+_shown: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
 def checkpoint_by_framework(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The call, recomputed whole by PyTorch's checkpoint: it knows no ops, and so costs the host less than a region."""
-    with left_as_found():
-        return checkpoint(RepeatedCall(function), *args, use_reentrant=False, **kwargs)
+    """The call, recomputed whole by PyTorch's checkpoint: it knows no ops, and so costs the host less than a region.
+
+    The first call of a module is a region, which shows what it does. One that writes into its parameters or buffers
+    (batch norm), or has a region inside, is a region in every call.
+    """
+    module = module_of(function)
+    if module is not None and _shown.get(module) is module.training:
+        with left_as_found():
+            return framework_checkpoint(RepeatedCall(function), *args, use_reentrant=False, **kwargs)
+    held = [] if module is None else _held(modules_in(module))
+    versions, begun = list(map(version_of, held)), num_begun()
+    result = checkpoint(function, *args, **kwargs)
+    if module is not None and num_begun() <= begun + 1 and list(map(version_of, held)) == versions:
+        _shown[module] = module.training
+    return result
+
+
+def _held(modules: list[nn.Module]) -> list[torch.Tensor]:
+    """Their parameters and buffers."""
+    holders = (holder for each in modules for holder in (each._parameters, each._buffers))
+    return [
+        tensor for holder in holders for tensor in dict(holder).values() if tensor is not None and not is_lazy(tensor)
+    ]
 
 
 class RepeatedCall:
@@ -48,6 +75,8 @@ class RepeatedCall:
         self._host_randomness = HostRandomness()
         self._is_first = True
         self._asked: Asked | None = None
+        self._held = [] if is_reentrant else _held(modules)
+        self._has_news = False  # it did what no watched call has shown
         # A mode is one of the things that compiled code was compiled for.
         self._is_compared = not (any(map(is_compiled, modules)) or Surroundings().is_compiling)
 
@@ -56,6 +85,14 @@ class RepeatedCall:
         if self._is_first:
             self._is_first = False
             return self._first(tensors, args, kwargs)
+        if self._has_news:
+            raise StateError(
+                "A block wrote into a parameter or a buffer, or had a region inside, and did neither when it was watched.",
+                expected="what its first call did",
+                got="more",
+                where=type(self._module).__name__,
+                do="Run the step again: from now on the block is watched.",
+            )
         if self._is_reentrant:
             self._check_require_grad()
         attributes, host, parameters = (
@@ -70,11 +107,16 @@ class RepeatedCall:
         if not self._is_compared:
             result = self._function(*args, **kwargs)
         else:
-            begun = num_begun()
+            begun, versions = num_begun(), list(map(version_of, self._held))
             asking = Asking(tensors, None if self._module is None else _last.get(self._module))
             with asking:
                 result = self._function(*args, **kwargs)
-            if num_begun() == begun:  # what a region inside of it asks for is not the same each time
+            is_plain = num_begun() == begun  # what a region inside of it asks for is not the same each time
+            self._has_news = list(map(version_of, self._held)) != versions or not (is_plain or self._is_reentrant)
+            self._held = []
+            if self._has_news and self._module is not None:
+                _shown.pop(self._module, None)
+            if is_plain:
                 self._asked = asking.asked()
                 if self._module is not None:
                     _last[self._module] = self._asked.notes
