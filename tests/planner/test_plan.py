@@ -508,9 +508,9 @@ def test_where_the_host_is_the_slower_one_the_frameworks_checkpoint_recomputes_w
     assert plan.measured.peak_bytes <= budget
     assert choices_of(plan) <= {"recompute", "save"}
     calls = []
-    checkpoint = applying.framework_checkpoint
+    checkpoint = applying.checkpoint_by_framework
     monkeypatch.setattr(
-        applying, "framework_checkpoint", lambda *args, **kw: calls.append(kw) or checkpoint(*args, **kw)
+        applying, "checkpoint_by_framework", lambda *args, **kw: calls.append(kw) or checkpoint(*args, **kw)
     )
     plan.apply(case.model)
     assert same(models.gradients(case.model, case.inputs), case.plain)
