@@ -264,4 +264,4 @@ def test_the_two_backends_mirror_each_other_file_by_file() -> None:
     root = Path(hyper_parallel.platform.__file__).parent
     torch_files = {path.name for path in (root / "torch").glob("*.py")}
     mindspore_files = {path.name for path in (root / "mindspore").glob("*.py")}
-    assert torch_files == mindspore_files
+    assert torch_files == mindspore_files - {"graph_mode.py"}  # PyTorch has one mode
