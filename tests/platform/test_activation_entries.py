@@ -200,3 +200,15 @@ def test_a_swapped_module_asks_the_policy_and_keeps_its_names(backend: Backend, 
     assert (1, 4) in asked, "what the first layer makes"
     assert total_stats().offloaded_bytes > before
     assert list(platform.parameters_dict(wrapper)) == list(platform.parameters_dict(model))
+
+
+def test_the_public_function_shows_the_options_that_are_its_own() -> None:
+    import hyper_parallel as hp
+
+    assert list(inspect.signature(hp.checkpoint).parameters) == [
+        "function",
+        "args",
+        "swap_inputs",
+        "policy_fn",
+        "options",
+    ]
