@@ -182,14 +182,14 @@ def test_a_side_that_does_not_come_to_a_hook_in_time_is_named_with_both_last_hoo
     assert "in wait (threading.py" in text, "where the late side is"
 
 
-@pytest.mark.parametrize("seed", share(3_000, 24))
+@pytest.mark.parametrize("seed", share(3_000, 12))
 def test_a_failure_at_any_hook_ends_both_sides_with_one_to_eight_layers_on_either(seed: int) -> None:
     """An error, one that is no `Exception`, or a side that stays away, at a random hook; afterwards the coordinator is as new."""
     draw = random.Random(seed)
     numbers = {"forward": draw.randint(1, 8), "backward": draw.randint(1, 8)}
     failing, kind = draw.choice(list(numbers)), draw.choice([ValueError, Stop, None])
     at = draw.randint(0, 4 * numbers[failing])
-    coordinator = HookCoordinator(LONG if kind else 0.02)
+    coordinator = HookCoordinator(LONG if kind else 0.2)
     gave_up, ended = threading.Event(), []
     error = None if kind is None else kind("broken")
 

@@ -260,7 +260,7 @@ def test_a_failure_at_any_hook_in_graphs_of_one_to_eight_layers_leaves_the_coord
     numbers = {"forward": draw.randint(1, 8), "backward": draw.randint(1, 8)}
     failing, kind = draw.choice(list(numbers)), [ValueError, Stop, None][seed % 3]
     at = draw.randint(0, 4 * numbers[failing] - 1)
-    coordinator, gave_up, was_met = HookCoordinator(LONG if kind else 0.05), threading.Event(), []
+    coordinator, gave_up, was_met = HookCoordinator(LONG if kind else 0.2), threading.Event(), []
 
     def fail(side: str, now: int) -> None:
         if (side, now) != (failing, at):
