@@ -25,7 +25,7 @@ from mindspore import Parameter, nn
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError
 from hyper_parallel.platform.arguments import check_module
-from hyper_parallel.platform.mindspore.graph_mode import refusal
+from hyper_parallel.platform.mindspore.activation_checkpoint.graph_mode import refusal
 from hyper_parallel.platform.regions.transparent import Transparent, check_wrapped, is_special, one_of, wrappers_below
 
 _CKPT_WRAPPED_MODULE = "_ckpt_wrapped_module"

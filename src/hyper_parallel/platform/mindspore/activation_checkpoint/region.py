@@ -9,8 +9,8 @@ from mindspore import Tensor, nn
 from mindspore.graph.api import _pynative_executor
 
 from hyper_parallel.platform.mindspore.activation_checkpoint.frame import Frame
+from hyper_parallel.platform.mindspore.activation_checkpoint.graph_mode import refuse_graph_mode
 from hyper_parallel.platform.mindspore.activation_checkpoint.replays import is_replaying
-from hyper_parallel.platform.mindspore.graph_mode import refuse_graph_mode
 from hyper_parallel.platform.regions.arguments import SavedArguments, kinds_of
 from hyper_parallel.platform.regions.options import check_call, in_own_words, options_of
 

@@ -25,13 +25,13 @@ from mindspore.graph.api import _pynative_executor
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.platform.mindspore.activation_checkpoint.cell_paths import CellPaths
 from hyper_parallel.platform.mindspore.activation_checkpoint.checkpoint_wrapper import CheckpointWrapper
+from hyper_parallel.platform.mindspore.activation_checkpoint.graph_mode import refuse_graph_mode
 from hyper_parallel.platform.mindspore.activation_checkpoint.recording import Record, RegionMode
 from hyper_parallel.platform.mindspore.activation_checkpoint.region import checkpoint
 from hyper_parallel.platform.mindspore.activation_checkpoint.replacement import TREE
 from hyper_parallel.platform.mindspore.activation_checkpoint.replays import is_replaying
 from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import Kept, base_check_fn
 from hyper_parallel.platform.mindspore.activation_checkpoint.storages import storage_address, storage_bytes, unseen
-from hyper_parallel.platform.mindspore.graph_mode import refuse_graph_mode
 from hyper_parallel.platform.mindspore.planner import signature
 from hyper_parallel.platform.mindspore.planner.applying import looks_of
 from hyper_parallel.platform.mindspore.planner.blocks import check_ran, find_blocks, suggested
