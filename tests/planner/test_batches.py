@@ -163,3 +163,9 @@ def test_with_replan_a_larger_batch_is_planned_before_it_runs(plans: Any) -> Non
     assert longer.budget_bytes <= plan.budget_bytes
     assert not longer.is_empty
     plan.remove(model)
+
+
+@on_disk
+def test_a_plan_that_is_checked_with_another_batch_speaks_of_the_batch(plans: Any) -> None:
+    with pytest.raises(ValueError, match=r"^The plan was made for another batch\."):
+        plans["60%"].check(models.make("mlp"), models.batch("mlp", size=3))

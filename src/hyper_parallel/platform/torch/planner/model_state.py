@@ -67,10 +67,11 @@ class ModelState:
         _check_modules(model, modules)
         hooks = [hook for module in modules for name in _HOOKS for hook in getattr(module, name, {}).values()]
         self._python = PythonState(modules, TORCH, holds=True, values=[*hooks, *others], reach=_REACH)
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        self._random = RandomStates(model)
-        parameters = {name: _Tensor(parameter, name) for name, parameter in model.named_parameters()}
-        known = {id(each) for each in (*model.parameters(), *model.buffers())}
+        named, buffers = dict(model.named_parameters()), list(model.buffers())  # a walk of all modules each
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
+        self._random = RandomStates((*named.values(), *buffers))
+        parameters = {name: _Tensor(parameter, name) for name, parameter in named.items()}
+        known = {id(each) for each in (*named.values(), *buffers)}
         found = {id(each): each for each in (*self._python.tensors, *leaves(batch)) if isinstance(each, torch.Tensor)}
         self._tensors = [
             *parameters.values(),
@@ -230,9 +231,9 @@ class _Watch(TorchDispatchMode):
 class RandomStates:
     """The global generators that a step may draw from. Those that modules have are part of Python's state."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._cpu = torch.get_rng_state()
-        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        devices = {tensor.device for tensor in tensors}
         self._devices = {
             device: getattr(torch, device.type).get_rng_state(device) for device in devices if device.type != "cpu"
         }
