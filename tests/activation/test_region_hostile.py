@@ -1350,3 +1350,33 @@ def test_hooks_on_tensors_inside_run_once(swapping: Swapping, region: Function) 
 
     ours, plain = run(lambda t: region(function, t)), run(function)
     assert same(ours, plain)
+
+
+def batch_norm_of_arguments(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+    return nn.functional.batch_norm(x.sin(), mean, variance, training=True).sin()
+
+
+def other_memory(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    factor = torch.zeros_like(x)
+    factor.set_(x.detach().cos())
+    return (x.sin() * factor).exp()
+
+
+def training_inside(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    weight, h = torch.ones_like(x, requires_grad=True), x.sin()
+    for _step in range(3):
+        (weight * h).square().sum().backward(retain_graph=True, inputs=[weight])
+        weight.data -= 0.1 * weight.grad
+        weight.data = weight.data - 0.1 * weight.grad.data
+        weight.grad = None
+    return (h * weight).sin()
+
+
+@pytest.mark.parametrize("function", [batch_norm_of_arguments, other_memory, training_inside])
+def test_what_plain_pytorch_allows_is_not_refused(swapping: Swapping, region: Function, function: Function) -> None:
+    def run(call: Function) -> list[torch.Tensor]:
+        mean, variance = torch.zeros(16, device=swapping.kind), torch.ones(16, device=swapping.kind)
+        found = gradients(lambda x: call(function, x * 1, mean, variance).sum(), swapping.randn(16, 16))
+        return [*found, mean, variance]
+
+    assert same(run(region), run(plainly))
