@@ -6,7 +6,6 @@ In every run a share of the samples; all of them by `HYPER_PARALLEL_CAMPAIGN=ful
 from __future__ import annotations
 
 import collections
-import importlib.util
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from support import processes
 from support.campaign import share
 
 pytest.importorskip("torch")
-if importlib.util.find_spec("expecttest") is None:
-    pytest.skip("PyTorch's operator database needs expecttest", allow_module_level=True)
 
 # Operators that transformer training uses, by the names of the database; the campaign runs all that have a rule.
 IN_EVERY_RUN = """

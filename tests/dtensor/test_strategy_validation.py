@@ -11,8 +11,6 @@ from support import processes
 from support.campaign import share
 
 pytest.importorskip("torch")
-if importlib.util.find_spec("expecttest") is None:
-    pytest.skip("PyTorch's operator database needs expecttest", allow_module_level=True)
 if importlib.util.find_spec("torch.distributed.tensor._ops.strategy_validation") is None:
     pytest.skip("this PyTorch has no strategy validation", allow_module_level=True)
 

@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import random
+import sys
+import types
+import unittest
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +76,16 @@ class Call(NamedTuple):
         return self.function(first, *rest, **named), first
 
 
+def stand_in_for_expecttest() -> None:
+    """PyTorch's databases import it for tests that compare texts, which are not run here."""
+    if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
+        module: Any = types.ModuleType("expecttest")
+        module.TestCase = unittest.TestCase
+        sys.modules["expecttest"] = module
+
+
 def database() -> list[Any]:
+    stand_in_for_expecttest()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of importing PyTorch's internal test modules
         from torch.testing._internal.common_methods_invocations import op_db
