@@ -56,6 +56,8 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
         total,
         r"next\(iter\(loader\)\)",
     ),
+    "nothing": (lambda: nn.Sequential(nn.Linear(8, 8)), None, total, "got None"),
+    "a text": (lambda: nn.Sequential(nn.Linear(8, 8)), {"input": "words"}, total, "with tensors in it"),
     "an array": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), ARRAY, total, r"torch\.as_tensor"),
     "an array inside": (OfOneDict, ({"x": ARRAY},), total, r"torch\.as_tensor"),
     "a dict for one argument": (OfOneDict, {"x": X}, total, r"give `\(batch,\)`"),

@@ -10,6 +10,7 @@ from typing import Any
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError, describe
 
 _WHAT = "The model cannot be called with this batch."
+_NO_TENSORS = (type(None), bool, int, float, complex, str, bytes)
 
 
 @contextmanager
@@ -33,7 +34,10 @@ def telling_of_the_batch(batch: Any, forward: Callable[..., Any], to_tensor: str
 
 
 def _told(batch: Any, forward: Callable[..., Any], to_tensor: str) -> HyperParallelError | None:
-    array = next((each for each in _leaves(batch) if type(each).__module__ == "numpy"), None)
+    leaves = list(_leaves(batch))
+    if leaves and all(isinstance(each, _NO_TENSORS) for each in leaves):
+        return ArgumentTypeError(_WHAT, expected="a batch with tensors in it", got=describe(batch))
+    array = next((each for each in leaves if type(each).__module__ == "numpy"), None)
     if array is not None:
         return ArgumentTypeError(
             _WHAT, expected="tensors of the framework", got=describe(array), do=f"Convert it: {to_tensor}."
