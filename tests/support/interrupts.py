@@ -76,7 +76,9 @@ class Interrupt:
             return
         self.places.append((code.co_filename, frame.f_lineno, event))
         if not self.at:
-            self.is_in_block.append(code.co_name in _BLOCKS or frame.f_back.f_code.co_name in _BLOCKS)
+            caller = frame.f_back  # None where a thread of autograd's calls a hook
+            is_called_by_one = caller is not None and caller.f_code.co_name in _BLOCKS
+            self.is_in_block.append(code.co_name in _BLOCKS or is_called_by_one)
         if len(self.places) == self.at:
             sys.setprofile(None)
             raise self.kind
