@@ -240,8 +240,8 @@ def test_the_error_names_the_smallest_budget_and_what_it_is_made_of() -> None:
         solve(no_way())
     assert str(caught.value) == (
         "No choice of what to save, swap and recompute fits into the budget.\n"
-        "Expected at least 56 bytes (56 B), got 52 (52 B); backward of block: 40 B in the backward itself, 10 B kept by the "
-        "regions before, 3 B kept outside of all regions, 2 B alive when forward begins, 1 B of margin.\n"
+        "Expected at least 56 bytes (56 B), got 52 (52 B); backward of block: 40 B by itself, 10 B kept by the "
+        "blocks before, 3 B kept outside of all blocks, 2 B alive when forward begins, 1 B of margin.\n"
         "Raise the budget, or make the batch or the sequence smaller."
     )
     assert isinstance(caught.value, ValueError)
@@ -250,7 +250,9 @@ def test_the_error_names_the_smallest_budget_and_what_it_is_made_of() -> None:
 
 def test_the_error_says_where_it_is_not_a_region() -> None:
     given = problem(region(op(1, choices=("swap",)), may_be_plain=False), turn=Turn(0.0, 9), window=7, prefetch=2)
-    with pytest.raises(BudgetError, match="the turn: 9 B in the turn itself, 7 B for copies in flight"):
+    with pytest.raises(
+        BudgetError, match=r"between forward and backward \(the loss\): 9 B by itself, 7 B for copies in flight"
+    ):
         solve(dataclasses.replace(given, budget_bytes=15))
 
 

@@ -22,7 +22,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.asked import Asked, Ask
 from hyper_parallel.platform.torch.activation_checkpoint.attributes import as_noted, note_attributes
 from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is_compiled
 from hyper_parallel.platform.torch.activation_checkpoint.left_as_found import left_as_found
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import version_of
+from hyper_parallel.platform.torch.activation_checkpoint.local_parts import is_distributed, version_of
 from hyper_parallel.platform.torch.activation_checkpoint.module_paths import has_sharded_modules, modules_in
 from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
 from hyper_parallel.platform.torch.activation_checkpoint.region_function import module_of
@@ -79,6 +79,9 @@ class RepeatedCall:
         self._has_news = False  # it did what no watched call has shown
         # A mode is one of the things that compiled code was compiled for.
         self._is_compared = not (any(map(is_compiled, modules)) or Surroundings().is_compiling)
+        # PyTorch's distributed tensors leave calls out where there are no gradients, as in a reentrant first run.
+        if is_reentrant and any(map(is_distributed, _held(modules))):
+            self._is_compared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = saved_arguments(args, kwargs).tensors if self._is_compared else []

@@ -78,7 +78,7 @@ class ModelState:
             *(_Tensor(each, "a tensor that the model has") for key, each in found.items() if key not in known),
         ]
         self.is_watched = not is_for_planning
-        self._shows_ops = not any(map(is_compiled, modules))  # compiled code shows none
+        self._shows_ops = not any(map(is_compiled, model.modules()))  # compiled code shows none
         for name in parameters if is_for_planning and not self._shows_ops else written:
             parameters[name].copy()
         if is_for_planning:
@@ -213,6 +213,12 @@ class _Watch(TorchDispatchMode):
         for each in tensors:
             if (key := _storage(each.memory)) is not None:
                 self._by_storage.setdefault(key, []).append(each)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # PyTorch would put a wrapper around the handler, which loads its compiler at the first op of a step. Frames of that
+        # stay for the collector, and with them the batch.
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -28,9 +28,8 @@ class StepState:
         self._given: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._versions: dict[int, tuple[torch.Tensor, int]] = {}
         self._stepped: str | None = None
-        self._on_step = self._note_optimizer
         if with_gradients:
-            register_optimizer_step_pre_hook(self._on_step)
+            register_optimizer_step_pre_hook(self._note_optimizer)
 
     def note_given(self, arguments: Any) -> None:
         """What the model is called with: it may not be changed, and of a tensor that requires a gradient, what it has before the step's first backward."""
@@ -41,7 +40,7 @@ class StepState:
 
     def close(self) -> None:
         """The step is over, or given up."""
-        forget_before_step(self._on_step)
+        forget_before_step(self._note_optimizer)
 
     def _note_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         mine = {id(parameter) for parameter in self._parameters}

@@ -77,14 +77,13 @@ class _Preserved(_PreservedAgain):
         self._hooks = [(each, dict(each)) for each in hooks]
         self._mine = {id(tensor) for tensor in self._trained}
         self._has_profiler = torch.autograd._profiler_enabled()
-        self._on_step = self._refuse
 
     def change(self) -> None:
         for gradient in self._gradients:
             gradient.begin()
         _states[self._model] = self._state
         if self._trained:
-            register_optimizer_step_pre_hook(self._on_step)
+            register_optimizer_step_pre_hook(self._refuse)
         for hooks, _ in self._hooks:
             for key in [key for key, hook in hooks.items() if not _is_of_framework(hook)]:
                 del hooks[key]
@@ -92,7 +91,7 @@ class _Preserved(_PreservedAgain):
     def put_back(self) -> None:
         if torch.autograd._profiler_enabled() and not self._has_profiler:  # a meter that Ctrl-C has ended
             torch.autograd._disable_profiler()
-        forget_before_step(self._on_step)
+        forget_before_step(self._refuse)
         for hooks, entries in self._hooks:
             hooks.clear()  # in place, and in their order: handles of these hooks know this very dict
             hooks.update(entries)
@@ -113,7 +112,8 @@ class _Preserved(_PreservedAgain):
 
 def forget_before_step(hook: Any) -> None:
     """Take a hook of `register_optimizer_step_pre_hook` away, also where an interrupt came before anybody had its handle."""
-    for key in [key for key, each in _global_optimizer_pre_hooks.items() if each is hook]:
+    # Equal, not the same: each look at a method makes a new object, and one that is kept would keep what it belongs to.
+    for key in [key for key, each in _global_optimizer_pre_hooks.items() if each == hook]:
         del _global_optimizer_pre_hooks[key]
 
 
