@@ -31,7 +31,8 @@ from hyper_parallel.core.swap.swap_tensor import Parts
 from hyper_parallel.platform import selection
 from hyper_parallel.platform.torch.activation_checkpoint import AsyncSaveOnCpu, swap_wrapper
 from support.campaign import share
-from support.planted_bugs import Bug, changed_engine
+from support.planted_bugs import BY_HAND
+from support.planting import Bug, beside
 from support.simulated_device import SimulatedBuffer, SimulatedDevice
 from support.simulated_tier import SimulatedTier
 from support.swapping import Swapping, check_nothing_left, gradients
@@ -1451,30 +1452,13 @@ def test_an_exception_at_any_device_call_leaks_nothing_and_later_moves_are_right
     assert num_failures > 100
 
 
-BUGS = [
-    Bug("O1: the stream of the caller is not waited for", "engine.py",
-        "                offload.wait_event(current.record_event())  # O1: the storage may have been written on either of the two\n",
-        "                pass\n"),
-    Bug("O2: the source is dropped without a wait", "engine.py",
-        "            _wait(home, offloaded)  # O2: memory returns to the pool of this stream, whichever one the caller is on\n",
-        "            pass\n"),
-    Bug("the caller's stream does not wait for the offload", "engine.py", "            _wait(current, offloaded)\n", "            pass\n"),
-    Bug("O3: a second load of a block does not wait for the first", "engine.py",
-        "                load.wait_event(event)  # O3: an earlier load of this block, on another stream; see `last_uses` below\n",
-        "                pass\n"),
-    Bug("O9: the block forgets the offload that wrote it", "engine.py",
-        "        block.last_uses = (slot.offloaded,)  # O9\n", ""),
-    Bug("the window keeps a source that was waited for", "engine.py", "                self._window.remove(offloaded)\n", ""),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", BY_HAND, ids=lambda bug: bug.name)
 def test_the_moves_by_hand_find(bug: Bug) -> None:
-    modules = changed_engine(bug)
+    modules = beside(bug, engine_module.SwapEngine)
     for seed in range(3_000):
         try:
             run_simulated(seed, modules)
         except Exception as error:
             print(f"seed {seed}: {error}")
             return
-    raise AssertionError("nothing found: the programs are blind here, or the line does nothing")
+    raise AssertionError("nothing found: the programs are blind here, or the statement does nothing")

@@ -4,57 +4,19 @@ from __future__ import annotations
 
 import gc
 import itertools
-import types
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from hyper_parallel.core.swap import engines
-from hyper_parallel.platform.torch.activation_checkpoint import saved_tensors
+from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import AsyncSaveOnCpu
+from support.planted_bugs import GLUE
+from support.planting import Bug, beside
 from support.random_tensors import TensorProgram
 from support.swapping import Swapping, gradients
-
-
-class Bug(NamedTuple):
-    name: str
-    line: str
-    instead: str
-
-
-BUGS = [
-    Bug("a lost offset", "self._offset = tensor.storage_offset()", "self._offset = 0"),
-    Bug("a lost stride", "self._stride = tensor.stride()", "self._stride = torch.empty(tensor.size(), device='meta').stride()"),
-    Bug("a storage is recognised by its address alone", "and not known[0].expired() and known[2] == tensor._version", ""),
-    Bug("an older version of a storage is taken for the present one", " and known[2] == tensor._version", ""),
-    Bug("every view moves its storage", "if known is not None and not known", "if False and not known"),
-    Bug("`weight.t()` is swapped",
-        "    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):\n        return False\n", ""),
-    Bug("a weight cast by autocast is swapped", " or self._is_cast_of_parameter(tensor)", ""),
-    Bug("buffers are swapped", "(*parameters, *buffers)", "parameters"),
-    Bug("a kept tensor leads to its own node", "self._saved = tensor.detach()", "self._saved = tensor"),
-    Bug("a kept tensor's version is not compared",
-        "if self._version is not None and self._saved._version != self._version:", "if False:"),
-    Bug("a swapped tensor's version is read from an alias of its own",
-        "_alias: torch.Tensor | None = tensor.detach()  # shares the version counter, not the graph",
-        "_alias: torch.Tensor | None = tensor.data"),
-    Bug("a policy's answer is turned around", "if keeps_tensor(call_uncompiled(self.policy_fn, tensor)):",
-        "if not keeps_tensor(call_uncompiled(self.policy_fn, tensor)):"),
-    Bug("the hooks know the block they belong to",
-        "super().__init__(self._recorder.pack, self._recorder.unpack)",
-        "super().__init__(lambda tensor: (self, self._recorder.pack(tensor))[1], self._recorder.unpack)"),
-]  # fmt: skip
-
-
-def with_bug(bug: Bug) -> types.ModuleType:
-    source = Path(saved_tensors.__file__).read_text()
-    if source.count(bug.line) != 1:
-        raise LookupError(f"{bug.name}: its line stands {source.count(bug.line)} times; bring the list up to date")
-    module = types.ModuleType("planted_saved_tensors")
-    exec(compile(source.replace(bug.line, bug.instead), saved_tensors.__file__, "exec"), module.__dict__)  # noqa: S102 - our own source
-    return module
 
 
 def check(hook_class: Any, swapping: Swapping) -> None:
@@ -207,12 +169,12 @@ def check_policy(hooks: Any, swapping: Swapping) -> None:
 def test_the_glue_as_it_is_passes(tmp_path: Path) -> None:
     swapping = Swapping("cpu", tmp_path)
     with swapping.configured():
-        check(saved_tensors.AsyncSaveOnCpu, swapping)
+        check(AsyncSaveOnCpu, swapping)
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", GLUE, ids=lambda bug: bug.name)
 def test_the_programs_find(bug: Bug, tmp_path: Path) -> None:
-    module = with_bug(bug)
+    module = beside(bug, AsyncSaveOnCpu)
     swapping = Swapping("cpu", tmp_path)
     found = None
     with swapping.configured():
@@ -222,4 +184,4 @@ def test_the_programs_find(bug: Bug, tmp_path: Path) -> None:
             found = f"{type(error).__name__}: {error}"
         gc.collect()
         torch.ones((), requires_grad=True).mul(2).backward()
-    assert found is not None, "nothing found: the programs are blind here, or the line does nothing"
+    assert found is not None, "nothing found: the programs are blind here, or the statement does nothing"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-import types
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-import hyper_parallel.core.planner
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.planner.choices import Decision, RegionDecision, plain, recompute_all
 from hyper_parallel.core.planner.profile import Input, Link, Op, Region, StepProfile, Turn, Value
@@ -17,9 +13,10 @@ from hyper_parallel.core.planner.timeline import Moment, Timeline, plain_step, r
 from hyper_parallel.core.planner.virtual_device import Copy, Place, Stall, Use, VirtualDevice, VirtualTier
 from hyper_parallel.core.swap.engine import Limits
 from support.campaign import share
+from support.planted_bugs import STEPS
+from support.planting import Bug, beside, unchanged
 from support.simulated_models import Case, compare, random_case, smallest
 
-FOLDER = Path(hyper_parallel.core.planner.__file__).parent
 PLENTY = Limits(1 << 40, 1 << 40)
 
 
@@ -389,106 +386,9 @@ def test_random_models_use_the_bytes_and_the_time_that_were_predicted() -> None:
     } <= seen, "the cases reach all that the engine may do"  # fmt: skip
 
 
-class Bug(NamedTuple):
-    name: str
-    file: str
-    line: str  # what stands there
-    instead: str
-
-
-BUGS = [
-    Bug("a residual is freed late in backward", "holding.py",
-        "            self.saved_residual_bytes[self._made_with[op]] += value.num_bytes\n", "            pass\n"),
-    Bug("what the record holds for the replay is freed with its residual", "holding.py",
-        "value.is_residual and op not in self.takes:  # the record", "value.is_residual:  # the record"),
-    Bug("parts are made after the op that makes them", "holding.py",
-        "self.made_bytes[self._made_with[op]] += value", "self.made_bytes[op] += value"),
-    Bug("parts are given back before the op that made them", "holding.py",
-        "self.recomputed_bytes[self._made_with[index]] += value", "self.recomputed_bytes[index] += value"),
-    Bug("the window is ignored", "timeline.py", "copy.copy(limits)",
-        "Limits(1 << 40, limits.prefetch_bytes, limits.on_full)"),
-    Bug("the limit of prefetch is ignored", "timeline.py", "copy.copy(limits)",
-        "Limits(limits.window_bytes, 1 << 40, limits.on_full, first_window_bytes=limits.first_window_bytes)"),
-    Bug("a residual that is recomputed is dropped before the forward ends", "holding.py",
-        "            until = max(local, self.end) if value.is_residual else local\n", "            until = local\n"),
-    Bug("what nothing needs is kept (rule 15)", "holding.py", "            until = max(local, self.end)  # rule 15", "            until = self.kept  # rule 15"),
-    Bug("what nothing needs is dropped before that is known", "holding.py",
-        "            until = max(local, self.end)  # rule 15", "            until = local  # rule 15"),
-    Bug("a residual leaves only when the forward ends", "holding.py",
-        "leaves = op if value.is_residual else self.end", "leaves = self.end"),
-    Bug("what only the replay needs leaves at once", "holding.py",
-        "leaves = op if value.is_residual else self.end", "leaves = op"),
-    Bug("what a region leaves behind is gone when it ends", "holding.py",
-        "local = until = self.handed_on if", "local = until = self.end if"),
-    Bug("a managed region does not hold its arguments", "holding.py",
-        "            until = self.end  # until then a region has its arguments\n",
-        "            until = self.end if value.freed_after is None else value.freed_after\n"),
-    Bug("the engine is not told the order", "timeline.py",
-        "            self._engine.expect(self._group, [self._slots[value.number] for value in taken])\n", ""),
-    Bug("inputs come last in the order", "timeline.py",
-        "taken.sort(key=lambda value: value.made_by)  # inputs first\n", "pass\n"),
-    Bug("the engine is not told of arrivals", "timeline.py",
-        "        if self._tells and self._group is not None:\n            self._engine.arrive(self._group)\n", "        pass\n"),
-    Bug("the engine is not told that a region has run again", "timeline.py",
-        "            if self._group is not None:\n                self._engine.arrive(self._group)\n", ""),
-    Bug("arrival is told before every replay", "timeline.py",
-        "if max(holding.arrives_at, default=-1) >= holding.replays_at:", "if True:"),
-    Bug("a region that swaps nothing does not tell of its replay", "timeline.py",
-        "            if not holding.swapped:\n                self._arrive()\n", ""),
-    Bug("the engine does not hear what a region holds", "timeline.py",
-        "            self._engine.keep(self._group, holding.told_bytes[moment])\n", "            pass\n"),
-    Bug("the engine does not hear that a forward is over", "timeline.py",
-        "            self._engine.end_forward(self._group)\n", "            pass\n"),
-    Bug("the handle of a residual stays until the end", "timeline.py",
-        "            if self._handles.pop(value.number, None) is not None:\n                del self._buffers[value.number]\n",
-        "            pass\n"),
-    Bug("the replay keeps what it took", "timeline.py",
-        "        for value in self._holding.taken_until[moment]:\n            del self._buffers[value.number]\n", ""),
-    Bug("the replay keeps what nobody wants", "holding.py",
-        "until = self.end if value.freed_after is None else value.freed_after\n                    self.replay_freed_bytes[until]",
-        "self.replay_freed_bytes[self.end]"),
-    Bug("temporaries of the replay are forgotten", "timeline.py",
-        "self._change(Use.WORKING, holding.replay_bytes[op] + holding.temporary_bytes[op])",
-        "self._change(Use.WORKING, holding.replay_bytes[op]); holding.temporary_bytes[op] = 0"),
-    Bug("a use through a view is not seen", "holding.py", "used_at = index if op.makes else uses.get(index, index)", "used_at = index"),
-    Bug("everything is asked for when backward begins", "holding.py",
-        "self.asked_at = self._by_moment(value.asked_at for value in self.swapped)",
-        "self.asked_at = self._by_moment(None if value.asked_at is None else self.end for value in self.swapped)"),
-    Bug("small values are swapped", "holding.py", "self._min_bytes = max(min_bytes, 1)", "self._min_bytes = 1"),
-    Bug("backward's own memory is forgotten", "holding.py",
-        "self.backward_bytes = max(region.backward_peak_bytes - region.residual_bytes, 0)", "self.backward_bytes = 0"),
-    Bug("outside memory is taken late", "timeline.py",
-        "            self._set_outside(region.outside_bytes)\n            self._device.compute.run(region.before_ms)\n",
-        "            self._device.compute.run(region.before_ms)\n            self._set_outside(region.outside_bytes)\n"),
-    Bug("the link is as fast when both directions are busy", "virtual_device.py",
-        "shared_ms = max(other.now_ms - start_ms, 0.0)", "shared_ms = 0.0"),
-    Bug("the host is always in step", "virtual_device.py", "self._host_lead_ms = host_lead_ms", "self._host_lead_ms = 0.0"),
-    Bug("the host does not wait at the end of a step", "virtual_device.py",
-        "        self._synced_ms = self.compute.now_ms\n", "        pass\n"),
-    Bug("the host has room for everything", "virtual_device.py", "self.budget_bytes = budget_bytes", "self.budget_bytes = None"),
-]  # fmt: skip
-
-
-def planted(bug: Bug) -> Any:
-    """`run_step` of the three modules with the bug in one of them, beside the real ones."""
-    names = ("virtual_device", "holding", "timeline")  # each imports those before it
-    for name in names:
-        file = f"{name}.py"
-        source = (FOLDER / file).read_text()
-        if file == bug.file:
-            assert source.count(bug.line) == 1, f"{bug.name}: its line stands {source.count(bug.line)} times in {file}"
-            source = source.replace(bug.line, bug.instead)
-        for other in names:
-            source = source.replace(f"from hyper_parallel.core.planner.{other} import", f"from planted_{other} import")
-        module = types.ModuleType(f"planted_{name}")
-        sys.modules[module.__name__] = module  # dataclasses and annotations look their module up
-        exec(compile(source, str(FOLDER / file), "exec"), module.__dict__)  # noqa: S102 - our own source
-    return sys.modules["planted_timeline"].run_step
-
-
 def find_planted(bug: Bug, num_seeds: int = 500) -> str | None:
     """What the comparison said of the bug; None if it found nothing."""
-    run = planted(bug)
+    run = beside(bug, run_step).run_step
     for seed in range(num_seeds):
         try:
             compare(random_case(seed), run)
@@ -497,20 +397,21 @@ def find_planted(bug: Bug, num_seeds: int = 500) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", STEPS, ids=lambda bug: bug.name)
 def test_the_comparison_finds(bug: Bug) -> None:
     found = find_planted(bug)
-    assert found is not None, "nothing found: the comparison is blind here, or the line does nothing"
+    assert found is not None, "nothing found: the comparison is blind here, or the statement does nothing"
     print(found)
 
 
 def test_the_comparison_finds_nothing_where_nothing_was_planted() -> None:
-    assert find_planted(Bug("none", "timeline.py", "import copy\n", "import copy \n"), num_seeds=50) is None
+    for mark in ("host-room", "smallest"):  # in the two lowest modules: all above are loaded anew
+        assert find_planted(Bug("none", mark, unchanged), num_seeds=50) is None
 
 
 def test_a_failure_comes_with_a_smaller_case() -> None:
-    bug = next(bug for bug in BUGS if "window is ignored" in bug.name)
-    run = planted(bug)
+    bug = next(bug for bug in STEPS if "window is ignored" in bug.name)
+    run = beside(bug, run_step).run_step
     for seed in range(500):
         case = random_case(seed)
         try:

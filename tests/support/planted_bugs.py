@@ -1,149 +1,168 @@
-"""Bugs that the campaigns must find: each takes one line of the engine away, or bends it.
+"""Bugs that the campaigns must find: each takes one statement of the source away, or bends it.
 
-`find_planted` runs the campaign with the changed engine until something is found. A bug that is not found means that the campaign is
-blind there, or that the line does nothing and should go.
+Where: at the mark of that name in the source (`# plant: offload-after-producer`); `planting` says how. A bug that is not
+found means that the campaign is blind there, or that the statement does nothing and should go.
 """
 
 from __future__ import annotations
 
-import sys
-import types
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
-import hyper_parallel.core.swap
-from support.swap_programs import InPlaceProgram, Program
+from support.planting import (
+    Bug,
+    argument,
+    condition,
+    index,
+    later,
+    preceded_by,
+    removed,
+    turned_around,
+    value,
+    without_items,
+    without_operands,
+)
 
-FOLDER = Path(hyper_parallel.core.swap.__file__).parent
 
-
-class Bug(NamedTuple):
-    name: str
-    file: str
-    line: str  # what stands there
-    instead: str
+@dataclass(frozen=True)
+class EngineBug(Bug):
     campaign: str = "programs"
 
 
-_BLOCK_EVENTS = """            for event in block.last_uses:
-                offload.wait_event(event)  # O3, O9
-"""
+@dataclass(frozen=True)
+class RegionBug(Bug):
+    first_seed: int = 0  # the first of 150 programs: rare bugs need the right ones
+    # Of each program: in the third, recorded ops run without their function; with 4, forwards are not watched.
+    num_runs: int = 1
 
-BUGS = [
-    Bug("O1: the offload does not wait for the producer", "engine.py",
-        "            offload.wait_event(stream.record_event())  # O1\n", ""),
-    Bug("O2: the source is dropped without a wait", "engine.py", "        _wait(oldest.stream, oldest.event)\n", ""),
-    Bug("O2: the wait is on the caller's stream instead of the memory's", "engine.py",
-        "_wait(oldest.stream, oldest.event)", "_wait(self.device.current_stream(), oldest.event)"),
-    Bug("O2: a source is dropped before its copy is done", "window.py",
-        "while self._entries and self._entries[0].event.query():", "while self._entries:"),
-    Bug("O3, O9: the offload ignores the block's last copies", "engine.py", _BLOCK_EVENTS, ""),
-    Bug("O3: the block forgets the load that read it", "engine.py",
-        "        block.last_uses = (slot.loaded,)  # O3; the load came after the offload (O4)\n", ""),
-    Bug("O5: the load does not wait for earlier users of the memory", "engine.py",
-        "        load.wait_event(stream.record_event())  # O5: after the allocation, so after all earlier users of that memory\n", ""),
-    Bug("O5: the event is recorded on the caller's stream", "engine.py",
-        "load.wait_event(stream.record_event())  # O5", "load.wait_event(self.device.current_stream().record_event())  # O5"),
-    Bug("O6: compute does not wait for the load", "engine.py", "error = _wait(stream, loaded)  # O6", "error = None"),
-    Bug("O7: nobody holds the buffer of a load under way", "engine.py",
-        "self._loading.add(InFlight(None, stream, buffer, slot.loaded, slot.num_bytes))  # O7", "pass"),
-    Bug("O8: a buffer is used on another stream than its own", "engine.py",
-        "if slot.buffer is not None and slot.stream != stream:", "if False:"),
-    Bug("a block is never given back", "slot.py", "            tier.give(block)\n", "            pass\n"),
-    Bug("a group holds its slots", "slot.py", "self.slots.append(weakref.ref(slot))", "self.slots.append(lambda: slot)"),
-    Bug("a buffer is held after every handle asked", "engine.py",
-        "if not slot.waiting and slot.buffer is buffer:", "if False:"),
-    Bug("the window counts wrong", "window.py",
-        "        entry = self._entries.popleft()\n        self.held_bytes -= entry.num_bytes\n",
-        "        entry = self._entries.popleft()\n"),
-    Bug("the window has no end", "engine.py", "                if oldest is None or self._fits(slot):\n", "                if True:\n"),
-    Bug("an order that was told is forgotten", "slot.py", "        stack = [*rest, *reversed(listed)]\n",
-        "        stack = [slot for ref in self.slots if (slot := ref()) is not None]\n"),
-    Bug("an order that was told is taken from its end", "slot.py", "[*rest, *reversed(listed)]", "[*rest, *listed]"),
-    Bug("what the order does not list comes first", "slot.py", "[*rest, *reversed(listed)]", "[*reversed(listed), *rest]"),
-    Bug("prefetch goes on where the slot was saved, not where it is expected", "prefetch.py",
-        "        group.cursor = position - 1\n", "        group.cursor = slot.index - 1\n"),
-    Bug("what was asked for already is loaded again after a change of order", "prefetch.py",
-        "if slot is not None and slot.waiting and slot.state in", "if slot is not None and slot.state in"),
-    Bug("a block is lost when the launch raises", "engine.py",
-        "        except BaseException:\n            tier.give(block)\n            raise\n", "        except BaseException:\n            raise\n",
-        "failures"),
-    Bug("a block is given back while an unfollowed copy writes it", "engine.py",
-        "            if self._settle(offload, slot.label, (slot.source, block)):\n                tier.give(block)\n",
-        "            tier.give(block)\n", "failures"),
-    Bug("a version is not compared when the source is dropped", "slot.py",
-        "        self.look_for_change()\n        self.source = None\n", "        self.source = None\n", "in place"),
-    Bug("a version is not compared when a handle asks", "engine.py",
-        "            slot.look_for_change()\n            if slot.changed", "            if slot.changed", "in place"),
-    Bug("a change is found and not said", "engine.py", "            if slot.changed is not None:\n", "            if False:\n", "in place"),
+
+# The swap engine, against random programs on the simulated device: tests/swap/test_planted_bugs.py.
+ENGINE = [
+    EngineBug("O1: the offload does not wait for the producer", "offload-after-producer", removed),
+    EngineBug("O2: the source is dropped without a wait", "source-after-offload", removed),
+    EngineBug("O2: the wait is on the caller's stream instead of the memory's", "source-after-offload", argument(0, "self.device.current_stream()")),
+    EngineBug("O2: a source is dropped before its copy is done", "finished-only", without_operands(1)),
+    EngineBug("O3, O9: the offload ignores the block's last copies", "offload-after-block", removed),
+    EngineBug("O3: the block forgets the load that read it", "block-notes-load", removed),
+    EngineBug("O5: the load does not wait for earlier users of the memory", "load-after-stream", removed),
+    EngineBug("O5: the event is recorded on the caller's stream", "load-after-stream", argument(0, "self.device.current_stream().record_event()")),
+    EngineBug("O6: compute does not wait for the load", "use-after-load", value("None")),
+    EngineBug("O7: nobody holds the buffer of a load under way", "hold-loading", removed),
+    EngineBug("O8: a buffer is used on another stream than its own", "buffer-stream", condition("False")),
+    EngineBug("a block is never given back", "give-block", removed),
+    EngineBug("a group holds its slots", "weak-slots", argument(0, "lambda: slot")),
+    EngineBug("a buffer is held after every handle asked", "last-ask", condition("False")),
+    EngineBug("the window counts wrong", "window-bytes", removed),
+    EngineBug("the window has no end", "window-limit", condition("True")),
+    EngineBug("an order that was told is forgotten", "expected-order", value("[slot for ref in self.slots if (slot := ref()) is not None]")),
+    EngineBug("an order that was told is taken from its end", "expected-order", value("[*rest, *listed]")),
+    EngineBug("what the order does not list comes first", "expected-order", value("[*reversed(listed), *rest]")),
+    EngineBug("prefetch goes on where the slot was saved, not where it is expected", "cursor", value("slot.index - 1")),
+    EngineBug("what was asked for already is loaded again after a change of order", "waiting", without_operands(1)),
+    EngineBug("a block is lost when the launch raises", "failed-launch", removed, "failures"),
+    EngineBug("a block is given back while an unfollowed copy writes it", "unfollowed-offload", condition("True"), "failures"),
+    EngineBug("a version is not compared when the source is dropped", "version-at-drop", removed, "in place"),
+    EngineBug("a version is not compared when a handle asks", "version-at-ask", removed, "in place"),
+    EngineBug("a change is found and not said", "say-change", condition("False"), "in place"),
 ]  # fmt: skip
 
 
-# Lines that the programs here cannot miss, with the reason why they stay.
+# Statements that the programs there cannot miss, with the reason why they stay.
 REDUNDANT = [
-    Bug("O9: the block forgets the offload that wrote it", "engine.py",
-        "        block.last_uses = (slot.offloaded,)  # O9\n", ""),  # the engine's one offload stream writes in order; with a user's streams it is found by test_hand_made_groups.py
-    Bug("O4: the load does not wait for the offload", "engine.py", "        load.wait_event(slot.offloaded)  # O4\n", ""),  # a load starts from HOST only: the copy was seen done, or the stream that O5 waits for had waited for it
+    # The engine's one offload stream writes in order; with a user's streams it is found by test_hand_made_groups.py.
+    EngineBug("O9: the block forgets the offload that wrote it", "block-notes-offload", removed),
+    # A load starts from HOST only: the copy was seen done, or the stream that O5 waits for had waited for it.
+    EngineBug("O4: the load does not wait for the offload", "load-after-offload", removed),
+]
+
+
+# The engine again, moved by hand: tests/activation/test_hand_made_groups.py.
+BY_HAND = [
+    Bug("O1: the stream of the caller is not waited for", "hand-after-caller", removed),
+    Bug("O2: the source is dropped without a wait", "hand-source", removed),
+    Bug("the caller's stream does not wait for the offload", "hand-caller", removed),
+    Bug("O3: a second load of a block does not wait for the first", "load-after-load", removed),
+    Bug("O9: the block forgets the offload that wrote it", "block-notes-offload", removed),
+    Bug("the window keeps a source that was waited for", "hand-window", removed),
+]
+
+
+# PyTorch's glue, against programs with tensors: tests/activation/test_planted_bugs.py.
+GLUE = [
+    Bug("a lost offset", "view-offset", value("0")),
+    Bug("a lost stride", "view-stride", value("torch.empty(tensor.size(), device='meta').stride()")),
+    Bug("a storage is recognised by its address alone", "known-storage", without_operands(1, 2)),
+    Bug("an older version of a storage is taken for the present one", "known-storage", without_operands(2)),
+    Bug("every view moves its storage", "known-storage", condition("False")),
+    Bug("`weight.t()` is swapped", "parameter-view", removed),
+    Bug("a weight cast by autocast is swapped", "parameter-cast", without_operands(1)),
+    Bug("buffers are swapped", "own-buffers", value("[]")),
+    Bug("a kept tensor leads to its own node", "kept-detached", value("tensor")),
+    Bug("a kept tensor's version is not compared", "kept-version", condition("False")),
+    Bug("a swapped tensor's version is read from an alias of its own", "swapped-alias", value("tensor.data")),
+    Bug("a policy's answer is turned around", "policy-answer", turned_around),
+    Bug("the hooks know the block they belong to", "hooks-without-block", argument(0, "lambda tensor: (self, self._recorder.pack(tensor))[1]")),
 ]  # fmt: skip
 
 
-class InjectedError(Exception):
-    pass
+# The regions, against random programs: tests/activation/test_planted_region_bugs.py.
+REGIONS = [
+    RegionBug("a random op that runs again draws other numbers", "replay-draws", removed),
+    RegionBug("a replay leaves the generators where it got to", "replay-states", without_items(2)),
+    RegionBug("a replay writes into the user's memory", "replay-copies", condition("False"), 150),
+    RegionBug("two views of one value are taken for the same argument", "view-argument", removed, 400),
+    RegionBug("a saved value that was written over is used", "written-over", removed),
+    RegionBug("every input is a leaf in replay", "leaf-input", condition("True")),
+    RegionBug("a replay begins with what the region has written", "replay-begins", value("{}")),
+    RegionBug("what a policy said of a view is forgotten by the residual", "policy-of-view", removed),
+    RegionBug("a recorded op draws other numbers", "recorded-draws", removed, num_runs=3),
+    RegionBug("recorded ops leave the generators where they got to", "recorded-states", without_items(0, 1), num_runs=3),
+    RegionBug("a recorded op reads the whole value in place of a view", "recorded-view", condition("True"), num_runs=3),
+    RegionBug("recorded ops run again for other scalars", "same-scalars", value("True"), num_runs=3),
+    RegionBug("a second run of what was not watched draws other numbers", "unwatched-draws", removed, first_seed=300, num_runs=4),
+    RegionBug("it leaves the generators where it got to", "unwatched-states", without_items(2), num_runs=4),
+    RegionBug("a residual is given what another one dropped", "residual-number", argument(0, "min(found)"), num_runs=4),
+    RegionBug("a view of what was kept is taken for all of it", "unwatched-view", value("tensor"), num_runs=4),
+]  # fmt: skip
 
 
-def unchanged(campaign: str) -> Bug:
-    """No bug at all: what a campaign finds then is its own mistake."""
-    return Bug(f"none, in {campaign!r}", "engine.py", "# O6\n", "# O6 \n", campaign)
+# One step in numbers, against a framework that runs it: tests/planner/test_timeline.py.
+STEPS = [
+    Bug("a residual is freed late in backward", "residual-freed", removed),
+    Bug("what the record holds for the replay is freed with its residual", "record-holds", without_operands(2)),
+    Bug("parts are made after the op that makes them", "parts-made", index("op")),
+    Bug("parts are given back before the op that made them", "parts-freed", index("index")),
+    Bug("the window is ignored", "limits", argument(2, "Limits(1 << 40, limits.prefetch_bytes, limits.on_full)")),
+    Bug("the limit of prefetch is ignored", "limits",
+        argument(2, "Limits(limits.window_bytes, 1 << 40, limits.on_full, first_window_bytes=limits.first_window_bytes)")),
+    Bug("a residual that is recomputed is dropped before the forward ends", "recomputed-until", value("local")),
+    Bug("what nothing needs is kept (rule 15)", "unneeded-until", value("self.kept")),
+    Bug("what nothing needs is dropped before that is known", "unneeded-until", value("local")),
+    Bug("a residual leaves only when the forward ends", "leaves", condition("False")),
+    Bug("what only the replay needs leaves at once", "leaves", condition("True")),
+    Bug("what a region leaves behind is gone when it ends", "left-behind", value("self.end if value.freed_after is None else value.freed_after")),
+    Bug("a managed region does not hold its arguments", "arguments-until", value("self.end if value.freed_after is None else value.freed_after")),
+    Bug("the engine is not told the order", "tell-order", removed),
+    Bug("inputs come last in the order", "inputs-first", removed),
+    Bug("the engine is not told of arrivals", "tell-arrival", removed),
+    Bug("the engine is not told that a region has run again", "tell-replayed", removed),
+    Bug("arrival is told before every replay", "arrives-first", condition("True")),
+    Bug("a region that swaps nothing does not tell of its replay", "nothing-swapped", removed),
+    Bug("the engine does not hear what a region holds", "tell-kept", removed),
+    Bug("the engine does not hear that a forward is over", "tell-end", removed),
+    Bug("the handle of a residual stays until the end", "drop-handle", removed),
+    Bug("the replay keeps what it took", "replay-lets-go", removed),
+    Bug("the replay keeps what nobody wants", "replay-freed", index("self.end")),
+    Bug("temporaries of the replay are forgotten", "replay-works", preceded_by("holding.temporary_bytes[op] = 0")),
+    Bug("a use through a view is not seen", "use-through-view", value("index")),
+    Bug("everything is asked for when backward begins", "asked-at",
+        value("self._by_moment(None if value.asked_at is None else self.end for value in self.swapped)")),
+    Bug("small values are swapped", "smallest", value("1")),
+    Bug("backward's own memory is forgotten", "backward-own", value("0")),
+    Bug("outside memory is taken late", "outside-first", later),
+    Bug("the link is as fast when both directions are busy", "both-directions", value("0.0")),
+    Bug("the host is always in step", "host-lead", value("0.0")),
+    Bug("the host does not wait at the end of a step", "host-waits", removed),
+    Bug("the host has room for everything", "host-room", value("None")),
+]  # fmt: skip
 
-
-def changed_engine(bug: Bug) -> types.ModuleType:
-    """The engine's modules with the bug in one of them, beside the real ones."""
-    loaded: dict[str, types.ModuleType] = {}
-    for file in ("slot.py", "window.py", "turn.py", "prefetch.py", "engine.py"):
-        source = (FOLDER / file).read_text()
-        if file == bug.file:
-            if source.count(bug.line) != 1:
-                raise LookupError(
-                    f"{bug.name}: its line stands {source.count(bug.line)} times in {file}; bring the list up to date"
-                )
-            source = source.replace(bug.line, bug.instead)
-        name = f"planted_{file.removesuffix('.py')}"
-        module = types.ModuleType(name)
-        sys.modules[name] = module  # dataclasses and annotations look their module up
-        for other, there in loaded.items():
-            source = source.replace(f"from hyper_parallel.core.swap.{other} import", f"from {there.__name__} import")
-        exec(compile(source, str(FOLDER / file), "exec"), module.__dict__)  # noqa: S102 - our own source
-        loaded[file.removesuffix(".py")] = module
-    return loaded["engine"]
-
-
-def find_planted(bug: Bug, num_seeds: int = 1500) -> str | None:
-    """What the campaign said of the bug, with the seed; None if it ran through."""
-    modules = changed_engine(bug)
-    for seed in range(num_seeds):
-        try:
-            _run(bug.campaign, seed, modules)
-        except Exception as error:
-            return f"seed {seed}: {type(error).__name__}: {error}"
-    return None
-
-
-def _run(campaign: str, seed: int, modules: Any) -> None:
-    if campaign == "in place":
-        InPlaceProgram(seed, modules=modules).run()
-    elif campaign == "programs":
-        Program(seed, modules=modules).run()
-    else:
-        program = Program(seed, modules=modules, num_actions=5)
-        program.device.fail_call(1 + seed % 60, InjectedError)
-        try:
-            program.run()
-            return
-        except InjectedError:
-            pass  # the rest stands outside: in here the error's frames still hold what they were about to save
-        program.forwards.clear()
-        program.held.clear()
-        program.device._failures.clear()
-        program.forward()
-        program.backward(program.forwards[-1], retain=False)
-        program.finish()
+ALL = [*ENGINE, *REDUNDANT, *BY_HAND, *GLUE, *REGIONS, *STEPS]

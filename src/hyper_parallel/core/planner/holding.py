@@ -56,7 +56,7 @@ class Holding:
         self.end, self.handed_on, self.kept = range(self.num_ops, self.num_ops + 3)
         self.forward_ms = _shares(region.forward_ms, ops)
         self.backward_ms = _shares(region.backward_ms, ops)
-        self.backward_bytes = max(region.backward_peak_bytes - region.residual_bytes, 0)
+        self.backward_bytes = max(region.backward_peak_bytes - region.residual_bytes, 0)  # plant: backward-own
         self.temporary_bytes = [op.temporary_bytes for op in ops]
         self.input_bytes = 0
         self.made_bytes = [0] * self.num_ops
@@ -69,7 +69,7 @@ class Holding:
         self.makes_residual = [False] * self.num_ops
         self.arrives_at: set[int] = set()  # the ops whose backward asks for a saved residual that an op made
         self._is_plain = decision.is_plain
-        self._min_bytes = max(min_bytes, 1)
+        self._min_bytes = max(min_bytes, 1)  # plant: smallest
         # Parts of an op are made by it, and given back when its backward is over.
         self._made_with = [region.made_with(index) for index in range(self.num_ops)]
         uses = _last_uses(region)
@@ -83,7 +83,7 @@ class Holding:
         self.saved_after = self._by_moment(value.saved_after for value in self.swapped)
         self.dropped_after = self._by_moment(value.dropped_after for value in self.swapped)
         self.taken_until = self._by_moment(value.taken_until for value in self.swapped)
-        self.asked_at = self._by_moment(value.asked_at for value in self.swapped)
+        self.asked_at = self._by_moment(value.asked_at for value in self.swapped)  # plant: asked-at
 
     def _plan_replay(self, region: Region, decision: RegionDecision, uses: dict[int, int]) -> None:
         is_kept = [choice in (SAVE, SWAP) for choice in decision.ops]
@@ -100,13 +100,13 @@ class Holding:
             self.replay_bytes[self._made_with[index]] += region.ops[index].num_bytes
             for value in region.ops[index].makes:
                 if value.is_residual:
-                    self.recomputed_bytes[self._made_with[index]] += value.num_bytes
+                    self.recomputed_bytes[self._made_with[index]] += value.num_bytes  # plant: parts-freed
                 else:
                     until = self.end if value.freed_after is None else value.freed_after
-                    self.replay_freed_bytes[until] += value.num_bytes
+                    self.replay_freed_bytes[until] += value.num_bytes  # plant: replay-freed
 
     def _hold_made(self, value: Value, op: int, choice: str | None, asked_at: int) -> None:
-        local = until = self.handed_on if value.freed_after is None else value.freed_after
+        local = until = self.handed_on if value.freed_after is None else value.freed_after  # plant: left-behind
         if value.is_residual and value.num_bytes and not self._is_plain:
             self.makes_residual[op] = True
             if choice != SWAP or value.num_bytes < self._min_bytes:
@@ -114,11 +114,11 @@ class Holding:
         if self._is_plain:
             until = self.kept if value.is_residual else local
         elif choice not in (SAVE, SWAP):
-            until = max(local, self.end) if value.is_residual else local
+            until = max(local, self.end) if value.is_residual else local  # plant: recomputed-until
         elif not value.is_residual and op not in self.takes:
-            until = max(local, self.end)  # rule 15: only then it is known that nothing needs it
+            until = max(local, self.end)  # rule 15: only then it is known that nothing needs it; plant: unneeded-until
         elif value.num_bytes:
-            leaves = op if value.is_residual else self.end
+            leaves = op if value.is_residual else self.end  # plant: leaves
             if choice == SWAP:
                 self.opens_group.add(leaves)
             if choice == SWAP and value.num_bytes >= self._min_bytes:
@@ -129,16 +129,17 @@ class Holding:
             until = self.kept
             if value.is_residual:
                 self.arrives_at.add(asked_at)
-        self.made_bytes[self._made_with[op]] += value.num_bytes
+        self.made_bytes[self._made_with[op]] += value.num_bytes  # plant: parts-made
         self.freed_bytes[until] += value.num_bytes
-        if until == self.kept and value.is_residual and op not in self.takes:  # the record has what the replay takes
-            self.saved_residual_bytes[self._made_with[op]] += value.num_bytes
+        # The record has what the replay takes.
+        if until == self.kept and value.is_residual and op not in self.takes:  # plant: record-holds
+            self.saved_residual_bytes[self._made_with[op]] += value.num_bytes  # plant: residual-freed
 
     def _hold_input(self, value: Value, index: int, choice: str | None, asked_at: int) -> None:
         if self._is_plain:
             until = self.kept if value.is_residual else self.end if value.freed_after is None else value.freed_after
         elif not value.is_residual and not self.wanted:
-            until = self.end  # until then a region has its arguments
+            until = self.end  # until then a region has its arguments; plant: arguments-until
         else:
             until = self.kept
             if choice == SWAP and value.num_bytes:
@@ -174,7 +175,7 @@ def _last_uses(region: Region) -> dict[int, int]:
     uses: dict[int, int] = {}
     for index in reversed(range(len(region.ops))):
         op = region.ops[index]
-        used_at = index if op.makes else uses.get(index, index)
+        used_at = index if op.makes else uses.get(index, index)  # plant: use-through-view
         for read in (*op.reads, *(~each for each in op.reads_inputs)):
             uses[read] = max(uses.get(read, 0), used_at)
     return uses

@@ -190,13 +190,13 @@ class _Call:
         self._keep(holding.end)
         if holding.wanted and self._group is not None:
             taken = [value for value in holding.swapped if value.taken_until is not None]
-            taken.sort(key=lambda value: value.made_by)  # inputs first
-            self._engine.expect(self._group, [self._slots[value.number] for value in taken])
+            taken.sort(key=lambda value: value.made_by)  # inputs first; plant: inputs-first
+            self._engine.expect(self._group, [self._slots[value.number] for value in taken])  # plant: tell-order
         self._let_go(holding.end)
         kept_bytes = holding.freed_bytes[holding.kept]
         self._memory.rename((Use.WORKING, self._index), (Use.SAVED, self._index), kept_bytes)
         if self._tells and self._group is not None:
-            self._engine.end_forward(self._group)
+            self._engine.end_forward(self._group)  # plant: tell-end
 
     def hand_on(self) -> None:
         """The next region begins, or the turn."""
@@ -223,7 +223,7 @@ class _Call:
             if value.taken_until is None or value.asked_at is not None:
                 self._handles[value.number] = Handle(slot, group)
         if self._tells and self._group is not None and moment < holding.num_ops and holding.told_bytes[moment]:
-            self._engine.keep(self._group, holding.told_bytes[moment])
+            self._engine.keep(self._group, holding.told_bytes[moment])  # plant: tell-kept
 
     def _open_group(self) -> Group:
         if self._group is None:
@@ -246,12 +246,12 @@ class _Call:
         self._slots.clear()  # from now on only handles hold them
         if holding.wanted:
             self._memory.place = Place("replay", self._index)
-            if max(holding.arrives_at, default=-1) >= holding.replays_at:
+            if max(holding.arrives_at, default=-1) >= holding.replays_at:  # plant: arrives-first
                 self._arrive()
-            if not holding.swapped:
+            if not holding.swapped:  # plant: nothing-swapped
                 self._arrive()
             self._replay()
-            if self._group is not None:
+            if self._group is not None:  # plant: tell-replayed
                 self._engine.arrive(self._group)
         self._memory.place = Place("backward", self._index)
         self._work(holding.backward_bytes)
@@ -277,7 +277,7 @@ class _Call:
         self._change(Use.WORKING, -holding.recomputed_bytes[op])
         self._change(Use.SAVED, -holding.saved_residual_bytes[op])
         for value in holding.made_by[op]:
-            if self._handles.pop(value.number, None) is not None:
+            if self._handles.pop(value.number, None) is not None:  # plant: drop-handle
                 del self._buffers[value.number]
 
     def _replay(self) -> None:
@@ -286,7 +286,7 @@ class _Call:
         for op in range(holding.num_ops):  # past the last one that runs there is nothing but to let go: it stops there
             self._memory.place = Place("replay", self._index, op)
             if op in holding.runs:
-                self._change(Use.WORKING, holding.replay_bytes[op] + holding.temporary_bytes[op])
+                self._change(Use.WORKING, holding.replay_bytes[op] + holding.temporary_bytes[op])  # plant: replay-works
                 self._device.compute.run(holding.replay_ms[op])
                 self._change(Use.WORKING, -holding.temporary_bytes[op])
             else:
@@ -299,11 +299,11 @@ class _Call:
 
     def _forget(self, moment: int) -> None:
         self._change(Use.WORKING, -self._holding.replay_freed_bytes[moment])
-        for value in self._holding.taken_until[moment]:
+        for value in self._holding.taken_until[moment]:  # plant: replay-lets-go
             del self._buffers[value.number]
 
     def _arrive(self) -> None:
-        if self._tells and self._group is not None:
+        if self._tells and self._group is not None:  # plant: tell-arrival
             self._engine.arrive(self._group)
 
     def _ask(self, values: Iterable[Swapped], handles: dict[int, Handle]) -> None:
@@ -345,7 +345,7 @@ class _Steps:
         self._ahead_bytes: list[int | None] = [*ahead_bytes] or [None] * len(profile.regions)
         self._device = VirtualDevice(profile.link, host_lead_ms)
         self._tier = VirtualTier(host_bytes)
-        self._engine = SwapEngine(self._device, [self._tier], copy.copy(limits))
+        self._engine = SwapEngine(self._device, [self._tier], copy.copy(limits))  # plant: limits
         pairs = zip(profile.regions, decision, strict=True)
         self._holdings = [Holding(region, chosen, min_bytes) for region, chosen in pairs]
         self._outside_bytes = 0
@@ -377,7 +377,7 @@ class _Steps:
         before: _Call | None = None
         for index, (region, call) in enumerate(zip(self._profile.regions, calls, strict=True)):
             self._device.memory.place = Place("forward", index)
-            self._set_outside(region.outside_bytes)
+            self._set_outside(region.outside_bytes)  # plant: outside-first
             self._device.compute.run(region.before_ms)
             if before is not None:
                 before.hand_on()

@@ -211,7 +211,7 @@ class VirtualTier:
     name = "host"
 
     def __init__(self, budget_bytes: int | None = None) -> None:
-        self.budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes  # plant: host-room
         self.used_bytes = 0
         self.peak_bytes = 0
         self._numbers = itertools.count()
@@ -256,7 +256,7 @@ class VirtualDevice:
         self.stalls: list[Stall] = []
         self._offload = VirtualStream(self, "offload")
         self._load = VirtualStream(self, "load")
-        self._host_lead_ms = host_lead_ms
+        self._host_lead_ms = host_lead_ms  # plant: host-lead
         self._synced_ms = 0.0  # compute was there when the host last waited for it
         speeds = (math.inf, math.inf) if link is None else (link.out_bytes_per_ms, link.in_bytes_per_ms)
         both = math.inf if link is None or link.both_bytes_per_ms is None else link.both_bytes_per_ms
@@ -299,7 +299,7 @@ class VirtualDevice:
         # C5
         start_ms = stream.now_ms
         fast, slow = self._bytes_per_ms[direction], self._both_bytes_per_ms[direction]
-        shared_ms = max(other.now_ms - start_ms, 0.0)
+        shared_ms = max(other.now_ms - start_ms, 0.0)  # plant: both-directions
         shared_bytes = min(shared_ms * slow, block.num_bytes) if shared_ms > 0 else 0.0
         alone_ms = (block.num_bytes - shared_bytes) / fast
         stream.run(shared_bytes / slow + alone_ms)
@@ -317,7 +317,7 @@ class VirtualDevice:
 
     def sync(self) -> None:
         """The host waits for compute, as it does at the end of a step."""
-        self._synced_ms = self.compute.now_ms
+        self._synced_ms = self.compute.now_ms  # plant: host-waits
 
     def buffer(self, num_bytes: int, use: Use, region: int) -> VirtualBuffer:
         """Device memory that the engine may be given."""

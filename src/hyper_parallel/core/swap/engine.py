@@ -178,7 +178,7 @@ class SwapEngine:
         while True:
             with self._lock:
                 oldest = self._window.oldest()
-                if oldest is None or self._fits(slot):
+                if oldest is None or self._fits(slot):  # plant: window-limit
                     return
             self._wait_for_offload(oldest)
 
@@ -203,7 +203,7 @@ class SwapEngine:
         # The wait comes before the reference is dropped, and on the stream whose pool the memory returns to: what reuses it
         # there is then written after the copy has read. (Another thread may drop the same entry meanwhile: it waited, too.)
         since = self._stalls.begin(oldest.stream, oldest.event)
-        _wait(oldest.stream, oldest.event)
+        _wait(oldest.stream, oldest.event)  # plant: source-after-offload
         self._stalls.end("offload", oldest.stream, since)
         with self._lock:
             self.stats.num_window_waits += 1
@@ -221,27 +221,27 @@ class SwapEngine:
         slot.look_for_change()
         try:
             offload = self.device.offload_stream() if copy_stream is None else copy_stream
-            for event in block.last_uses:
+            for event in block.last_uses:  # plant: offload-after-block
                 offload.wait_event(event)  # O3, O9
-            offload.wait_event(stream.record_event())  # O1
+            offload.wait_event(stream.record_event())  # O1; plant: offload-after-producer
             if self.limits.first_window_bytes < self.limits.window_bytes:
                 self._offloads.begin(offload)
             self.device.launch_offload(block, slot.source, offload)
         except BaseException:
-            tier.give(block)
+            tier.give(block)  # plant: failed-launch
             raise
         self.stats.offloaded_bytes += slot.num_bytes
         self.stats.num_offloads += 1
         try:
             slot.offloaded = offload.record_event()
         except BaseException:
-            if self._settle(offload, slot.label, (slot.source, block)):
+            if self._settle(offload, slot.label, (slot.source, block)):  # plant: unfollowed-offload
                 tier.give(block)
             raise
         if self.limits.first_window_bytes < self.limits.window_bytes:
             self._offloads.end(offload)
         slot.block, slot.tier = block, tier
-        block.last_uses = (slot.offloaded,)  # O9
+        block.last_uses = (slot.offloaded,)  # O9; plant: block-notes-offload
         slot.move(Change.LAUNCH_OFFLOAD)
         self._window.add(InFlight(slot, stream, slot.source, slot.offloaded, slot.num_bytes))
         self.stats.peak_in_flight_bytes = max(self.stats.peak_in_flight_bytes, self._window.held_bytes)
@@ -329,8 +329,8 @@ class SwapEngine:
         stream = self.device.current_stream()
         self._arrive(handle.group)
         with self._lock:
-            slot.look_for_change()
-            if slot.changed is not None:
+            slot.look_for_change()  # plant: version-at-ask
+            if slot.changed is not None:  # plant: say-change
                 raise changed_in_place(slot)
             if handle.number not in slot.waiting:
                 for group in handle.group.earlier():
@@ -339,7 +339,7 @@ class SwapEngine:
                 slot.waiting.pop(handle.number, None)
                 self._launch_next(slot, handle.group)
                 return slot.source
-            if slot.buffer is not None and slot.stream != stream:
+            if slot.buffer is not None and slot.stream != stream:  # plant: buffer-stream
                 self._drop_buffer(slot)  # O8; a load under way holds the memory until it is done (O7)
             is_late = slot.buffer is None or (slot.loaded is not None and not slot.loaded.query())
             if slot.buffer is None:
@@ -348,7 +348,7 @@ class SwapEngine:
             buffer, loaded = slot.buffer, slot.loaded
         if loaded is not None:
             since = self._stalls.begin(stream, loaded) if is_late else None
-            error = _wait(stream, loaded)  # O6
+            error = _wait(stream, loaded)  # O6; plant: use-after-load
             # Where backward has just begun nothing could have come earlier: that is no reason to prefetch more.
             self._stalls.end("first load" if handle.group.is_last else "load", stream, since, slot.pause)
             if error is not None:
@@ -362,7 +362,7 @@ class SwapEngine:
                 if loaded is not None:
                     self._loading.remove(loaded)  # this stream waited: memory reused on it comes after the load
             slot.waiting.pop(handle.number, None)
-            if not slot.waiting and slot.buffer is buffer:
+            if not slot.waiting and slot.buffer is buffer:  # plant: last-ask
                 self._drop_buffer(slot)
             self._launch_next(slot, handle.group)
         return buffer
@@ -407,11 +407,13 @@ class SwapEngine:
             )
         buffer = self._allocate(slot.num_bytes, stream)
         load = self.device.load_stream() if copy_stream is None else copy_stream
-        load.wait_event(stream.record_event())  # O5: after the allocation, so after all earlier users of that memory
-        load.wait_event(slot.offloaded)  # O4
+        # O5: after the allocation, so after all earlier users of that memory
+        load.wait_event(stream.record_event())  # plant: load-after-stream
+        load.wait_event(slot.offloaded)  # O4; plant: load-after-offload
         for event in block.last_uses:
             if event is not slot.offloaded:
-                load.wait_event(event)  # O3: an earlier load of this block, on another stream; see `last_uses` below
+                # O3: an earlier load of this block, on another stream; see `last_uses` below
+                load.wait_event(event)  # plant: load-after-load
         is_learning = (
             self.depth_bytes < self.limits.prefetch_bytes
         )  # else nothing depends on pauses, and moments cost time
@@ -428,8 +430,8 @@ class SwapEngine:
         if is_learning:
             self._loads.end(load)
         slot.buffer = buffer
-        block.last_uses = (slot.loaded,)  # O3; the load came after the offload (O4)
-        self._loading.add(InFlight(None, stream, buffer, slot.loaded, slot.num_bytes))  # O7
+        block.last_uses = (slot.loaded,)  # O3; the load came after the offload (O4); plant: block-notes-load
+        self._loading.add(InFlight(None, stream, buffer, slot.loaded, slot.num_bytes))  # O7; plant: hold-loading
         slot.move(Change.LAUNCH_LOAD)
         trace.emit("swap.load", label=slot.label, bytes=slot.num_bytes)
 
@@ -477,7 +479,8 @@ class SwapEngine:
             self._drop_finished()
             offload = self.device.offload_stream() if copy_stream is None else copy_stream
             if current != slot.stream:
-                offload.wait_event(current.record_event())  # O1: the storage may have been written on either of the two
+                # O1: the storage may have been written on either of the two
+                offload.wait_event(current.record_event())  # plant: hand-after-caller
             reason = self._launch_offload(slot, slot.stream, offload)
         if reason is not None:
             self._keep(slot, reason)
@@ -496,16 +499,17 @@ class SwapEngine:
             return
         if is_held:
             since = self._stalls.begin(home, offloaded)
-            _wait(home, offloaded)  # O2: memory returns to the pool of this stream, whichever one the caller is on
+            # O2: memory returns to the pool of this stream, whichever one the caller is on
+            _wait(home, offloaded)  # plant: hand-source
             self._stalls.end("offload", home, since)
         current = self.device.current_stream()
         if current != home:
             since = self._stalls.begin(current, offloaded)
-            _wait(current, offloaded)
+            _wait(current, offloaded)  # plant: hand-caller
             self._stalls.end("offload", current, since)
         if is_held:
             with self._lock:
-                self._window.remove(offloaded)
+                self._window.remove(offloaded)  # plant: hand-window
                 self._finish_offload(InFlight(slot, home, None, offloaded, 0))
 
     def new_handle(self, slot: Slot) -> Handle:

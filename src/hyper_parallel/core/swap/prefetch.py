@@ -120,7 +120,7 @@ def _wishes(group: Group) -> Iterator[tuple[Wish, int]]:
             if slot in seen:
                 continue
             # One that nobody waits for was asked for before the order changed: loaded again it would be held for nobody.
-            if slot is not None and slot.waiting and slot.state in (SlotState.HOST, SlotState.DISK):
+            if slot is not None and slot.waiting and slot.state in (SlotState.HOST, SlotState.DISK):  # plant: waiting
                 seen.add(slot)
                 yield Wish(slot, earlier, position), slot.num_bytes
 
@@ -132,6 +132,6 @@ def _launch_all(wished: list[Wish], launch: Callable[[Slot], None]) -> list[Slot
             launch(slot)
         except MemoryError:
             break  # a prefetch is a wish: without memory it comes when it is asked for, and raises there if it must
-        group.cursor = position - 1
+        group.cursor = position - 1  # plant: cursor
         launched.append(slot)
     return launched

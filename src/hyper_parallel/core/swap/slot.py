@@ -74,7 +74,7 @@ class Slot:
                 self.changed = version
 
     def drop_source(self) -> None:
-        self.look_for_change()
+        self.look_for_change()  # plant: version-at-drop
         self.source = None
         self.read_version = None  # it holds an alias of the source
 
@@ -83,7 +83,7 @@ class Slot:
         # may have lost their names, and its memory goes with the process.
         block, tier = getattr(self, "block", None), getattr(self, "tier", None)
         if block is not None and tier is not None and not ends():
-            tier.give(block)
+            tier.give(block)  # plant: give-block
 
 
 class Handle:
@@ -141,7 +141,7 @@ class Group:
 
     def add(self, slot: Slot) -> None:
         slot.index, slot.position = len(self.slots), len(self.stack)
-        self.slots.append(weakref.ref(slot))
+        self.slots.append(weakref.ref(slot))  # plant: weak-slots
         self.stack.append(self.slots[-1])
         self.cursor = slot.position
 
@@ -149,7 +149,7 @@ class Group:
         """Put these slots on top of the stack, the first of them uppermost; the others stay as they were saved."""
         listed = dict.fromkeys(slots)  # of a slot that is listed twice the first time counts
         rest = [slot for ref in self.slots if (slot := ref()) is not None and slot not in listed]
-        stack = [*rest, *reversed(listed)]
+        stack = [*rest, *reversed(listed)]  # plant: expected-order
         for position, slot in enumerate(stack):
             if slot.group is self:
                 slot.position = position

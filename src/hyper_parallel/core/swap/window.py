@@ -41,7 +41,7 @@ class Window:
 
     def pop_oldest(self) -> InFlight:
         entry = self._entries.popleft()
-        self.held_bytes -= entry.num_bytes
+        self.held_bytes -= entry.num_bytes  # plant: window-bytes
         return entry
 
     def pop_finished(self) -> Iterator[InFlight]:
@@ -49,7 +49,7 @@ class Window:
 
         One stream finishes in order. With streams of the user's a later copy may be done before, and is then held a little longer.
         """
-        while self._entries and self._entries[0].event.query():
+        while self._entries and self._entries[0].event.query():  # plant: finished-only
             yield self.pop_oldest()
 
     def remove(self, event: Event) -> None:

@@ -198,7 +198,7 @@ class Frame:
             for value in record.kept:
                 # Also one that is swapped: it may have been written over while it was copied. Residuals have handles of their own.
                 if not record.is_current(value):
-                    value.kept = None  # written over since
+                    value.kept = None  # written over since; plant: written-over
             self._follow_writes(record)
             recomputed = self._to_recompute(record)
             if recomputed and self._second_call.shows_tensors():
@@ -240,7 +240,7 @@ class Frame:
                 refs.append(ref)
                 continue
             self._swap_out(record, each.value)
-            each.keep(record.ops[each.value.op].place())
+            each.keep(record.ops[each.value.op].place())  # plant: policy-of-view
             each.let_go()
         self._recomputed = refs
         return recomputed

@@ -139,7 +139,7 @@ class Inputs:
         else:
             tensor = replay.input_tensor(each.value, each.view, lambda: self.tensor(index, current))
         tensor.requires_grad_(each.requires_grad)
-        if each.is_leaf:
+        if each.is_leaf:  # plant: leaf-input
             return tensor
         # A leaf would be treated differently: autocast remembers leaves it has cast, and they cannot be written.
         with torch._C._DisableTorchDispatch():

@@ -101,7 +101,7 @@ def run_recorded(
     generators = {state.generator for state in states}
     # Below autograd, where the mode that recorded them ran them: no graph, no version counters to keep.
     drawn = set_back(generators)
-    with left_as_found(drawn), drawn, torch._C._AutoDispatchBelowAutograd():
+    with left_as_found(drawn), drawn, torch._C._AutoDispatchBelowAutograd():  # plant: recorded-states
         for index in order:
             op = ops[index]
             known: Any = op.known
@@ -111,12 +111,12 @@ def run_recorded(
                 if at_hand is None:
                     tensor = source(value, look)  # type: ignore[arg-type]
                     at_hand = have[value] = tensor, _ordinary_look(tensor)  # type: ignore[index]
-                tensors.append(at_hand[0] if at_hand[1] == look else _seen(at_hand[0], look))
+                tensors.append(at_hand[0] if at_hand[1] == look else _seen(at_hand[0], look))  # plant: recorded-view
             if op.targets and not all(op.reads[position] in own for position, _ in op.targets):
                 raise NotAsRecordedError  # in forward it was written once already
             if op.state is not None and restores_random_state:
                 with drawing:
-                    op.state.restore()
+                    op.state.restore()  # plant: recorded-draws
                     result = known.template.call(traits_of(op.func).call, tensors)
             else:
                 result = known.template.call(traits_of(op.func).call, tensors)

@@ -110,7 +110,7 @@ class Replay:
         self._sums: dict[Value, torch.Tensor] = {}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._storages: dict[int | None, int] = {}
-        self._states: dict[int, Value] = dict(record.before_write)
+        self._states: dict[int, Value] = dict(record.before_write)  # plant: replay-begins
         self._refs = WeakStorages()
         self._own: set[int] = set()
         self._empty: set[int] = set()
@@ -271,7 +271,7 @@ class Replay:
             args, kwargs = replaced(args, by_id), replaced(kwargs, by_id)
         if op.state is not None and self._restores_random_state:
             with drawing:
-                op.state.restore()
+                op.state.restore()  # plant: replay-draws
                 result = traits.call(*args, **kwargs)
         else:
             result = traits.call(*args, **kwargs)
@@ -288,7 +288,7 @@ class Replay:
     def _copy_before_write(self, op: RecordedOp, tensors: list[torch.Tensor], by_id: dict[int, torch.Tensor]) -> None:
         for position, value in op.targets:
             tensor = tensors[position]
-            if storage_key(by_id.get(id(tensor), tensor)) not in self._own:
+            if storage_key(by_id.get(id(tensor), tensor)) not in self._own:  # plant: replay-copies
                 # Written once already, in forward: what runs again writes into a copy.
                 by_id[id(tensor)] = self._copied(by_id.get(id(tensor), tensor))
                 self._elsewhere[value] = local_tensor(by_id[id(tensor)]).untyped_storage()

@@ -46,7 +46,7 @@ def base_check_fn(tensor: Any) -> bool:
     """Whether a value may be swapped: a tensor with memory that is neither a parameter nor a view of one."""
     if not isinstance(tensor, torch.Tensor):
         return False
-    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):  # plant: parameter-view
         return False
     return storage_bytes(tensor) > 0
 
@@ -101,7 +101,7 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
         self._recorder = _Recorder(
             checked_policy(policy_fn), module, name or ("block" if module is None else _class_name(module))
         )
-        super().__init__(self._recorder.pack, self._recorder.unpack)
+        super().__init__(self._recorder.pack, self._recorder.unpack)  # plant: hooks-without-block
 
     def __enter__(self) -> None:
         check_surroundings("Swapping")
@@ -152,7 +152,9 @@ _slots: dict[int, tuple[StorageWeakRef, weakref.ref[Any], int, Any, Any]] = {}
 def living_slot(engine: Any, tensor: torch.Tensor, part: Part | None) -> Any:
     """The slot that already has a tensor's storage as it is now; None if there is none. `part`: see `own_part`."""
     known = _slots.get(tensor.untyped_storage()._cdata)
-    if known is not None and not known[0].expired() and known[2] == tensor._version and known[3] is engine:
+    if (  # plant: known-storage
+        known is not None and not known[0].expired() and known[2] == tensor._version and known[3] is engine
+    ):
         return known[1]() if known[4] == part else None
     return None
 
@@ -213,7 +215,7 @@ class _Recorder:
         if module is None:
             return
         parameters = [each for each in module.parameters() if not is_lazy(each)]
-        buffers = [each for each in module.buffers() if not is_lazy(each)]
+        buffers = [each for each in module.buffers() if not is_lazy(each)]  # plant: own-buffers
         has_lazy = any(map(is_lazy, (*module.parameters(), *module.buffers())))
         self._owners = {id(parameter) for parameter in parameters}
         self._owned = {storage_key(tensor) for tensor in (*parameters, *buffers)}
@@ -274,12 +276,12 @@ class _Recorder:
         if place is None or storage_bytes(tensor) < place[2]:
             return None
         self._look_again()
-        if storage_key(tensor) in self._owned or self._is_cast_of_parameter(tensor):
+        if storage_key(tensor) in self._owned or self._is_cast_of_parameter(tensor):  # plant: parameter-cast
             return None
         if self.policy_fn is not None:
             from hyper_parallel.core.activation_checkpoint.policy import keeps_tensor
 
-            if keeps_tensor(call_uncompiled(self.policy_fn, tensor)):
+            if keeps_tensor(call_uncompiled(self.policy_fn, tensor)):  # plant: policy-answer
                 return None
         return place
 
@@ -351,12 +353,12 @@ class Kept:
             if self._outer is not None:
                 tensor = local_tensor(tensor)
         with torch._C._DisableTorchDispatch() if type(tensor) in PLAIN_TYPES else contextlib.nullcontext():
-            self._saved = tensor.detach()
+            self._saved = tensor.detach()  # plant: kept-detached
         self._version = None if tensor.is_inference() else tensor._version
 
     def tensor(self) -> torch.Tensor:
         # Under saved-tensor hooks the framework does not look at versions itself.
-        if self._version is not None and self._saved._version != self._version:
+        if self._version is not None and self._saved._version != self._version:  # plant: kept-version
             raise changed_in_place(f"{self._label}, {describe(self._saved)}", self._version, self._saved._version)
         return self._saved if self._outer is None else self._outer.around(self._saved)
 
@@ -375,13 +377,14 @@ class _Swapped:
         tensor = local_tensor(tensor)
         self._dtype = tensor.dtype
         self._size = tensor.size()
-        self._stride = tensor.stride()
-        self._offset = tensor.storage_offset()
+        self._stride = tensor.stride()  # plant: view-stride
+        self._offset = tensor.storage_offset()  # plant: view-offset
         self._part = own_part(tensor)
         self._version = tensor._version
         self._handle: Any = None
         with torch._C._DisableTorchDispatch():  # a region around this block must not take what is done here for its ops
-            self._alias: torch.Tensor | None = tensor.detach()  # shares the version counter, not the graph
+            # It shares the version counter, not the graph.
+            self._alias: torch.Tensor | None = tensor.detach()  # plant: swapped-alias
 
     @property
     def slot(self) -> Any:

@@ -82,7 +82,7 @@ class SecondCall:
         with (
             left_as_found(states, host, attributes, parameters, around),
             replaying(),
-            states,
+            states,  # plant: replay-states
             host,
             attributes,
             parameters,

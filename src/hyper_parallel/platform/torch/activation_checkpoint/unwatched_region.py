@@ -232,7 +232,7 @@ class _Frame:
                     torch.autograd.Variable._execution_engine.queue_callback(EndOfPass(self, current))
                 with left_as_found(), shown(f"recompute {self.name}"):
                     found = self._passes[current] = self._run_again()
-            tensor = found.pop(number)
+            tensor = found.pop(number)  # plant: residual-number
             if current == _NO_PASS:
                 self.end_pass(current)
         return tensor
@@ -323,7 +323,7 @@ class _Frame:
         with (
             left_as_found(states, host, attributes, parameters, around),
             replaying(),
-            states,
+            states,  # plant: unwatched-states
             host,
             attributes,
             parameters,
@@ -332,7 +332,7 @@ class _Frame:
             torch.autograd.graph.saved_tensors_hooks(again.aside(run.pack), run.unpack),
         ):
             for state in self._random:
-                state.restore()
+                state.restore()  # plant: unwatched-draws
             run.begin()
             try:
                 with SecondMode(run), again:

@@ -200,7 +200,7 @@ class KnownOp:
 
     def has(self, rest: list[Any]) -> bool:
         # Types first: these have an equality that looks at nothing else.
-        return list(map(type, rest)) == self.types and self.rest == rest
+        return list(map(type, rest)) == self.types and self.rest == rest  # plant: same-scalars
 
 
 # What may be in the `rest` of a `KnownOp`: it outlives the call. Tuples are those of `sort`.
@@ -386,7 +386,9 @@ def sort(arguments: Iterable[Any], by_name: dict[str, Any], tensors: list[torch.
         if kind in PLAIN_TYPES or isinstance(argument, torch.Tensor):
             tensors.append(argument)
             try:  # two views of one value are two arguments
-                rest.append((argument.dtype, argument.size(), argument.stride(), argument.storage_offset()))
+                rest.append(  # plant: view-argument
+                    (argument.dtype, argument.size(), argument.stride(), argument.storage_offset())
+                )
             except (NotImplementedError, RuntimeError):  # sparse
                 rest.append((argument.dtype, argument.size()))
         elif kind is list or kind is tuple:
