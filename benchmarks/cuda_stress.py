@@ -409,7 +409,7 @@ def check_delays(device: str) -> str:
     """Every stream sleeps at random, and each step runs on a stream that is drawn."""
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise NotHereError("with CUDA_DEVICE_MAX_CONNECTIONS=1 streams do not race")
-    from hyper_parallel.platform.torch.activation_checkpoint.swap_device import AcceleratorDevice
+    from hyper_parallel.platform.torch.swap.device import AcceleratorDevice
 
     num_steps = 100 if device == "cuda" else 4
     delay = Delays(2026, device)

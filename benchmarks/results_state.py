@@ -29,8 +29,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 WATCHED = (
     "src/hyper_parallel/core/activation_checkpoint",
+    "src/hyper_parallel/core/regions",
     "src/hyper_parallel/core/swap",
-    "src/hyper_parallel/platform/torch/activation_checkpoint",
+    "src/hyper_parallel/platform/torch/regions",
+    "src/hyper_parallel/platform/torch/swap",
+    "src/hyper_parallel/platform/torch/wrappers",
 )
 
 _COMMIT = r"[0-9a-f]{7,40}"

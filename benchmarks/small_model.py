@@ -31,11 +31,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hyper_parallel as hp
 from activation import commit
 from hyper_parallel import policies as p
-from hyper_parallel.core.planner.choices import RECOMPUTE, SAVE, SWAP
-from hyper_parallel.core.planner.plan import MemoryPlan, Predicted
-from hyper_parallel.core.planner.profile import Op, StepProfile
-from hyper_parallel.core.planner.settings import Setting
-from hyper_parallel.core.planner.solver_block import base_of
+from hyper_parallel.core.planner.model.choices import RECOMPUTE, SAVE, SWAP
+from hyper_parallel.core.planner.model.profile import Op, StepProfile
+from hyper_parallel.core.planner.plan.plan import MemoryPlan, Predicted
+from hyper_parallel.core.planner.search.settings import Setting
+from hyper_parallel.core.planner.solve.block import base_of
 from hyper_parallel.platform.torch.planner import ProfiledModel
 
 MODES: dict[str, Mode | None] = {

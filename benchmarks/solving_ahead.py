@@ -15,9 +15,9 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 from hyper_parallel.core.planner import planning
-from hyper_parallel.core.planner.plan import MemoryPlan
-from hyper_parallel.core.planner.profile import StepProfile
-from hyper_parallel.core.planner.solver import BudgetError
+from hyper_parallel.core.planner.model.profile import StepProfile
+from hyper_parallel.core.planner.plan.plan import MemoryPlan
+from hyper_parallel.core.planner.solve.solver import BudgetError
 
 
 class Solver:

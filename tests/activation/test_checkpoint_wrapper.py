@@ -52,7 +52,7 @@ def may_choose() -> Iterator[None]:
 @pytest.fixture
 def region_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """The calls of the region, which run the function and nothing else."""
-    from hyper_parallel.platform.torch.activation_checkpoint import region
+    from hyper_parallel.platform.torch.regions import checkpoint as region
 
     calls = []
 

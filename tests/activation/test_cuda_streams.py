@@ -14,7 +14,7 @@ from torch import nn
 
 from hyper_parallel import SwapManager
 from hyper_parallel.platform.torch.activation_checkpoint import swap_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.swap_device import AcceleratorDevice
+from hyper_parallel.platform.torch.swap.device import AcceleratorDevice
 from support.swapping import Swapping
 
 needs_cuda = pytest.mark.skipif(

@@ -22,7 +22,7 @@ from hyper_parallel.core.swap.disk_stream import DiskStream, HostComputeStream
 from hyper_parallel.core.swap.engine import Limits, SwapEngine
 from hyper_parallel.core.swap.staged import StagedDevice, StagedDisk
 from hyper_parallel.platform.torch.activation_checkpoint import AsyncSaveOnCpu
-from hyper_parallel.platform.torch.activation_checkpoint.swap_device import memory_of
+from hyper_parallel.platform.torch.swap.device import memory_of
 from support.random_tensors import TensorProgram
 from support.swapping import Swapping, gradients
 
@@ -87,7 +87,7 @@ class Tiers:
 
     def loss(self, program: TensorProgram, name: str) -> Any:
         def managed(x: torch.Tensor) -> torch.Tensor:
-            target = "hyper_parallel.platform.torch.activation_checkpoint.swap_engines.engine_of"
+            target = "hyper_parallel.platform.torch.swap.engines.engine_of"
             with mock.patch(target, return_value=(self.engine, 1)), AsyncSaveOnCpu(name=name):
                 return program.loss(x)
 

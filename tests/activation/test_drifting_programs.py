@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hyper_parallel._base.errors import StateError
-from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import checkpoint_wrapper
 from support.campaign import share
 from support.drifting import Case, all_cases, outcome
 from support.region_programs import flush_aborted_backward

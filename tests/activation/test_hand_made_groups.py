@@ -24,10 +24,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import hyper_parallel
 from hyper_parallel import Storage, SwapManager, SwapTensor
 from hyper_parallel._base import trace
-from hyper_parallel.core.swap import disk_stream, engines, swap_tensor
+from hyper_parallel.core.swap import disk_stream, engines
 from hyper_parallel.core.swap import engine as engine_module
+from hyper_parallel.core.swap.by_hand import tensor as swap_tensor
+from hyper_parallel.core.swap.by_hand.tensor import Parts
 from hyper_parallel.core.swap.states import SlotState
-from hyper_parallel.core.swap.swap_tensor import Parts
 from hyper_parallel.platform import selection
 from hyper_parallel.platform.torch.activation_checkpoint import AsyncSaveOnCpu, swap_wrapper
 from support.campaign import share

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
+from hyper_parallel.core.activation_checkpoint.options import CheckpointImpl
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
-from hyper_parallel.platform.regions.options import CheckpointImpl
-from hyper_parallel.platform.torch.activation_checkpoint.activation_swap import swap_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.unwatched_region import UnwatchedRegion
+from hyper_parallel.platform.torch.regions.unwatched_region import UnwatchedRegion
+from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import checkpoint_wrapper
+from hyper_parallel.platform.torch.wrappers.swap_wrapper import swap_wrapper
 from support.interrupts import Interrupt, differing, generators, interrupted, thread_state
 from support.region_programs import flush_aborted_backward
 from support.swapping import Swapping, check_nothing_left

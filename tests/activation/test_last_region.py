@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from hyper_parallel import policies as p
+from hyper_parallel.core.regions.functions import engine_key
 from hyper_parallel.core.swap.engine import SwapEngine
-from hyper_parallel.platform.regions.functions import engine_key
 from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.saved_values import Saved
+from hyper_parallel.platform.torch.regions.saved_values import Saved
 from support.swapping import Swapping
 
 WIDTH = 16

@@ -13,9 +13,9 @@ from torch import nn
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
-from hyper_parallel.platform.torch.activation_checkpoint.activation_swap import offload_wrapper, swap_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import AsyncSaveOnCpu
+from hyper_parallel.platform.torch.regions.saved_tensors import AsyncSaveOnCpu
+from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import checkpoint_wrapper
+from hyper_parallel.platform.torch.wrappers.swap_wrapper import offload_wrapper, swap_wrapper
 from support.swapping import Swapping, check_nothing_left
 
 Wrap = Callable[[Any], nn.Module]

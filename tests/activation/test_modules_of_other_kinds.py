@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
-from hyper_parallel.platform.torch.activation_checkpoint.activation_swap import offload_wrapper, swap_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import checkpoint_wrapper
+from hyper_parallel.platform.torch.wrappers.swap_wrapper import offload_wrapper, swap_wrapper
 from support.swapping import Swapping
 
 

@@ -17,9 +17,9 @@ from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 from hyper_parallel.core.activation_checkpoint import policies  # noqa: E402
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy  # noqa: E402
+from hyper_parallel.core.swap.by_hand.manager import SwapManager  # noqa: E402
+from hyper_parallel.core.swap.by_hand.tensor import SwapTensor  # noqa: E402
 from hyper_parallel.core.swap.config import configure_swap  # noqa: E402
-from hyper_parallel.core.swap.manager import SwapManager  # noqa: E402
-from hyper_parallel.core.swap.swap_tensor import SwapTensor  # noqa: E402
 from hyper_parallel.platform import selection  # noqa: E402
 from hyper_parallel.platform.mindspore.activation_checkpoint import (  # noqa: E402
     ActivationWrapper,
@@ -29,9 +29,9 @@ from hyper_parallel.platform.mindspore.activation_checkpoint import (  # noqa: E
     base_check_fn,
     checkpoint,
     checkpoint_wrapper,
-    random_ops,
     swap_wrapper,
 )
+from hyper_parallel.platform.mindspore.regions import random_ops  # noqa: E402
 from support.backends import MindSporeBackend  # noqa: E402
 from support.mindspore_training import (  # noqa: E402
     DRIVERS,
@@ -92,7 +92,7 @@ def test_twenty_steps_of_a_transformer_are_those_of_the_plain_model(driver: str)
 def test_a_draw_of_dropout_that_no_seed_brings_back_is_kept_as_bits(monkeypatch: Any, way: str) -> None:
     expected = train(new_transformer(), 3)
     monkeypatch.setattr(random_ops, "draws_the_same_again", lambda primitive: False)
-    from hyper_parallel.platform.mindspore.activation_checkpoint import recording
+    from hyper_parallel.platform.mindspore.regions import recording
 
     monkeypatch.setattr(recording, "draws_the_same_again", lambda primitive: False)
     assert same(train(new_transformer(WAYS[way]), 3), expected)
@@ -227,7 +227,7 @@ def test_statistics_of_a_batch_are_counted_once() -> None:
 
 
 def test_what_no_op_needs_is_not_run_again() -> None:
-    from hyper_parallel.platform.mindspore.activation_checkpoint import replaying
+    from hyper_parallel.platform.mindspore.regions import replaying
 
     block = Block(16, p=0.0)
     x = Tensor(np.random.RandomState(0).randn(2, 8, 16).astype(np.float32))
@@ -592,7 +592,7 @@ def test_a_replay_that_stops_where_tensors_come_in_a_list_leaves_none_behind(dri
 
 
 def test_dropouts_that_must_not_draw_again_share_one_stand_in() -> None:
-    from hyper_parallel.platform.mindspore.activation_checkpoint import random_ops
+    from hyper_parallel.platform.mindspore.regions import random_ops
 
     wrapped = [checkpoint_wrapper(nn.SequentialCell(nn.Dropout(p=0.37), nn.Tanh())) for _ in range(3)]
     for cell in wrapped:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.core.swap import engines
-from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import AsyncSaveOnCpu
+from hyper_parallel.platform.torch.regions.saved_tensors import AsyncSaveOnCpu
 from support.planted_bugs import GLUE
 from support.planting import Bug, beside
 from support.random_tensors import TensorProgram

@@ -12,7 +12,7 @@ from torch import nn  # noqa: E402
 
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy  # noqa: E402
 from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper  # noqa: E402
-from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint  # noqa: E402
+from hyper_parallel.platform.torch.regions.checkpoint import checkpoint  # noqa: E402
 
 
 class Asked:

@@ -15,18 +15,12 @@ from torch import nn  # noqa: E402
 
 from hyper_parallel.core.activation_checkpoint import policies as p  # noqa: E402
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy  # noqa: E402
-from hyper_parallel.core.swap.manager import SwapManager  # noqa: E402
-from hyper_parallel.platform.torch.activation_checkpoint import (  # noqa: E402
-    attributes,
-    frame,
-    placeholders,
-    quiet_swap,
-    region_function,
-    saved_tensors,
-    swap_wrapper,
-)
-from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint  # noqa: E402
-from hyper_parallel.platform.torch.activation_checkpoint.values import KnownOp, Value, traits_of  # noqa: E402
+from hyper_parallel.core.swap.by_hand.manager import SwapManager  # noqa: E402
+from hyper_parallel.platform.torch.activation_checkpoint import swap_wrapper  # noqa: E402
+from hyper_parallel.platform.torch.regions import attributes, frame, placeholders, region_function, saved_tensors  # noqa: E402
+from hyper_parallel.platform.torch.regions.checkpoint import checkpoint  # noqa: E402
+from hyper_parallel.platform.torch.regions.values import KnownOp, Value, traits_of  # noqa: E402
+from hyper_parallel.platform.torch.wrappers import quiet_calls as quiet_swap  # noqa: E402
 from support.swapping import Swapping  # noqa: E402
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.core.swap import engines
-from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
+from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
 from support.campaign import share
 from support.region_programs import Manner, Program, Region, Runner, draw
 from support.swapping import Swapping

@@ -23,7 +23,7 @@ from torch import nn
 
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.platform.torch.activation_checkpoint import AsyncSaveOnCpu, swap_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
+from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
 from support.interpreter import run_fresh
 from support.region_programs import check_no_mode_left, flush_aborted_backward
 from support.swapping import Swapping, check_nothing_left, gradients
@@ -948,7 +948,7 @@ def test_a_tensor_that_the_function_puts_elsewhere_in_recomputation_can_be_read_
     now = READS[read]
     program = f"""
 import torch
-from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
+from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
 hidden = []
 def function(x):
     hidden.append(x.cos())

@@ -6,7 +6,7 @@ import itertools
 import random
 from typing import NamedTuple
 
-from hyper_parallel.core.activation_checkpoint.replay_plan import plan_replay
+from hyper_parallel.core.regions.rerun_plan import plan_replay
 
 
 class Op(NamedTuple):

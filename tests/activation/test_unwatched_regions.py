@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyper_parallel import configure_swap
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
-from hyper_parallel.platform.torch.activation_checkpoint import unwatched_region, unwatched_second_run
-from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
-from hyper_parallel.platform.torch.activation_checkpoint.unwatched_region import UnwatchedRegion
+from hyper_parallel.platform.torch.regions import unwatched_region, unwatched_second_run
+from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
+from hyper_parallel.platform.torch.regions.unwatched_region import UnwatchedRegion
+from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import checkpoint_wrapper
 from support.campaign import share
 from support.region_programs import UnwatchedRunner, differences, draw
 from support.swapping import Swapping

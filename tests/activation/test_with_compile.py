@@ -15,7 +15,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper, swap_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
+from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
 from support import wrapped
 from support.region_programs import check_no_mode_left
 from support.swapping import Swapping, check_nothing_left, gradients

@@ -86,9 +86,9 @@ result = [text, same(train(wrapper, x), expected)]
 PLANNED = """
 import tempfile, torch
 import hyper_parallel as hp
-from hyper_parallel.core.planner.choices import RegionDecision, plain, recompute_all
-from hyper_parallel.core.planner.plan import MemoryPlan, Predicted
-from hyper_parallel.core.planner.settings import Setting
+from hyper_parallel.core.planner.model.choices import RegionDecision, plain, recompute_all
+from hyper_parallel.core.planner.plan.plan import MemoryPlan, Predicted
+from hyper_parallel.core.planner.search.settings import Setting
 from torch import nn
 from support.training import same, train
 torch.set_num_threads(1)

@@ -12,8 +12,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper, swap_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
-from hyper_parallel.platform.torch.activation_checkpoint.selective_contexts import create_selective_checkpoint_contexts
+from hyper_parallel.platform.torch.compat.selective_contexts import create_selective_checkpoint_contexts
+from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
 from support.region_programs import check_no_mode_left
 from support.swapping import Swapping, check_nothing_left
 from support.training import Block, same, train

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper, swap_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
+from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
 from support.region_programs import check_no_mode_left, flush_aborted_backward
 from support.swapping import Swapping, check_nothing_left
 from support.training import Block, same, train

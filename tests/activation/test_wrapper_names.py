@@ -27,13 +27,13 @@ from hyper_parallel.platform.torch.activation_checkpoint import (
     CheckpointWrapper,
     OffloadWrapper,
     SwapWrapper,
-    activation_swap,
-    activation_wrapper,
     checkpoint_wrapper,
     list_wrappers,
     offload_wrapper,
     swap_wrapper,
 )
+from hyper_parallel.platform.torch.wrappers import activation_wrapper
+from hyper_parallel.platform.torch.wrappers import swap_wrapper as activation_swap
 from support.interpreter import run_fresh
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from hyper_parallel._base import files
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError
-from hyper_parallel.core.planner.plan import MemoryPlan
+from hyper_parallel.core.planner.plan.plan import MemoryPlan
 from hyper_parallel.platform.tensor_file import open_tensors, write_tensors
 from hyper_parallel.report.page import write_report
 from support.made_plans import plan_of

@@ -51,7 +51,7 @@ def test_the_demo_trains_inside_a_budget_with_equal_losses_and_draws_a_page(tmp_
 def test_a_build_for_cuda_on_a_machine_without_a_driver_runs_the_demo_on_the_cpu(monkeypatch) -> None:
     import torch
 
-    from hyper_parallel.platform.torch.planner.demo import Trainer
+    from hyper_parallel.platform.torch.demo.transformer import Trainer
 
     # As PyTorch 2.15 answers there.
     monkeypatch.setattr(

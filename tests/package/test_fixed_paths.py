@@ -232,7 +232,7 @@ OP_KEYS = "module name call occurrence forward_ms makes reads reads_inputs tempo
 
 def test_the_json_of_a_plan_has_its_keys() -> None:
     pytest.importorskip("scipy", reason="the solver is in SciPy")
-    from hyper_parallel.core.planner import plan_file
+    from hyper_parallel.core.planner.plan import plan_file
     from support import made_plans
 
     document = json.loads(json.dumps(made_plans.plan_of().as_dict()))

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hyper_parallel as hp
 from hyper_parallel._base.errors import HyperParallelError
+from hyper_parallel.core.planner.plan.batch_words import telling_of_the_batch
 from hyper_parallel.platform import selection
-from hyper_parallel.platform.regions.batch_words import telling_of_the_batch
 
 X = torch.ones(4, 8)
 ARRAY = np.ones((4, 8), np.float32)

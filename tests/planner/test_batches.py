@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.platform.regions.batch_fit import Fit, PlannedBatch
+from hyper_parallel.core.planner.plan.batch_fit import Fit, PlannedBatch
 
 
 class Array:

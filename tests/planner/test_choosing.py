@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from hyper_parallel.core.planner import choosing
-from hyper_parallel.core.planner.choices import SWAP, load, recompute_all
-from hyper_parallel.core.planner.choosing import choose, problem_of, smallest_budget
-from hyper_parallel.core.planner.problem import Problem, evaluate, peak
-from hyper_parallel.core.planner.settings import Setting, candidates, swapped_sizes
-from hyper_parallel.core.planner.solver import BudgetError
-from hyper_parallel.core.planner.timeline import run_step
+from hyper_parallel.core.planner.model.choices import SWAP, load, recompute_all
+from hyper_parallel.core.planner.model.problem import Problem, evaluate, peak
+from hyper_parallel.core.planner.model.timeline import run_step
+from hyper_parallel.core.planner.search import choosing
+from hyper_parallel.core.planner.search.choosing import choose, problem_of, smallest_budget
+from hyper_parallel.core.planner.search.settings import Setting, candidates, swapped_sizes
+from hyper_parallel.core.planner.solve.solver import BudgetError
 from hyper_parallel.core.swap.engine import Limits
 from support.planner_cases import NO_HURRY, op, problem, random_problem, region, transformer
 

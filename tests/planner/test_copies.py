@@ -15,9 +15,9 @@ from torch import nn  # noqa: E402
 
 import hyper_parallel as hp  # noqa: E402
 from hyper_parallel._base.errors import StateError  # noqa: E402
-from hyper_parallel.core.planner.choices import recompute_all, save_all  # noqa: E402
-from hyper_parallel.core.planner.plan import Predicted  # noqa: E402
-from hyper_parallel.core.planner.settings import candidates  # noqa: E402
+from hyper_parallel.core.planner.model.choices import recompute_all, save_all  # noqa: E402
+from hyper_parallel.core.planner.plan.plan import Predicted  # noqa: E402
+from hyper_parallel.core.planner.search.settings import candidates  # noqa: E402
 from hyper_parallel.platform.torch.planner import ProfiledModel  # noqa: E402
 from support import planned_models as models  # noqa: E402
 

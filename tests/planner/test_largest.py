@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hyper_parallel as hp  # noqa: E402
-from hyper_parallel.core.planner import largest as search  # noqa: E402
-from hyper_parallel.core.planner.solver import BudgetError  # noqa: E402
+from hyper_parallel.core.planner.plan import largest as search  # noqa: E402
+from hyper_parallel.core.planner.solve.solver import BudgetError  # noqa: E402
 from hyper_parallel.platform.torch.planner import ProfiledModel, link  # noqa: E402
 from support import planned_models as models  # noqa: E402
 from support.limited_memory import LimitedMemory  # noqa: E402
@@ -274,7 +274,7 @@ def test_no_batch_is_left_behind_for_the_collector() -> None:
 def test_where_no_terminal_is_long_work_says_now_and_then_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from hyper_parallel.core.planner import progress
+    from hyper_parallel.core.planner.plan import progress
 
     now = [0.0]
     monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now[0]))

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from hyper_parallel.core.planner import choosing
-from hyper_parallel.core.planner.choices import plain, recompute_all, save_all
-from hyper_parallel.core.planner.choosing import choose, problem_of, timeline_under
-from hyper_parallel.core.planner.profile import StepProfile
-from hyper_parallel.core.planner.settings import Setting
+from hyper_parallel.core.planner.model.choices import plain, recompute_all, save_all
+from hyper_parallel.core.planner.model.profile import StepProfile
+from hyper_parallel.core.planner.search import choosing
+from hyper_parallel.core.planner.search.choosing import choose, problem_of, timeline_under
+from hyper_parallel.core.planner.search.settings import Setting
 from support.planner_cases import NO_HURRY, as_measured, op, region, transformer
 
 
@@ -23,7 +23,7 @@ def test_it_is_a_region_of_ours_that_says_that_it_ends_the_forward_also_where_th
     profile: StepProfile,
 ) -> None:
     pytest.importorskip("torch")
-    from hyper_parallel.platform.regions.mismatches import Mismatches
+    from hyper_parallel.core.planner.model.mismatches import Mismatches
     from hyper_parallel.platform.torch.planner.applying import PlannedCall
 
     regions = profile.regions[-2:]

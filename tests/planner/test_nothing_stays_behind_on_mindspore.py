@@ -18,7 +18,7 @@ from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 import hyper_parallel as hp  # noqa: E402
 from hyper_parallel._base.errors import StateError  # noqa: E402
 from hyper_parallel.platform import selection  # noqa: E402
-from hyper_parallel.platform.mindspore.planner.surroundings import preserved, run_step  # noqa: E402
+from hyper_parallel.platform.mindspore.planner.steps import preserved, run_step  # noqa: E402
 from support.backends import MindSporeBackend  # noqa: E402
 
 WIDTH = 8

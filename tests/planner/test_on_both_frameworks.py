@@ -15,7 +15,7 @@ import pytest
 
 import hyper_parallel as hp
 from hyper_parallel._base.errors import StateError
-from hyper_parallel.core.planner.solver import BudgetError
+from hyper_parallel.core.planner.solve.solver import BudgetError
 from hyper_parallel.platform import selection
 from support.backends import Backend
 

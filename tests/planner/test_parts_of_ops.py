@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.core.planner.choices import RECOMPUTE, SAVE, RegionDecision, check, kept_bytes, recompute_all
-from hyper_parallel.core.planner.profile import Region
+from hyper_parallel.core.planner.model.choices import RECOMPUTE, SAVE, RegionDecision, check, kept_bytes, recompute_all
+from hyper_parallel.core.planner.model.profile import Region
 from hyper_parallel.platform.torch.planner import ProfiledModel
 from hyper_parallel.platform.torch.planner.applying import Applied
 

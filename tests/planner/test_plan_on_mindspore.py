@@ -20,17 +20,17 @@ from mindspore.graph.api import _pynative_executor  # noqa: E402
 
 import hyper_parallel as hp  # noqa: E402
 from hyper_parallel._base.errors import ComesLaterError, StateError  # noqa: E402
-from hyper_parallel.core.planner.choices import plain, recompute_all  # noqa: E402
+from hyper_parallel.core.planner.model.choices import plain, recompute_all  # noqa: E402
+from hyper_parallel.core.planner.model.profile import Link  # noqa: E402
 from hyper_parallel.core.planner.planning import planned  # noqa: E402
-from hyper_parallel.core.planner.profile import Link  # noqa: E402
-from hyper_parallel.core.planner.solver import BudgetError  # noqa: E402
+from hyper_parallel.core.planner.solve.solver import BudgetError  # noqa: E402
 from hyper_parallel.core.swap.config import configure_swap  # noqa: E402
 from hyper_parallel.platform import selection  # noqa: E402
 from hyper_parallel.platform.mindspore.activation_checkpoint import checkpoint_wrapper, list_wrappers  # noqa: E402
 from hyper_parallel.platform.mindspore.planner import ProfiledModel  # noqa: E402
 from hyper_parallel.platform.mindspore.planner.applying import Applied  # noqa: E402
 from hyper_parallel.platform.mindspore.planner.meters import CpuMemory  # noqa: E402
-from hyper_parallel.platform.mindspore.planner.surroundings import run_step  # noqa: E402
+from hyper_parallel.platform.mindspore.planner.steps import run_step  # noqa: E402
 from support.backends import MindSporeBackend  # noqa: E402
 from support.mindspore_training import (  # noqa: E402
     DRIVERS,

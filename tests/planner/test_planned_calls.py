@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import hyper_parallel as hp  # noqa: E402
-from hyper_parallel.core.planner.choices import save_all  # noqa: E402
-from hyper_parallel.core.planner.plan import Predicted  # noqa: E402
-from hyper_parallel.core.planner.settings import candidates  # noqa: E402
+from hyper_parallel.core.planner.model.choices import save_all  # noqa: E402
+from hyper_parallel.core.planner.plan.plan import Predicted  # noqa: E402
+from hyper_parallel.core.planner.search.settings import candidates  # noqa: E402
 from hyper_parallel.platform.torch.planner import ProfiledModel  # noqa: E402
 from support import planned_models as models  # noqa: E402
 

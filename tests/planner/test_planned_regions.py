@@ -15,15 +15,15 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint as torch_checkpoint  # noqa: E402
 from torch.utils.checkpoint import create_selective_checkpoint_contexts  # noqa: E402
 
-from hyper_parallel.core.planner.choices import RECOMPUTE, SAVE, recompute_all  # noqa: E402
-from hyper_parallel.core.planner.choosing import timeline_under  # noqa: E402
-from hyper_parallel.core.planner.settings import candidates  # noqa: E402
-from hyper_parallel.core.planner.solver_block import base_of  # noqa: E402
-from hyper_parallel.platform.regions.module_calls import ModuleCalls  # noqa: E402
-from hyper_parallel.platform.torch.activation_checkpoint import frame, region_function  # noqa: E402
-from hyper_parallel.platform.torch.activation_checkpoint.module_paths import CALL, ModulePaths  # noqa: E402
+from hyper_parallel.core.planner.model.choices import RECOMPUTE, SAVE, recompute_all  # noqa: E402
+from hyper_parallel.core.planner.search.choosing import timeline_under  # noqa: E402
+from hyper_parallel.core.planner.search.settings import candidates  # noqa: E402
+from hyper_parallel.core.planner.solve.block import base_of  # noqa: E402
+from hyper_parallel.core.regions.module_calls import ModuleCalls  # noqa: E402
 from hyper_parallel.platform.torch.planner import ProfiledModel  # noqa: E402
 from hyper_parallel.platform.torch.planner.applying import Applied, PlannedPolicy  # noqa: E402
+from hyper_parallel.platform.torch.regions import frame, region_function  # noqa: E402
+from hyper_parallel.platform.torch.regions.module_paths import CALL, ModulePaths  # noqa: E402
 
 Said = list[tuple[str, Any, Any]]  # of each op: its name, where it is, what the plan says
 

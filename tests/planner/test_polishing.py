@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from hyper_parallel.core.planner.choices import Load, RegionDecision, plain, recompute_all
-from hyper_parallel.core.planner.polishing import polished
+from hyper_parallel.core.planner.model.choices import Load, RegionDecision, plain, recompute_all
+from hyper_parallel.core.planner.search.polishing import polished
 from support.planner_cases import transformer
 
 

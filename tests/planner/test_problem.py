@@ -9,7 +9,7 @@ import random
 import pytest
 
 from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.core.planner.choices import (
+from hyper_parallel.core.planner.model.choices import (
     Load,
     RegionDecision,
     allowed,
@@ -21,9 +21,17 @@ from hyper_parallel.core.planner.choices import (
     recompute_ms,
     swapped_bytes,
 )
-from hyper_parallel.core.planner.problem import Peak, Problem, cost, displaced_bytes, evaluate, peak, room_for_copies
-from hyper_parallel.core.planner.profile import Input, Link, Region, Turn, Value
-from hyper_parallel.core.planner.table import residual_parts, text_of
+from hyper_parallel.core.planner.model.problem import (
+    Peak,
+    Problem,
+    cost,
+    displaced_bytes,
+    evaluate,
+    peak,
+    room_for_copies,
+)
+from hyper_parallel.core.planner.model.profile import Input, Link, Region, Turn, Value
+from hyper_parallel.core.planner.plan.table import residual_parts, text_of
 from support.campaign import share
 from support.planner_cases import all_costs, candidates, is_carried_out, loads, op, problem, random_problem, region
 

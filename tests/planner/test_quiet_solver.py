@@ -17,8 +17,8 @@ pytest.importorskip("scipy", reason="the solver is in SciPy")
 
 import scipy.optimize
 
-from hyper_parallel.core.planner.solver_model import Clock, Model
-from hyper_parallel.core.planner.solver_quiet import quiet_solver
+from hyper_parallel.core.planner.solve.linear_model import Clock, Model
+from hyper_parallel.core.planner.solve.quiet import quiet_solver
 
 _NOISE = b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();"
 _libc = ctypes.CDLL(None)
@@ -71,7 +71,7 @@ def test_what_other_threads_print_while_the_solver_runs_comes_out(
 CLOSED = """
 import ctypes, sys, threading
 import scipy.optimize
-from hyper_parallel.core.planner.solver_model import Clock, Model
+from hyper_parallel.core.planner.solve.linear_model import Clock, Model
 
 libc, real, both = ctypes.CDLL(None), scipy.optimize.milp, threading.Barrier(2, timeout=30)
 taken = open(sys.argv[1], "wb")

@@ -15,7 +15,7 @@ from torch import nn  # noqa: E402
 
 import hyper_parallel as hp  # noqa: E402
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, DamagedFileError  # noqa: E402
-from hyper_parallel.core.planner.solver import BudgetError  # noqa: E402
+from hyper_parallel.core.planner.solve.solver import BudgetError  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_disk")
 

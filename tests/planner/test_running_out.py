@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 import hyper_parallel as hp  # noqa: E402
 from hyper_parallel._base.errors import StateError  # noqa: E402
-from hyper_parallel.core.planner.solver import BudgetError  # noqa: E402
+from hyper_parallel.core.planner.solve.solver import BudgetError  # noqa: E402
 from hyper_parallel.platform.torch.planner import link  # noqa: E402
 from support import planned_models as models  # noqa: E402
 from support.limited_memory import LimitedMemory  # noqa: E402

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.core.planner import choosing, planning
-from hyper_parallel.core.planner.choices import recompute_all
-from hyper_parallel.core.planner.choosing import unmanaged
-from hyper_parallel.core.planner.plan import Measured, MemoryPlan
-from hyper_parallel.core.planner.problem import Problem, evaluate
-from hyper_parallel.core.planner.profile import StepProfile
+from hyper_parallel.core.planner import planning
+from hyper_parallel.core.planner.model.choices import recompute_all
+from hyper_parallel.core.planner.model.problem import Problem, evaluate
+from hyper_parallel.core.planner.model.profile import StepProfile
+from hyper_parallel.core.planner.plan.plan import Measured, MemoryPlan
+from hyper_parallel.core.planner.search import choosing
+from hyper_parallel.core.planner.search.choosing import unmanaged
 from support.planner_cases import NO_HURRY, transformer
 
 

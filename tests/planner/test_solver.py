@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 from hyper_parallel._base.errors import ArgumentError, FrameworkMissingError
-from hyper_parallel.core.planner import solver, solver_model
-from hyper_parallel.core.planner.choices import Decision, RegionDecision, plain, recompute_all
-from hyper_parallel.core.planner.problem import Cost, Problem, evaluate
-from hyper_parallel.core.planner.profile import Input, Link, Region, Turn, Value
-from hyper_parallel.core.planner.solver import BudgetError, Solution, smallest_peak, solve
-from hyper_parallel.core.planner.solver_block import base_of
-from hyper_parallel.core.planner.solver_split import _carried, nearest, tidied
+from hyper_parallel.core.planner.model.choices import Decision, RegionDecision, plain, recompute_all
+from hyper_parallel.core.planner.model.problem import Cost, Problem, evaluate
+from hyper_parallel.core.planner.model.profile import Input, Link, Region, Turn, Value
+from hyper_parallel.core.planner.solve import linear_model as solver_model
+from hyper_parallel.core.planner.solve import solver
+from hyper_parallel.core.planner.solve.block import base_of
+from hyper_parallel.core.planner.solve.solver import BudgetError, Solution, smallest_peak, solve
+from hyper_parallel.core.planner.solve.split import _carried, nearest, tidied
 from support.campaign import share
 from support.interpreter import run_fresh
 from support.planner_cases import NO_HURRY, all_costs, op, problem, random_problem, region, smaller, transformer
@@ -296,7 +297,7 @@ def test_the_smallest_peak_swaps_no_more_than_it_must() -> None:
 def test_without_scipy_the_error_says_what_to_install() -> None:
     found = run_fresh(
         """
-from hyper_parallel.core.planner.solver import solve
+from hyper_parallel.core.planner.solve.solver import solve
 from support.planner_cases import op, problem, region
 solve(problem(region(op(5, 1.0)), budget=4))
 """,
@@ -370,8 +371,8 @@ def test_the_same_problem_has_the_same_plan() -> None:
 
 def test_the_same_problem_has_the_same_plan_in_another_process() -> None:
     program = """
-from hyper_parallel.core.planner.problem import Problem
-from hyper_parallel.core.planner.solver import solve
+from hyper_parallel.core.planner.model.problem import Problem
+from hyper_parallel.core.planner.solve.solver import solve
 from support.planner_cases import transformer
 profile = transformer(12, differ=True)
 given = Problem(profile, profile.base_bytes + profile.activation_peak_bytes // 4, 2**28, 2**28, region_overhead_ms=0.3)

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from hyper_parallel.core.planner.choices import plain, recompute_all
-from hyper_parallel.core.planner.problem import Problem, evaluate
-from hyper_parallel.core.planner.profile import Input, Op, Region, StepProfile, Turn, Value, alike
-from hyper_parallel.core.planner.spans import as_allocated, with_peaks
-from hyper_parallel.platform.regions.spans import Span
+from hyper_parallel.core.planner.model.choices import plain, recompute_all
+from hyper_parallel.core.planner.model.measured_span import Span
+from hyper_parallel.core.planner.model.problem import Problem, evaluate
+from hyper_parallel.core.planner.model.profile import Input, Op, Region, StepProfile, Turn, Value, alike
+from hyper_parallel.core.planner.model.spans import as_allocated, with_peaks
 
 NUM, INPUT, MADE, WORK = 4, 1000, 4000, 500
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.core.planner.choices import Decision, RegionDecision, plain, recompute_all
-from hyper_parallel.core.planner.profile import Input, Link, Op, Region, StepProfile, Turn, Value
-from hyper_parallel.core.planner.timeline import Moment, Timeline, plain_step, run_step
-from hyper_parallel.core.planner.virtual_device import Copy, Place, Stall, Use, VirtualDevice, VirtualTier
+from hyper_parallel.core.planner.model.choices import Decision, RegionDecision, plain, recompute_all
+from hyper_parallel.core.planner.model.profile import Input, Link, Op, Region, StepProfile, Turn, Value
+from hyper_parallel.core.planner.model.timeline import Moment, Timeline, plain_step, run_step
+from hyper_parallel.core.planner.model.virtual_device import Copy, Place, Stall, Use, VirtualDevice, VirtualTier
 from hyper_parallel.core.swap.engine import Limits
 from support.campaign import share
 from support.planted_bugs import STEPS

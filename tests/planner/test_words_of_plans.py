@@ -14,13 +14,13 @@ pytest.importorskip("scipy", reason="the solver is in SciPy")
 
 import hyper_parallel as hp
 from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.core.planner.budget import budget_note, check_budget
-from hyper_parallel.core.planner.largest import Largest
-from hyper_parallel.core.planner.plan import Measured, MemoryPlan
+from hyper_parallel.core.planner.model.problem import Peak
+from hyper_parallel.core.planner.model.profile import StepProfile
+from hyper_parallel.core.planner.plan.budget import budget_note, check_budget
+from hyper_parallel.core.planner.plan.largest import Largest
+from hyper_parallel.core.planner.plan.plan import Measured, MemoryPlan
 from hyper_parallel.core.planner.planning import Explanation
-from hyper_parallel.core.planner.problem import Peak
-from hyper_parallel.core.planner.profile import StepProfile
-from hyper_parallel.core.planner.refusal import advice, blocks_words, made_of
+from hyper_parallel.core.planner.solve.refusal import advice, blocks_words, made_of
 from support.made_plans import plan_of, profile_of
 
 # -- times --------------------------------------------------------------------------------------------------------------------------

@@ -373,7 +373,7 @@ def test_random_numbers_that_pytorch_s_own_checkpoint_recomputes_are_refused_in_
     import torch.utils.checkpoint
 
     from hyper_parallel import checkpoint, get_torch_platform
-    from hyper_parallel.platform.torch.activation_checkpoint.random_state import drawing
+    from hyper_parallel.platform.torch.regions.random_state import drawing
 
     get_torch_platform()
     x = torch.ones(8, requires_grad=True)

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
-from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.repeated_call import checkpoint_by_framework
-from hyper_parallel.platform.torch.activation_checkpoint.unwatched_region import UnwatchedRegion
+from hyper_parallel.platform.torch.regions.repeated_call import checkpoint_by_framework
+from hyper_parallel.platform.torch.regions.unwatched_region import UnwatchedRegion
+from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 WIDTH = 4
 aten = torch.ops.aten

@@ -12,8 +12,8 @@ import torch
 import torch.utils._python_dispatch as dispatch
 
 import hyper_parallel
-from hyper_parallel.platform.torch.activation_checkpoint import leaving, surroundings
-from hyper_parallel.platform.torch.activation_checkpoint.random_state import drawing
+from hyper_parallel.platform.torch.regions import leaving, surroundings
+from hyper_parallel.platform.torch.regions.random_state import drawing
 
 _OURS = str(Path(hyper_parallel.__file__).parent)
 _STACKS = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hyper_parallel.core.planner.choices import SWAP, plain, recompute_all
-from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Predicted
-from hyper_parallel.core.planner.profile import StepProfile
-from hyper_parallel.core.planner.settings import Setting
+from hyper_parallel.core.planner.model.choices import SWAP, plain, recompute_all
+from hyper_parallel.core.planner.model.profile import StepProfile
+from hyper_parallel.core.planner.plan.plan import Measured, MemoryPlan, Predicted
+from hyper_parallel.core.planner.search.settings import Setting
 from support import planner_cases as cases
 
 

@@ -8,9 +8,9 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from hyper_parallel.core.planner.choices import Decision, Load, RegionDecision, allowed, load
-from hyper_parallel.core.planner.problem import Cost, Problem, cost
-from hyper_parallel.core.planner.profile import Input, Link, Op, Region, StepProfile, Turn, Value
+from hyper_parallel.core.planner.model.choices import Decision, Load, RegionDecision, allowed, load
+from hyper_parallel.core.planner.model.problem import Cost, Problem, cost
+from hyper_parallel.core.planner.model.profile import Input, Link, Op, Region, StepProfile, Turn, Value
 
 MB = 1_000_000
 CHOICES = ("save", "swap", "recompute")

@@ -21,7 +21,7 @@ from torch import nn
 
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.platform.torch.activation_checkpoint import AsyncSaveOnCpu, swap_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.unwatched_region import UnwatchedRegion
+from hyper_parallel.platform.torch.regions.unwatched_region import UnwatchedRegion
 from support.region_ops import DIFFERENTIABLE_TWICE, FEATURE, OPS, SIZE, Cache, State
 
 # -- what a program is ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Random models, trained on the simulated device by a tiny framework: what `core/planner/timeline.py` predicts is compared with it.
+"""Random models, trained on the simulated device by a tiny framework: what `core/planner/model/timeline.py` predicts is compared with it.
 
 The framework really runs: ops are kernels on buffers of the byte-exact allocator, autograd and the regions hold buffers by reference and drop
 them, the real engine swaps, the race check looks at every access, and each residual that backward gets is compared with what
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.core.planner import choices
-from hyper_parallel.core.planner.profile import Input, Link, Op, Region, StepProfile, Turn, Value
+from hyper_parallel.core.planner.model import choices
+from hyper_parallel.core.planner.model.profile import Input, Link, Op, Region, StepProfile, Turn, Value
 from hyper_parallel.core.swap.engine import Limits, SwapEngine
 from hyper_parallel.core.swap.slot import Handle
 from support.simulated_device import SimulatedBuffer, SimulatedDevice

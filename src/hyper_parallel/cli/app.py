@@ -229,7 +229,7 @@ def report(
 ) -> None:
     """Show a saved plan: its table, and a page with the memory of one step before and after."""
     from hyper_parallel.cli.build import check_file, check_other_file, check_target
-    from hyper_parallel.core.planner.plan import MemoryPlan
+    from hyper_parallel.core.planner.plan.plan import MemoryPlan
 
     check_file(file)
     target = file.with_suffix(".html") if out is None else out

@@ -32,7 +32,7 @@ class Row(NamedTuple):
 def run_bench(console: Console, num_rounds: int, budget: str) -> list[Row]:
     """Every way takes one step per round; the median counts."""
     check_budget_option(budget)
-    part = part_of(get_torch_platform(), "planner.ways", "hyper-parallel bench")
+    part = part_of(get_torch_platform(), "demo.baselines", "hyper-parallel bench")
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-bench-") as directory:
         # On a CPU activations are swapped to files, so that swapping is real there, too.
         setting = configure_swap(disk_dir=directory) if part.is_cpu() else None

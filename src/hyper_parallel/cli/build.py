@@ -130,7 +130,7 @@ def _instead_of(module_name: str, name: str) -> str:
 
 def check_budget_option(budget: str, *, may_be_part: bool = True) -> None:
     """Before a model is built, which may take minutes. `may_be_part=False`: no part of the activations."""
-    from hyper_parallel.core.planner.budget import check_budget, is_percentage
+    from hyper_parallel.core.planner.plan.budget import check_budget, is_percentage
 
     try:
         check_budget(budget)

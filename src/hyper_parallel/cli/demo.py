@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hyper_parallel.cli.build import check_budget_option, swap_directory, users_stdout
-from hyper_parallel.core.planner.plan import MemoryPlan
+from hyper_parallel.core.planner.plan.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import plan_memory
 from hyper_parallel.core.swap.sizes import format_size
 from hyper_parallel.platform import get_torch_platform
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 def run_demo(console: Console, budget: str, num_steps: int, report: Path, swap_dir: Path | None = None) -> Outcome:
     """Plan, train twice, show."""
     check_budget_option(budget)
-    part = part_of(get_torch_platform(), "planner.demo", "hyper-parallel demo")
+    part = part_of(get_torch_platform(), "demo.transformer", "hyper-parallel demo")
     trainer = part.Trainer()
     console.print(f"[bold]{trainer.describe()}[/]")
     with swap_directory(swap_dir):

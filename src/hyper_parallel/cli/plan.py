@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hyper_parallel.cli.build import built, check_budget_option, swap_directory, users_stdout
-from hyper_parallel.core.planner.largest import Largest, largest
-from hyper_parallel.core.planner.plan import MemoryPlan
+from hyper_parallel.core.planner.plan.largest import Largest, largest
+from hyper_parallel.core.planner.plan.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import Explanation, explain, plan_memory
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from accelerate.utils import send_to_device
 
-from hyper_parallel.core.planner.plan import MemoryPlan, check_choices
+from hyper_parallel.core.planner.plan.plan import MemoryPlan, check_choices
+from hyper_parallel.core.planner.plan.progress import Progress
 from hyper_parallel.core.planner.planning import plan_memory
-from hyper_parallel.core.planner.progress import Progress
 
 __all__ = ["fit_in_memory"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from hyper_parallel.core.planner.plan import MemoryPlan
+from hyper_parallel.core.planner.plan.plan import MemoryPlan
 from hyper_parallel.core.swap.sizes import format_size
 
 __all__ = ["announce"]

@@ -10,9 +10,9 @@ from transformers import TrainerCallback
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel._base.log import get_logger
-from hyper_parallel.core.planner.plan import MemoryPlan, check_choices
+from hyper_parallel.core.planner.plan.plan import MemoryPlan, check_choices
+from hyper_parallel.core.planner.plan.progress import Progress
 from hyper_parallel.core.planner.planning import plan_memory
-from hyper_parallel.core.planner.progress import Progress
 from hyper_parallel.integrations.announcement import announce
 from hyper_parallel.integrations.first_batch import first_batch
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel._base.log import get_logger
-from hyper_parallel.core.planner.plan import MemoryPlan
+from hyper_parallel.core.planner.plan.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import plan_memory
 from hyper_parallel.integrations.announcement import announce
 from hyper_parallel.integrations.first_batch import first_batch, generators_kept

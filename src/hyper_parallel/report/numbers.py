@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hyper_parallel._base.errors import FrameworkMissingError
-from hyper_parallel.core.planner.budget_curve import CurvePoint, budget_curve
-from hyper_parallel.core.planner.choices import (
+from hyper_parallel.core.planner.model.choices import (
     RECOMPUTE,
     SAVE,
     SWAP,
@@ -18,13 +17,14 @@ from hyper_parallel.core.planner.choices import (
     recomputed_bytes,
     swapped_bytes,
 )
-from hyper_parallel.core.planner.choosing import timeline_under
-from hyper_parallel.core.planner.profile import Region
-from hyper_parallel.core.planner.timeline import Timeline, plain_step
+from hyper_parallel.core.planner.model.profile import Region
+from hyper_parallel.core.planner.model.timeline import Timeline, plain_step
+from hyper_parallel.core.planner.plan.budget_curve import CurvePoint, budget_curve
+from hyper_parallel.core.planner.search.choosing import timeline_under
 from hyper_parallel.report.stacks import Stacks, stacks_of
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.planner.plan import MemoryPlan
+    from hyper_parallel.core.planner.plan.plan import MemoryPlan
 
 CURVE_SECONDS = 15.0
 

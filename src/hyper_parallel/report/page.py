@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hyper_parallel._base import files
 from hyper_parallel._base.files import checked_path
-from hyper_parallel.core.planner.table import (
+from hyper_parallel.core.planner.plan.table import (
     gap_words,
     host_words,
     html_words,
@@ -28,7 +28,7 @@ from hyper_parallel.report.numbers import CURVE_SECONDS, Bar, Block, Numbers, Ro
 from hyper_parallel.report.picture import Axis, Mark, Span, curve, frame, lane, stacked
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.planner.plan import MemoryPlan
+    from hyper_parallel.core.planner.plan.plan import MemoryPlan
 
 _NUM_SPANS = 16  # rows of the table beside the pictures of memory
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hyper_parallel.core.planner.timeline import Timeline
-from hyper_parallel.core.planner.virtual_device import NO_REGION, Use
+from hyper_parallel.core.planner.model.timeline import Timeline
+from hyper_parallel.core.planner.model.virtual_device import NO_REGION, Use
 
 MAX_MOMENTS = 400  # more would not be seen, and make the page heavy
 MAX_GROUPS = 8  # more colours could not be told apart

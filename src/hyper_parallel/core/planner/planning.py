@@ -11,20 +11,20 @@ from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel._base.log import get_logger
-from hyper_parallel.core.planner.budget import budget_bytes as parse_budget
-from hyper_parallel.core.planner.budget import budget_note, check_budget
-from hyper_parallel.core.planner.choices import RECOMPUTE, plain, recompute_all
-from hyper_parallel.core.planner.choosing import choose, overhead_ms, overhead_without_copies_ms, unmanaged
-from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, Predicted, _part
-from hyper_parallel.core.planner.problem import Problem, evaluate
-from hyper_parallel.core.planner.profile import Region, StepProfile
-from hyper_parallel.core.planner.progress import Progress, progress_of
-from hyper_parallel.core.planner.refusal import BudgetError, advice, blocks_words
-from hyper_parallel.core.planner.settings import candidates
-from hyper_parallel.core.planner.table import html_of, residual_parts, text_of
+from hyper_parallel.core.planner.model.choices import RECOMPUTE, plain, recompute_all
+from hyper_parallel.core.planner.model.problem import Problem, evaluate
+from hyper_parallel.core.planner.model.profile import Region, StepProfile
+from hyper_parallel.core.planner.plan.batch_words import takes_the_output_alone
+from hyper_parallel.core.planner.plan.budget import budget_bytes as parse_budget
+from hyper_parallel.core.planner.plan.budget import budget_note, check_budget
+from hyper_parallel.core.planner.plan.plan import Measured, MemoryPlan, Origin, Predicted, _part
+from hyper_parallel.core.planner.plan.progress import Progress, progress_of
+from hyper_parallel.core.planner.plan.table import html_of, residual_parts, text_of
+from hyper_parallel.core.planner.search.choosing import choose, overhead_ms, overhead_without_copies_ms, unmanaged
+from hyper_parallel.core.planner.search.settings import candidates
+from hyper_parallel.core.planner.solve.refusal import BudgetError, advice, blocks_words
 from hyper_parallel.core.swap.sizes import format_size, parse_size
 from hyper_parallel.platform.arguments import check_flag
-from hyper_parallel.platform.regions.batch_words import takes_the_output_alone
 
 _logger = get_logger("planner")
 _KIB = 1024

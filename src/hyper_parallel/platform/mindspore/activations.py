@@ -17,7 +17,7 @@ class Activations:
     @property
     def checkpoint(self) -> Callable[..., Any]:
         """The function that runs a region."""
-        from hyper_parallel.platform.mindspore.activation_checkpoint.region import checkpoint
+        from hyper_parallel.platform.mindspore.regions.checkpoint import checkpoint
 
         return checkpoint
 
@@ -28,7 +28,7 @@ class Activations:
 
     @staticmethod
     def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Any:
-        from hyper_parallel.platform.mindspore.activation_checkpoint.selective_contexts import (
+        from hyper_parallel.platform.mindspore.compat.selective_contexts import (
             create_selective_checkpoint_contexts,
         )
 
@@ -36,7 +36,7 @@ class Activations:
 
     @staticmethod
     def async_save_on_cpu(policy_fn: Callable[[Any], Any] | None = None) -> Any:
-        from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import AsyncSaveOnCpu
+        from hyper_parallel.platform.mindspore.regions.saved_tensors import AsyncSaveOnCpu
 
         return AsyncSaveOnCpu(policy_fn)
 
@@ -48,7 +48,7 @@ class Activations:
         `checkpoint` can do (`policy_fn`, `swap_inputs`, `preserve_rng_state`, `determinism_check`, `debug`) or that the wrapper decides
         (`checkpoint_impl`). MindSpore's keeps a tensor per step on the CPU, and draws other random numbers the second time.
         """
-        from hyper_parallel.platform.mindspore.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
+        from hyper_parallel.platform.mindspore.wrappers.checkpoint_wrapper import checkpoint_wrapper
 
         if checkpoint_fn is None and not _OURS & checkpoint_fn_kwargs.keys():
             checkpoint_fn = functools.partial(mindspore.recompute, use_reentrant=False)
@@ -56,7 +56,7 @@ class Activations:
 
     @staticmethod
     def swap_wrapper(module: Any, policy_fn: Callable[[Any], Any] | None = None) -> Any:
-        from hyper_parallel.platform.mindspore.activation_checkpoint.activation_swap import swap_wrapper
+        from hyper_parallel.platform.mindspore.wrappers.swap_wrapper import swap_wrapper
 
         return swap_wrapper(module, policy_fn)
 

@@ -14,7 +14,7 @@ class Activations:
     @property
     def checkpoint(self) -> Callable[..., Any]:
         """The function that runs a region."""
-        from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
+        from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
 
         return checkpoint
 
@@ -25,7 +25,7 @@ class Activations:
 
     @staticmethod
     def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Any:
-        from hyper_parallel.platform.torch.activation_checkpoint.selective_contexts import (
+        from hyper_parallel.platform.torch.compat.selective_contexts import (
             create_selective_checkpoint_contexts,
         )
 
@@ -33,7 +33,7 @@ class Activations:
 
     @staticmethod
     def async_save_on_cpu(policy_fn: Callable[[torch.Tensor], Any] | None = None) -> Any:
-        from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import AsyncSaveOnCpu
+        from hyper_parallel.platform.torch.regions.saved_tensors import AsyncSaveOnCpu
 
         return AsyncSaveOnCpu(policy_fn)
 
@@ -44,7 +44,7 @@ class Activations:
         Without a function PyTorch's own non-reentrant checkpoint runs it, unless there is something that only this package's
         `checkpoint` can do (`policy_fn`, `swap_inputs`) or that the wrapper decides (`checkpoint_impl`).
         """
-        from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
+        from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import checkpoint_wrapper
 
         if checkpoint_fn is None and not {"policy_fn", "swap_inputs", "checkpoint_impl"} & checkpoint_fn_kwargs.keys():
             checkpoint_fn = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
@@ -52,6 +52,6 @@ class Activations:
 
     @staticmethod
     def swap_wrapper(module: Any, policy_fn: Callable[[Any], Any] | None = None) -> Any:
-        from hyper_parallel.platform.torch.activation_checkpoint.activation_swap import swap_wrapper
+        from hyper_parallel.platform.torch.wrappers.swap_wrapper import swap_wrapper
 
         return swap_wrapper(module, policy_fn)

@@ -15,9 +15,9 @@ from hyper_parallel._base import trace
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError, StateError, describe
 from hyper_parallel.core.parallel.pipeline.failures import OtherSideError, SideTimeoutError, attach
 from hyper_parallel.core.parallel.pipeline.meeting import Meeting, Side
+from hyper_parallel.core.parallel.pipeline.thread_state import Generators, ThreadState
 from hyper_parallel.core.parallel.pipeline.worker import Job, Worker
 from hyper_parallel.platform.communication.sync_hook import COMM, COMPUTE, hook_of_this_thread
-from hyper_parallel.platform.thread_state import Generators, ThreadState
 
 F = TypeVar("F")
 B = TypeVar("B")

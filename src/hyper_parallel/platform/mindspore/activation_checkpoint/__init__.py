@@ -1,31 +1,9 @@
-"""Save, recompute and swap on MindSpore: the wrappers of a cell, and what they are made of."""
+"""Save, recompute and swap on MindSpore, by the names that the spec fixes. What is behind them lives in `wrappers`, `regions` and `compat`."""
 
 from __future__ import annotations
 
-from hyper_parallel.platform.mindspore.activation_checkpoint.activation_swap import (
-    AsyncSaveOnCpu,
-    OffloadWrapper,
-    SwapWrapper,
-    base_check_fn,
-    offload_wrapper,
-    swap_wrapper,
-)
-from hyper_parallel.platform.mindspore.activation_checkpoint.activation_wrapper import (
-    _CKPT_WRAPPED_MODULE,
-    ActivationWrapper,
-    FuncCell,
-    list_wrappers,
-)
-from hyper_parallel.platform.mindspore.activation_checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    CheckpointWrapper,
-    checkpoint_wrapper,
-)
-from hyper_parallel.platform.mindspore.activation_checkpoint.region import checkpoint
-from hyper_parallel.platform.mindspore.activation_checkpoint.replacement import apply_activation_checkpointing
-from hyper_parallel.platform.mindspore.activation_checkpoint.selective_contexts import (
-    create_selective_checkpoint_contexts,
-)
+import importlib
+from typing import Any
 
 __all__ = [
     "ActivationWrapper",
@@ -45,3 +23,32 @@ __all__ = [
     "list_wrappers",
     "_CKPT_WRAPPED_MODULE",
 ]
+
+# name -> the module of this framework's folder that it lives in; loaded when it is first used
+_LAZY = {
+    "ActivationWrapper": "wrappers.activation_wrapper",
+    "FuncCell": "wrappers.activation_wrapper",
+    "list_wrappers": "wrappers.activation_wrapper",
+    "_CKPT_WRAPPED_MODULE": "wrappers.activation_wrapper",
+    "CheckpointImpl": "wrappers.checkpoint_wrapper",
+    "CheckpointWrapper": "wrappers.checkpoint_wrapper",
+    "checkpoint_wrapper": "wrappers.checkpoint_wrapper",
+    "SwapWrapper": "wrappers.swap_wrapper",
+    "swap_wrapper": "wrappers.swap_wrapper",
+    "OffloadWrapper": "wrappers.swap_wrapper",
+    "offload_wrapper": "wrappers.swap_wrapper",
+    "apply_activation_checkpointing": "wrappers.replacement",
+    "checkpoint": "regions.checkpoint",
+    "AsyncSaveOnCpu": "regions.saved_tensors",
+    "base_check_fn": "regions.saved_tensors",
+    "create_selective_checkpoint_contexts": "compat.selective_contexts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _LAZY.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"hyper_parallel.platform.mindspore.{home}"), name)
+    globals()[name] = value
+    return value

@@ -11,7 +11,7 @@ from hyper_parallel.platform.mindspore.planner.signature import (
     look,
     model_facts,
 )
-from hyper_parallel.platform.mindspore.planner.surroundings import attempt, check_alone, device_of
+from hyper_parallel.platform.mindspore.planner.steps import attempt, check_alone, device_of
 
 __all__ = [
     "Applied",

@@ -15,19 +15,19 @@ from mindspore import Tensor, nn
 from mindspore.graph.api import _pynative_executor
 
 from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.platform.mindspore.activation_checkpoint.activation_swap import AsyncSaveOnCpu
-from hyper_parallel.platform.mindspore.activation_checkpoint.region import checkpoint
-from hyper_parallel.platform.mindspore.activation_checkpoint.replacement import TREE
-from hyper_parallel.platform.mindspore.activation_checkpoint.replays import is_replaying
-from hyper_parallel.platform.mindspore.activation_checkpoint.storages import storage_address
+from hyper_parallel.core.activation_checkpoint.options import TAKEN
+from hyper_parallel.core.activation_checkpoint.replacement import replace
+from hyper_parallel.core.planner.model.blocks import check_unplanned
+from hyper_parallel.core.planner.model.mismatches import Mismatches
+from hyper_parallel.core.planner.plan.batch_fit import UNKNOWN_BATCH, BatchCheck, Fit, PlannedBatch
 from hyper_parallel.platform.mindspore.planner.planned_block import PlannedBlock, planned_blocks
 from hyper_parallel.platform.mindspore.planner.signature import look_of
-from hyper_parallel.platform.mindspore.planner.surroundings import tensors_of
-from hyper_parallel.platform.regions.batch_fit import UNKNOWN_BATCH, BatchCheck, Fit, PlannedBatch
-from hyper_parallel.platform.regions.blocks import check_unplanned
-from hyper_parallel.platform.regions.mismatches import Mismatches
-from hyper_parallel.platform.regions.options import TAKEN
-from hyper_parallel.platform.regions.replacement import replace
+from hyper_parallel.platform.mindspore.planner.steps import tensors_of
+from hyper_parallel.platform.mindspore.regions.checkpoint import checkpoint
+from hyper_parallel.platform.mindspore.regions.replays import is_replaying
+from hyper_parallel.platform.mindspore.regions.storages import storage_address
+from hyper_parallel.platform.mindspore.wrappers.replacement import TREE
+from hyper_parallel.platform.mindspore.wrappers.swap_wrapper import AsyncSaveOnCpu
 
 _LARGER = "Plan with the largest batch that training has."
 

@@ -1,4 +1,4 @@
-"""Which cells of a model become regions; how they are found: `platform/regions/blocks.py`."""
+"""Which cells of a model become regions; how they are found: `core/planner/model/blocks.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from mindspore import nn
 
-from hyper_parallel.platform.mindspore.activation_checkpoint.activation_wrapper import ActivationWrapper
-from hyper_parallel.platform.regions import blocks
+from hyper_parallel.core.planner.model import blocks
+from hyper_parallel.platform.mindspore.wrappers.activation_wrapper import ActivationWrapper
 
 
 def _children(cell: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:

@@ -9,10 +9,10 @@ from typing import Any
 import mindspore
 from mindspore import mint
 
-from hyper_parallel.platform.mindspore.activation_checkpoint import swap_engines
-from hyper_parallel.platform.mindspore.activation_checkpoint.storages import unseen
-from hyper_parallel.platform.mindspore.activation_checkpoint.swap_device import flat
 from hyper_parallel.platform.mindspore.planner.meters import is_cpu
+from hyper_parallel.platform.mindspore.regions.storages import unseen
+from hyper_parallel.platform.mindspore.swap import engines as swap_engines
+from hyper_parallel.platform.mindspore.swap.device import flat
 
 _NUM_COPIES = 5
 _DEVICE_BYTES = 256 * 1024**2
@@ -21,7 +21,7 @@ _CPU_BYTES = 4 * 1024**2
 
 def measure_link(device: str) -> Any:
     """A `Link`; None where nothing can be swapped: no directory is configured on a CPU."""
-    from hyper_parallel.core.planner.profile import Link
+    from hyper_parallel.core.planner.model.profile import Link
 
     found = swap_engines.engine_of(device)
     if found is None:

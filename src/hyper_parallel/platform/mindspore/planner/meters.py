@@ -18,14 +18,14 @@ import mindspore
 import numpy as np
 from mindspore import MsDispatchMode, Tensor, saved_tensors_hooks
 
-from hyper_parallel.platform.mindspore.activation_checkpoint.recording import Call
-from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import Kept
-from hyper_parallel.platform.mindspore.activation_checkpoint.storages import (
+from hyper_parallel.core.planner.model.measured_span import Span
+from hyper_parallel.platform.mindspore.regions.recording import Call
+from hyper_parallel.platform.mindspore.regions.saved_tensors import Kept
+from hyper_parallel.platform.mindspore.regions.storages import (
     set_watcher,
     storage_address,
     storage_bytes,
 )
-from hyper_parallel.platform.regions.spans import Span
 from hyper_parallel.platform.trees import leaves
 
 

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from mindspore import nn
 
-from hyper_parallel.platform.mindspore.activation_checkpoint.activation_wrapper import ActivationWrapper, list_wrappers
+from hyper_parallel.platform.mindspore.wrappers.activation_wrapper import ActivationWrapper, list_wrappers
 
 
 @final

@@ -23,15 +23,8 @@ from mindspore.communication import GlobalComm, get_group_size
 from mindspore.graph.api import _pynative_executor
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
-from hyper_parallel.platform.mindspore.activation_checkpoint.cell_paths import CellPaths
-from hyper_parallel.platform.mindspore.activation_checkpoint.checkpoint_wrapper import CheckpointWrapper
-from hyper_parallel.platform.mindspore.activation_checkpoint.graph_mode import refuse_graph_mode
-from hyper_parallel.platform.mindspore.activation_checkpoint.recording import Record, RegionMode
-from hyper_parallel.platform.mindspore.activation_checkpoint.region import checkpoint
-from hyper_parallel.platform.mindspore.activation_checkpoint.replacement import TREE
-from hyper_parallel.platform.mindspore.activation_checkpoint.replays import is_replaying
-from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import Kept, base_check_fn
-from hyper_parallel.platform.mindspore.activation_checkpoint.storages import storage_address, storage_bytes, unseen
+from hyper_parallel.core.activation_checkpoint.replacement import replace
+from hyper_parallel.core.planner.model.measured_span import Span
 from hyper_parallel.platform.mindspore.planner import signature
 from hyper_parallel.platform.mindspore.planner.applying import looks_of
 from hyper_parallel.platform.mindspore.planner.blocks import check_ran, find_blocks, suggested
@@ -39,9 +32,16 @@ from hyper_parallel.platform.mindspore.planner.link import measure_link
 from hyper_parallel.platform.mindspore.planner.memory import free_bytes
 from hyper_parallel.platform.mindspore.planner.meters import Clock, is_cpu, memory_meter
 from hyper_parallel.platform.mindspore.planner.model_state import ModelState
-from hyper_parallel.platform.mindspore.planner.surroundings import LossFn, device_of, preserved, run_step, tensors_of
-from hyper_parallel.platform.regions.replacement import replace
-from hyper_parallel.platform.regions.spans import Span
+from hyper_parallel.platform.mindspore.planner.steps import LossFn, device_of, preserved, run_step, tensors_of
+from hyper_parallel.platform.mindspore.regions.cell_paths import CellPaths
+from hyper_parallel.platform.mindspore.regions.checkpoint import checkpoint
+from hyper_parallel.platform.mindspore.regions.graph_mode import refuse_graph_mode
+from hyper_parallel.platform.mindspore.regions.recording import Record, RegionMode
+from hyper_parallel.platform.mindspore.regions.replays import is_replaying
+from hyper_parallel.platform.mindspore.regions.saved_tensors import Kept, base_check_fn
+from hyper_parallel.platform.mindspore.regions.storages import storage_address, storage_bytes, unseen
+from hyper_parallel.platform.mindspore.wrappers.checkpoint_wrapper import CheckpointWrapper
+from hyper_parallel.platform.mindspore.wrappers.replacement import TREE
 
 NUM_TIMED = 3
 _ALL = 0.9  # so much of what a block keeps must be large enough to be swapped; the rest stays, and the proof counts it
@@ -162,9 +162,9 @@ class ProfiledModel:
 
     def profile(self, progress: Progress | None = None) -> Any:
         """A `StepProfile` of the plain step."""
-        from hyper_parallel.core.planner.choices import recompute_all
-        from hyper_parallel.core.planner.profile import StepProfile, Turn
-        from hyper_parallel.core.planner.spans import with_common_times, with_peaks
+        from hyper_parallel.core.planner.model.choices import recompute_all
+        from hyper_parallel.core.planner.model.profile import StepProfile, Turn
+        from hyper_parallel.core.planner.model.spans import with_common_times, with_peaks
 
         say = progress or (lambda what: None)
         base_bytes = self.base_bytes()
@@ -403,7 +403,7 @@ def _region(
 
     `min_bytes`: the smallest storage that is swapped; None where nothing is.
     """
-    from hyper_parallel.core.planner.profile import Input, Op, Region, Value
+    from hyper_parallel.core.planner.model.profile import Input, Op, Region, Value
 
     forward_ms, backward_ms = (times[f"{which} {index}"] for which in ("forward", "backward"))
     again_ms = sum(times_again[f"{which} {index}"] for which in ("forward", "backward"))

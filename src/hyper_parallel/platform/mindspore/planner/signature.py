@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import mindspore
 from mindspore import Parameter, Tensor, nn
 
+from hyper_parallel.core.planner.plan.batch_fit import tensor_fields
 from hyper_parallel.platform.arguments import check_module
 from hyper_parallel.platform.mindspore.planner.meters import is_cpu
-from hyper_parallel.platform.mindspore.planner.surroundings import device_of, tensors_of
-from hyper_parallel.platform.regions.batch_fit import tensor_fields
+from hyper_parallel.platform.mindspore.planner.steps import device_of, tensors_of
 
 if TYPE_CHECKING:
     from hyper_parallel.platform.mindspore.planner.profiling import ProfiledModel

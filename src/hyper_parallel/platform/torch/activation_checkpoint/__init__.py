@@ -1,30 +1,9 @@
-"""Save, recompute and swap on PyTorch: the wrappers of a module, and what they are made of."""
+"""Save, recompute and swap on PyTorch, by the names that the spec fixes. What is behind them lives in `wrappers`, `regions` and `compat`."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
-
-from hyper_parallel.platform.torch.activation_checkpoint.activation_swap import (
-    OffloadWrapper,
-    SwapWrapper,
-    offload_wrapper,
-    swap_wrapper,
-)
-from hyper_parallel.platform.torch.activation_checkpoint.activation_wrapper import (
-    _CHECKPOINT_PREFIX,
-    _CHECKPOINT_WRAPPED_MODULE,
-    ActivationWrapper,
-    list_wrappers,
-)
-
-# Not among the lazy names: the file and the function have one name, and importing the file later would put it in the
-# function's place.
-from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    CheckpointWrapper,
-    checkpoint_wrapper,
-)
 
 __all__ = [
     "ActivationWrapper",
@@ -45,18 +24,31 @@ __all__ = [
     "_CHECKPOINT_PREFIX",
 ]
 
-# public name -> the module here that it lives in; loaded when first used
+# name -> the module of this framework's folder that it lives in; loaded when it is first used
 _LAZY = {
-    "checkpoint": "region",
-    "create_selective_checkpoint_contexts": "selective_contexts",
-    "apply_activation_checkpointing": "replacement",
-    "AsyncSaveOnCpu": "saved_tensors",
-    "base_check_fn": "saved_tensors",
+    "ActivationWrapper": "wrappers.activation_wrapper",
+    "list_wrappers": "wrappers.activation_wrapper",
+    "_CHECKPOINT_WRAPPED_MODULE": "wrappers.activation_wrapper",
+    "_CHECKPOINT_PREFIX": "wrappers.activation_wrapper",
+    "CheckpointImpl": "wrappers.checkpoint_wrapper",
+    "CheckpointWrapper": "wrappers.checkpoint_wrapper",
+    "checkpoint_wrapper": "wrappers.checkpoint_wrapper",
+    "SwapWrapper": "wrappers.swap_wrapper",
+    "swap_wrapper": "wrappers.swap_wrapper",
+    "OffloadWrapper": "wrappers.swap_wrapper",
+    "offload_wrapper": "wrappers.swap_wrapper",
+    "apply_activation_checkpointing": "wrappers.replacement",
+    "checkpoint": "regions.checkpoint",
+    "AsyncSaveOnCpu": "regions.saved_tensors",
+    "base_check_fn": "regions.saved_tensors",
+    "create_selective_checkpoint_contexts": "compat.selective_contexts",
 }
 
 
 def __getattr__(name: str) -> Any:
-    module = _LAZY.get(name)
-    if module is None:
+    home = _LAZY.get(name)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    value = getattr(importlib.import_module(f"hyper_parallel.platform.torch.{home}"), name)
+    globals()[name] = value
+    return value

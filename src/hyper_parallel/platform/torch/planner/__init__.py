@@ -15,7 +15,7 @@ from hyper_parallel.platform.torch.planner.signature import (
     model_facts,
 )
 from hyper_parallel.platform.torch.planner.step_state import StepState
-from hyper_parallel.platform.torch.planner.surroundings import (
+from hyper_parallel.platform.torch.planner.steps import (
     PatchedForward,
     batch_of,
     check_alone,

@@ -12,22 +12,22 @@ import torch
 from torch import nn
 
 from hyper_parallel._base.errors import ArgumentError, StateError
-from hyper_parallel.platform.regions.batch_fit import UNKNOWN_BATCH, BatchCheck, Fit, PlannedBatch
-from hyper_parallel.platform.regions.blocks import check_unplanned
-from hyper_parallel.platform.regions.mismatches import MismatchError, Mismatches
-from hyper_parallel.platform.regions.options import TAKEN
-from hyper_parallel.platform.regions.replacement import replace
-from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is_in_compiled_call
-from hyper_parallel.platform.torch.activation_checkpoint.region import checkpoint
-from hyper_parallel.platform.torch.activation_checkpoint.repeated_call import checkpoint_by_framework
-from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
-from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
-from hyper_parallel.platform.torch.activation_checkpoint.unwatched_region import UnwatchedRegion
-from hyper_parallel.platform.torch.activation_checkpoint.values import traits_of
+from hyper_parallel.core.activation_checkpoint.options import TAKEN
+from hyper_parallel.core.activation_checkpoint.replacement import replace
+from hyper_parallel.core.planner.model.blocks import check_unplanned
+from hyper_parallel.core.planner.model.mismatches import MismatchError, Mismatches
+from hyper_parallel.core.planner.plan.batch_fit import UNKNOWN_BATCH, BatchCheck, Fit, PlannedBatch
 from hyper_parallel.platform.torch.planner.blocks import COMPILE_BLOCKS, check_called
 from hyper_parallel.platform.torch.planner.planned_block import PlannedBlock, planned_blocks
 from hyper_parallel.platform.torch.planner.signature import autocast_now, look_of
-from hyper_parallel.platform.torch.planner.surroundings import device_of
+from hyper_parallel.platform.torch.planner.steps import device_of
+from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
+from hyper_parallel.platform.torch.regions.compiled_code import is_in_compiled_call
+from hyper_parallel.platform.torch.regions.repeated_call import checkpoint_by_framework
+from hyper_parallel.platform.torch.regions.surroundings import is_replaying
+from hyper_parallel.platform.torch.regions.unwatched_region import UnwatchedRegion
+from hyper_parallel.platform.torch.regions.values import traits_of
+from hyper_parallel.platform.torch.wrappers.replacement import TREE
 
 Key = tuple[str, int, str, int]
 _LARGER = 'Plan with the largest batch that training has (`longest=` of a trainer\'s callback looks for it), or apply with on_oom="replan".'

@@ -1,4 +1,4 @@
-"""Which modules of a model become regions; how they are found: `platform/regions/blocks.py`."""
+"""Which modules of a model become regions; how they are found: `core/planner/model/blocks.py`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.platform.regions import blocks
-from hyper_parallel.platform.torch.activation_checkpoint.activation_wrapper import ActivationWrapper
-from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is_compiled
+from hyper_parallel.core.planner.model import blocks
+from hyper_parallel.platform.torch.regions.compiled_code import is_compiled
+from hyper_parallel.platform.torch.wrappers.activation_wrapper import ActivationWrapper
 
 _KINDS = blocks.Kinds(
     sequences=(nn.ModuleList, nn.Sequential),

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.torch.activation_checkpoint import swap_engines
-from hyper_parallel.platform.torch.activation_checkpoint.swap_device import flat
+from hyper_parallel.platform.torch.swap import engines as swap_engines
+from hyper_parallel.platform.torch.swap.device import flat
 
 _NUM_COPIES = 5
 _DEVICE_BYTES = 256 * 1024**2
@@ -18,7 +18,7 @@ _CPU_BYTES = 4 * 1024**2
 
 def measure_link(device: torch.device) -> Any:
     """A `Link`; None where nothing can be swapped: no directory is configured on a CPU."""
-    from hyper_parallel.core.planner.profile import Link
+    from hyper_parallel.core.planner.model.profile import Link
 
     found = swap_engines.engine_of(device)
     if found is None:

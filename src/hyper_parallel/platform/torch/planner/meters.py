@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from hyper_parallel._base.errors import StateError
-from hyper_parallel.platform.regions.spans import Span
+from hyper_parallel.core.planner.model.measured_span import Span
 
 
 class MemoryMeter(Protocol):

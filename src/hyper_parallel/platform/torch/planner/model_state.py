@@ -19,10 +19,10 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel._base.errors import ArgumentError, StateError
-from hyper_parallel.platform.regions.python_state import PythonState, check_no_iterators
-from hyper_parallel.platform.torch.activation_checkpoint.attributes import TORCH
-from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import is_compiled
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
+from hyper_parallel.core.planner.plan.python_state import PythonState, check_no_iterators
+from hyper_parallel.platform.torch.regions.attributes import TORCH
+from hyper_parallel.platform.torch.regions.compiled_code import is_compiled
+from hyper_parallel.platform.torch.regions.local_parts import local_tensor
 from hyper_parallel.platform.trees import leaves
 
 _SMALL_BYTES = 1 << 16

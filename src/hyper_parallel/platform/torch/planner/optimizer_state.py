@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import local_tensor
+from hyper_parallel.platform.torch.regions.local_parts import local_tensor
 from hyper_parallel.platform.trees import leaves
 
 # Tensors like the parameter that one of each kind has.

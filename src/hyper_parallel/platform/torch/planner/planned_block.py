@@ -9,8 +9,8 @@ from typing import Any, final
 
 from torch import nn
 
-from hyper_parallel.platform.torch.activation_checkpoint.activation_wrapper import ActivationWrapper, list_wrappers
-from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import not_compiled, prepare_for_compiled_code
+from hyper_parallel.platform.torch.regions.compiled_code import not_compiled, prepare_for_compiled_code
+from hyper_parallel.platform.torch.wrappers.activation_wrapper import ActivationWrapper, list_wrappers
 
 
 @final

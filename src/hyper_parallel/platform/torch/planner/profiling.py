@@ -26,13 +26,8 @@ from torch import nn
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel._base.log import get_logger
-from hyper_parallel.platform.regions.replacement import replace
-from hyper_parallel.platform.regions.spans import Span
-from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.compiled_code import compile_visibly
-from hyper_parallel.platform.torch.activation_checkpoint.local_parts import is_distributed, local_tensor
-from hyper_parallel.platform.torch.activation_checkpoint.replacement import TREE
-from hyper_parallel.platform.torch.activation_checkpoint.surroundings import is_replaying
+from hyper_parallel.core.activation_checkpoint.replacement import replace
+from hyper_parallel.core.planner.model.measured_span import Span
 from hyper_parallel.platform.torch.planner import signature
 from hyper_parallel.platform.torch.planner.applying import Applied, unwrap
 from hyper_parallel.platform.torch.planner.blocks import check_ran, find_blocks, suggested
@@ -42,8 +37,7 @@ from hyper_parallel.platform.torch.planner.meters import Clock, memory_meter
 from hyper_parallel.platform.torch.planner.optimizer_state import optimizer_bytes
 from hyper_parallel.platform.torch.planner.out_of_memory import attempt
 from hyper_parallel.platform.torch.planner.profiled_ops import op_times, planned_ops
-from hyper_parallel.platform.torch.planner.recording import RecordedCall, note_shared, recording
-from hyper_parallel.platform.torch.planner.surroundings import (
+from hyper_parallel.platform.torch.planner.steps import (
     KeptOutput,
     LossFn,
     device_of,
@@ -53,6 +47,12 @@ from hyper_parallel.platform.torch.planner.surroundings import (
     tensors_of,
     trained_tensors,
 )
+from hyper_parallel.platform.torch.planner.traced_steps import RecordedCall, note_shared, recording
+from hyper_parallel.platform.torch.regions.compiled_code import compile_visibly
+from hyper_parallel.platform.torch.regions.local_parts import is_distributed, local_tensor
+from hyper_parallel.platform.torch.regions.surroundings import is_replaying
+from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import checkpoint_wrapper
+from hyper_parallel.platform.torch.wrappers.replacement import TREE
 
 _logger = get_logger("planner")
 NUM_TIMED = 3
@@ -212,8 +212,8 @@ class ProfiledModel:
 
     def profile(self, progress: Progress | None = None) -> Any:
         """A `StepProfile` of the plain step."""
-        from hyper_parallel.core.planner.profile import StepProfile, Turn
-        from hyper_parallel.core.planner.spans import as_allocated, with_common_times, with_peaks
+        from hyper_parallel.core.planner.model.profile import StepProfile, Turn
+        from hyper_parallel.core.planner.model.spans import as_allocated, with_common_times, with_peaks
 
         say = progress or (lambda what: None)
         base_bytes = self._without_output_bytes()
@@ -280,7 +280,7 @@ class ProfiledModel:
         Raises:
             BudgetError: none does.
         """
-        from hyper_parallel.core.planner.solver import BudgetError
+        from hyper_parallel.core.planner.solve.solver import BudgetError
 
         said: str | None = None
         for way in _Way:
@@ -376,7 +376,7 @@ class ProfiledModel:
 
         The framework's own checkpoint waits, too, where ops are small or need an answer from the device: that is what running them again costs.
         """
-        from hyper_parallel.core.planner.choices import recompute_ms
+        from hyper_parallel.core.planner.model.choices import recompute_ms
 
         computed_ms = sum(map(recompute_ms, regions, decision))
         noise_ms = _NOISE_SHARE * step_ms
@@ -491,7 +491,7 @@ def _region(
     noted: RecordedCall, index: int, times: dict[str, float], device: torch.device, has_link: bool, min_bytes: int
 ) -> Any:
     """One call of a block as the planner sees it; its peaks come later."""
-    from hyper_parallel.core.planner.profile import Input, Region, Value
+    from hyper_parallel.core.planner.model.profile import Input, Region, Value
 
     record = noted.record
     if record is None or noted.times is None:
@@ -549,7 +549,7 @@ def _is_activation(value: Any, noted: RecordedCall, device: torch.device) -> boo
 
 def _run_again(region: Any, *, swaps_inputs: bool) -> Any:
     """The decision to keep inputs only, or not even these."""
-    from hyper_parallel.core.planner.choices import SAVE, SWAP, recompute_all
+    from hyper_parallel.core.planner.model.choices import SAVE, SWAP, recompute_all
 
     decision = recompute_all(region)
     if not swaps_inputs:
@@ -562,7 +562,7 @@ def _run_again(region: Any, *, swaps_inputs: bool) -> Any:
 
 def _without_replay(regions: list[Any], decision: list[Any]) -> list[Any]:
     """Regions whose backward was measured with the blocks run again, with the time of a plain backward."""
-    from hyper_parallel.core.planner.choices import recompute_ms
+    from hyper_parallel.core.planner.model.choices import recompute_ms
 
     return [
         dataclasses.replace(region, backward_ms=max(region.backward_ms - recompute_ms(region, each), 0.0))
@@ -572,8 +572,8 @@ def _without_replay(regions: list[Any], decision: list[Any]) -> list[Any]:
 
 def _with_computed_peak(profile: Any) -> Any:
     """By the rules that every plan is judged by: nobody has seen the plain step."""
-    from hyper_parallel.core.planner.choices import plain
-    from hyper_parallel.core.planner.problem import Problem, evaluate
+    from hyper_parallel.core.planner.model.choices import plain
+    from hyper_parallel.core.planner.model.problem import Problem, evaluate
 
     decision = tuple(plain(region) for region in profile.regions)
     return dataclasses.replace(profile, peak_bytes=evaluate(Problem(profile, 0, 0, 0), decision).peak_bytes)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hyper_parallel.core.planner.plan.batch_fit import tensor_fields
 from hyper_parallel.platform.arguments import check_module
-from hyper_parallel.platform.regions.batch_fit import tensor_fields
-from hyper_parallel.platform.torch.planner.surroundings import Arguments, device_of, tensors_of
+from hyper_parallel.platform.torch.planner.steps import Arguments, device_of, tensors_of
 
 if TYPE_CHECKING:
     from hyper_parallel.platform.torch.planner.profiling import ProfiledModel

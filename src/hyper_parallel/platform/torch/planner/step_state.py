@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.platform.torch.planner.model_state import ModelState
-from hyper_parallel.platform.torch.planner.surroundings import forget_before_step, tensors_of
+from hyper_parallel.platform.torch.planner.steps import forget_before_step, tensors_of
 
 
 class StepState:

@@ -1,0 +1,228 @@
+"""What is chosen for the ops and inputs of a region, when it can be carried out, and what it puts where.
+
+The rules are those of the README ("How a choice is carried out"); `check` raises where one is broken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from hyper_parallel._base.errors import ArgumentError
+from hyper_parallel.core.planner.model.profile import Op, Region
+
+SAVE, SWAP, RECOMPUTE = "save", "swap", "recompute"
+
+
+@dataclass(frozen=True)
+class RegionDecision:
+    """A choice for each op and each input of one region; None: its result is not needed again, so nothing is done.
+
+    A plain region is not wrapped: it has no choices, and all its entries are None.
+    """
+
+    is_plain: bool
+    ops: tuple[str | None, ...]
+    inputs: tuple[str | None, ...]
+
+    @property
+    def swaps(self) -> bool:
+        return SWAP in self.ops or SWAP in self.inputs
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it keeps its inputs and runs again, and no more: the framework's own checkpoint does that."""
+        return not (self.is_plain or self.swaps or SAVE in self.ops)
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether a policy is asked about its ops."""
+        return not (self.is_plain or self.is_whole)
+
+
+Decision: TypeAlias = tuple[RegionDecision, ...]
+
+
+@dataclass(frozen=True)
+class Load:
+    """All that the cost of a step depends on: what a region puts on the device, on the link and on the clock."""
+
+    kept_bytes: int  # on the device between its forward and its backward
+    swapped_bytes: int
+    extra_bytes: int  # saved or swapped, and no residual of the plain step
+    recompute_ms: float
+    is_managed: bool
+
+
+def allowed(op: Op) -> tuple[str, ...]:
+    """Of its choices, those that do something.
+
+    A view makes no storage: saving it would hold the storage of what it looks at, which nobody counts. So where it can be
+    run again, it is.
+    """
+    if not op.makes and RECOMPUTE in op.choices:
+        return (RECOMPUTE,)
+    return op.choices
+
+
+def plain(region: Region) -> RegionDecision:
+    """Not wrapped."""
+    return RegionDecision(True, (None,) * len(region.ops), (None,) * len(region.inputs))
+
+
+def save_all(region: Region) -> RegionDecision:
+    """As a plain region, but run as one: what backward needs is saved. Where that is not a choice, plain."""
+    if any(op.is_needed and SAVE not in allowed(op) for op in region.ops):
+        return plain(region)
+    ops = tuple(SAVE if op.is_needed else None for op in region.ops)
+    return RegionDecision(False, ops, tuple(SAVE if each.value.is_residual else None for each in region.inputs))
+
+
+def recompute_all(region: Region) -> RegionDecision:
+    """What `checkpoint` does without a policy: keeps the inputs, runs again all that backward needs and can run again."""
+    ops: list[str | None] = [None] * len(region.ops)
+    wanted = {index for index, op in enumerate(region.ops) if op.is_needed}
+    for index in reversed(range(len(region.ops))):
+        if index not in wanted:
+            continue
+        choices = allowed(region.ops[index])
+        ops[index] = next(choice for choice in (RECOMPUTE, SAVE, SWAP) if choice in choices)
+        if ops[index] == RECOMPUTE:
+            wanted.update(region.ops[index].reads)
+    runs_again = RECOMPUTE in ops
+    inputs = tuple(SAVE if runs_again or each.value.is_residual else None for each in region.inputs)
+    return RegionDecision(False, tuple(ops), inputs)
+
+
+def kept_bytes(region: Region, decision: RegionDecision) -> int:
+    """On the device between the region's forward and its backward."""
+    return region.residual_bytes if decision.is_plain else _chosen_bytes(region, decision, SAVE)
+
+
+def swapped_bytes(region: Region, decision: RegionDecision) -> int:
+    """Copied to the host in forward, and back for backward."""
+    return _chosen_bytes(region, decision, SWAP)
+
+
+def extra_bytes(region: Region, decision: RegionDecision) -> int:
+    """Saved or swapped though plain autograd would not keep it: `backward_peak_bytes` does not have it."""
+    ops = sum(
+        op.num_bytes - op.residual_bytes
+        for op, choice in zip(region.ops, decision.ops, strict=True)
+        if choice in (SAVE, SWAP)
+    )
+    inputs = sum(
+        each.value.num_bytes
+        for each, choice in zip(region.inputs, decision.inputs, strict=True)
+        if choice in (SAVE, SWAP) and not each.value.is_residual
+    )
+    return ops + inputs
+
+
+def recompute_ms(region: Region, decision: RegionDecision) -> float:
+    """What running ops again takes, beside the overhead of running anything again."""
+    return sum(op.forward_ms for op, choice in zip(region.ops, decision.ops, strict=True) if choice == RECOMPUTE)
+
+
+def recomputed_bytes(region: Region, decision: RegionDecision) -> int:
+    """Residuals that are made again."""
+    return sum(op.residual_bytes for op, choice in zip(region.ops, decision.ops, strict=True) if choice == RECOMPUTE)
+
+
+def load(region: Region, decision: RegionDecision) -> Load:
+    """The four numbers at once."""
+    return Load(
+        kept_bytes=kept_bytes(region, decision),
+        swapped_bytes=swapped_bytes(region, decision),
+        extra_bytes=extra_bytes(region, decision),
+        recompute_ms=recompute_ms(region, decision),
+        is_managed=decision.is_managed,
+    )
+
+
+def check(region: Region, decision: RegionDecision) -> None:
+    """Raises where the decision cannot be carried out.
+
+    Raises:
+        ArgumentError: a choice that the op or input does not have, a residual that nobody provides, or an op that would run
+            again without what it reads.
+    """
+    if (len(decision.ops), len(decision.inputs)) != (len(region.ops), len(region.inputs)):
+        raise ArgumentError(
+            "A decision has one entry for each op and each input of its region.",
+            expected=f"{len(region.ops)} ops and {len(region.inputs)} inputs",
+            got=f"{len(decision.ops)} and {len(decision.inputs)}",
+            where=region.path,
+        )
+    if decision.is_plain:
+        _check_plain(region, decision)
+        return
+    _check_ops(region, decision)
+    _check_inputs(region, decision)
+
+
+def _check_plain(region: Region, decision: RegionDecision) -> None:
+    if not region.may_be_plain:
+        raise ArgumentError("This region must be managed, and the decision leaves it plain.", where=region.path)
+    if any(choice is not None for choice in (*decision.ops, *decision.inputs)):
+        raise ArgumentError("A plain region has no choices: nothing of it is wrapped.", where=region.path)
+
+
+def _check_ops(region: Region, decision: RegionDecision) -> None:
+    for index, (op, choice) in enumerate(zip(region.ops, decision.ops, strict=True)):
+        where = f"{region.path}, op {index} ({op.name})"
+        if choice is None:
+            if op.is_needed:
+                raise ArgumentError(
+                    "Backward needs a result that is neither saved, swapped nor recomputed.", where=where
+                )
+        elif choice not in allowed(op):
+            raise ArgumentError(
+                "This op does not have this choice.",
+                expected=" or ".join(allowed(op)),
+                got=choice,
+                where=where,
+            )
+        elif choice != RECOMPUTE:
+            if op.part is not None and decision.ops[region.made_with(index)] == RECOMPUTE:
+                raise ArgumentError(
+                    "A part would be kept of an op that runs again, and makes it again.",
+                    expected=RECOMPUTE,
+                    got=choice,
+                    where=where,
+                )
+        else:
+            for read in op.reads:
+                if decision.ops[read] is None:
+                    raise ArgumentError(
+                        "An op would run again without what it reads.",
+                        expected=f"op {read} ({region.ops[read].name}) saved, swapped or recomputed",
+                        got="nothing chosen for it",
+                        where=where,
+                    )
+
+
+def _check_inputs(region: Region, decision: RegionDecision) -> None:
+    runs_again = RECOMPUTE in decision.ops
+    for index, (each, choice) in enumerate(zip(region.inputs, decision.inputs, strict=True)):
+        where = f"{region.path}, input {index}"
+        if choice is None:
+            if runs_again:
+                raise ArgumentError("A region that runs again needs all its inputs saved or swapped.", where=where)
+            if each.value.is_residual:
+                raise ArgumentError("Backward needs an input that is neither saved nor swapped.", where=where)
+        elif choice != SAVE and not (choice == SWAP and each.may_swap):
+            raise ArgumentError(
+                "This input does not have this choice.",
+                expected="save or swap" if each.may_swap else "save",
+                got=choice,
+                where=where,
+            )
+
+
+def _chosen_bytes(region: Region, decision: RegionDecision, wanted: str) -> int:
+    ops = sum(op.num_bytes for op, choice in zip(region.ops, decision.ops, strict=True) if choice == wanted)
+    inputs = sum(
+        each.value.num_bytes for each, choice in zip(region.inputs, decision.inputs, strict=True) if choice == wanted
+    )
+    return ops + inputs

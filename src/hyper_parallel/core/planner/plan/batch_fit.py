@@ -1,0 +1,203 @@
+"""Whether the batch of a step is within the one that a plan was made for. Looked at before every training step.
+
+One rule for the first step and all later ones. A tensor is within another if it has as many dims, none of them longer, and its elements are no larger;
+a batch is within another if each of its tensors is within the one in the same place. What is within needs no more memory, so it runs under the plan. What is
+not is told before it runs, or planned anew. By bytes alone nobody could tell: `[2, 4096]` has fewer than `[64, 256]`, and attention needs more for it.
+
+Worked example: planned for `input_ids int64[4, 512]`. `[4, 512]` is the SAME, `[3, 512]` and `[4, 128]` are SMALLER, `[8, 64]` is LARGER.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from hyper_parallel.core.planner.model.mismatches import MismatchError, Mismatches
+
+_LOOK = re.compile(r"(\w+)\[((?:[0-9]{1,18}(?:, [0-9]{1,18})*)?)\]")  # as frameworks' `look` says it: "float32[2, 8]"
+_MAX_KNOWN = 4096  # batches of different looks that are remembered; beyond, all are looked at again
+_WHAT = "A batch is larger than the one that the plan was made for, and its step may need more than the budget."
+
+
+class Fit(Enum):
+    """How a batch is to the plan's."""
+
+    SAME = "of the same look"
+    SMALLER = "within it"
+    LARGER = "not within it"
+    UNJUDGED = "not a training step's"
+
+
+class _TensorLook(NamedTuple):
+    item_bytes: int
+    shape: tuple[int, ...]
+    words: str
+
+    @property
+    def is_number(self) -> bool:
+        return math.prod(self.shape) <= 1
+
+    def is_within(self, other: _TensorLook) -> bool:
+        return (
+            len(self.shape) == len(other.shape)
+            and self.item_bytes <= other.item_bytes
+            and all(mine <= theirs for mine, theirs in zip(self.shape, other.shape, strict=True))
+        )
+
+
+class _Judged(NamedTuple):
+    """`where`, `expected`, `got`: of the first tensor that is larger."""
+
+    fit: Fit
+    where: str = ""
+    expected: str = ""
+    got: str = ""
+
+
+class PlannedBatch:
+    """The batch of a plan, against which others are held. `look`: as it is in the plan, or None if it does not say; `look_of`: the framework's, for other
+    batches.
+
+    `forward`: what the model is called by, so that an argument is the same whether it comes by name or by place.
+    """
+
+    def __init__(self, look: Any, look_of: Callable[[Any], Any], forward: Callable[..., Any]) -> None:
+        self._look_of = look_of
+        self._signature = _signature(forward)
+        self._planned = None if look is None else dict(self._places(*_as_arguments(look)))
+        self._known: dict[Any, _Judged] = {}
+
+    def judged(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Judged:
+        if self._planned is None:
+            return _Judged(Fit.SAME)
+        key = _key(args), _key(kwargs)
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            known = self._known[key] = self._judge(
+                self._look_of(list(args)), self._look_of(dict(kwargs)), self._planned
+            )
+        return known
+
+    def _judge(self, args: list[Any], kwargs: dict[str, Any], planned_looks: Mapping[str, _TensorLook]) -> _Judged:
+        found = dict(self._places(args, kwargs))
+        for where, look in found.items():
+            planned = planned_looks.get(where)
+            if planned is None and look.is_number:  # as Hugging Face's Trainer gives the number of labels
+                continue
+            if planned is None or not look.is_within(planned):
+                return _Judged(Fit.LARGER, where, "no tensor" if planned is None else planned.words, look.words)
+        return _Judged(Fit.SAME if found == planned_looks else Fit.SMALLER)
+
+    def _places(self, args: list[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, _TensorLook]]:
+        """The tensors of a batch by the names of the arguments that they are in."""
+        named: Mapping[str, Any] = {**{str(number): each for number, each in enumerate(args)}, **kwargs}
+        if self._signature is not None:
+            try:
+                bound = self._signature.bind_partial(None, *args, **kwargs)
+            except TypeError:
+                pass  # the model itself will say so
+            else:
+                named = dict(list(bound.arguments.items())[1:])
+        for name, value in named.items():
+            yield from _tensors(name, value)
+
+
+class BatchCheck:
+    """What looks at the batch of each training step under a plan, before it runs.
+
+    Attributes:
+        tells: a batch that is larger is told, or counted; False: whoever manages the model plans anew for it
+    """
+
+    def __init__(self, batch: PlannedBatch, mismatches: Mismatches, *, was_training: bool, do: str) -> None:
+        self.tells = True
+        self._batch = batch
+        self._mismatches = mismatches
+        self._was_training = was_training
+        self._do = do
+
+    def fit(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool) -> Fit:
+        """Of a forward with gradients. `is_training`: the mode of the model; in eval mode nobody trains, unless it was planned so.
+
+        Raises:
+            MismatchError: the batch is larger, and nobody asked to count that.
+        """
+        if self._was_training and not is_training:
+            return Fit.UNJUDGED
+        judged = self._batch.judged(args, kwargs)
+        if judged.fit is Fit.LARGER and self.tells:
+            self._mismatches.counts["batches larger than planned"] += 1
+            if self._mismatches.raises:
+                raise MismatchError(
+                    _WHAT,
+                    expected=f"at most {judged.expected}",
+                    got=judged.got,
+                    where=f"argument `{judged.where}` of the model",
+                    do=self._do,
+                )
+        return judged.fit
+
+
+def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(forward)
+    except (TypeError, ValueError):  # of a builtin
+        return None
+
+
+def _as_arguments(look: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The look of a batch, as a plan has it, as arguments and keywords."""
+    if isinstance(look, dict):
+        if look.keys() == {"args", "kwargs"} and isinstance(look["args"], list) and isinstance(look["kwargs"], dict):
+            return look["args"], look["kwargs"]
+        return [], look
+    return (look, {}) if isinstance(look, list) else ([look], {})
+
+
+def _tensors(where: str, look: Any) -> Iterator[tuple[str, _TensorLook]]:
+    if isinstance(look, dict):
+        for name, each in look.items():
+            yield from _tensors(f"{where}.{name}", each)
+    elif isinstance(look, (list, tuple)):
+        for number, each in enumerate(look):
+            yield from _tensors(f"{where}[{number}]", each)
+    elif isinstance(look, str) and (found := _LOOK.fullmatch(look)):
+        dtype, dims = found.groups()
+        bits = re.search(r"[0-9]{1,4}", dtype)
+        shape = tuple(int(dim) for dim in dims.split(",")) if dims else ()
+        yield where, _TensorLook(max(int(bits.group()) // 8, 1) if bits else 1, shape, look)
+
+
+def _key(value: Any) -> Any:
+    """Equal for batches of one look; made in each step, so it makes no words."""
+    if isinstance(value, Mapping):
+        return tuple((name, _key(each)) for name, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    if getattr(value, "is_nested", False):  # has no shape
+        return value.dtype, value.numel()
+    if (shape := getattr(value, "shape", None)) is not None and hasattr(value, "dtype"):
+        return value.dtype, tuple(shape)
+    if fields := tensor_fields(value):
+        return type(value), _key(fields)
+    return type(value)
+
+
+def tensor_fields(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass; of another object the attributes that are tensors. Empty for what is no object of a user's."""
+    if isinstance(value, type) or callable(value):
+        return {}
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    found = getattr(value, "__dict__", None) or {}
+    return {name: each for name, each in found.items() if hasattr(each, "shape") and hasattr(each, "dtype")}
+
+
+UNKNOWN_BATCH = PlannedBatch(None, lambda batch: None, lambda: None)

@@ -1,0 +1,230 @@
+"""A model under a plan that is made anew where memory runs out: a longer sequence came than the plan was made for.
+
+Rules:
+
+M1. A model has the plan it was given, and one for each batch that no plan was made for or that ran out of memory. A forward runs under the smallest of
+    them whose batch this one is within (`batch_fit`); where there is none, one is made before the model runs. In a forward that is neither retried nor
+    part of `run`, a batch that is larger is an error, as without any of this.
+M2. A forward that runs out is undone (random generators, buffers, modes), planned anew for its own inputs within the same budget, and run again. That is
+    exact: whatever is saved, swapped or recomputed, the values are the same bit for bit.
+M3. `run` does so with a whole step, gradients included. What an optimizer has changed cannot be undone, so it steps afterwards.
+    A step is repeated in the autocast that its forward ran under.
+M4. While a plan is being made the model runs as it is: nothing here looks at its forwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hyper_parallel._base.errors import StateError
+from hyper_parallel._base.log import get_logger
+from hyper_parallel.core.planner.model.profile import StepProfile
+from hyper_parallel.core.planner.plan.batch_fit import Fit, PlannedBatch
+from hyper_parallel.core.planner.plan.budget import budget_bytes as parse_budget
+from hyper_parallel.core.planner.solve.solver import BudgetError
+from hyper_parallel.core.swap.sizes import format_size
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.planner.plan.plan import MemoryPlan
+
+_logger = get_logger("planner")
+_MAX_PLANS = 4  # for one batch, each with less for activations than the one before
+_LESS = 0.9
+
+WORDS = (
+    'on_oom="replan" plans a forward anew that runs out of memory; this was the backward. '
+    "plan.run(step_fn) covers the whole step: it would have restored everything, planned anew and repeated the step."
+)
+
+
+class _Sized(NamedTuple):
+    batch_bytes: int
+    plan: MemoryPlan
+    batch: PlannedBatch
+
+
+class ManagedModel:
+    """See the head of the file.
+
+    Attributes:
+        current: the plan that is on the model now
+        num_replans: how often one was made
+    """
+
+    def __init__(self, part: Any, model: Any, plan: MemoryPlan, *, on_mismatch: str, retries_forward: bool) -> None:
+        part.check_alone("Planning anew where memory runs out")
+        self.current = self._first = plan
+        self.num_replans = 0
+        self.retries_forward = retries_forward
+        self._part = part
+        self._model = weakref.ref(model)  # a plan does not keep a model alive
+        self._device = part.device_of(model)
+        self._plans = [self._sized(plan)]
+        self._on_mismatch = on_mismatch
+        self._is_planning = False  # M4
+        self._inputs: Any = None  # of the last forward in `run`
+        self._surroundings: Callable[[], Any] = contextlib.nullcontext  # of that forward: autocast
+        self._run: Any = None  # the state before the step that `run` runs
+        self._forward = part.PatchedForward(model, self.forward)
+        self._open = contextlib.ExitStack()
+        plan.applied(model).check.tells = False
+        if retries_forward:
+            self._open.enter_context(part.said_in_backward(WORDS))
+        self._finalizer = weakref.finalize(model, self._open.close)
+
+    def close(self) -> None:
+        """The model is as it was, but for the plan that is on it."""
+        self._forward.remove()
+        self._finalizer()
+
+    @property
+    def plans(self) -> list[MemoryPlan]:
+        return [each.plan for each in self._plans]
+
+    # -- forward --------------------------------------------------------------------------------------------------------
+
+    def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model's forward is while the plan is applied."""
+        if self._is_planning or not self._part.is_first_forward():
+            return original(*args, **kwargs)
+        batch = self._part.batch_of(args, kwargs)
+        if self._run is not None:
+            self._run.note_given((args, kwargs))
+            self._inputs = batch
+            self._surroundings = self._part.surroundings_of(self._device)
+        self._choose(batch, args, kwargs)
+        if not self.retries_forward:
+            return original(*args, **kwargs)
+        state = self._step_state(with_gradients=False)
+        state.note_given((args, kwargs))
+        return self._until_it_fits(lambda: original(*args, **kwargs), state, lambda: batch, "forward")
+
+    def _choose(self, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """M1."""
+        model: Any = self._model()
+        check = self.current.applied(model).check
+        if check.fit(args, kwargs, is_training=model.training) is Fit.UNJUDGED:
+            return
+        chosen = next(
+            (each.plan for each in self._plans if each.batch.judged(args, kwargs).fit is not Fit.LARGER), None
+        )
+        if chosen is None and not (self.retries_forward or self._run is not None):
+            check.tells = True
+            try:
+                check.fit(args, kwargs, is_training=model.training)
+            finally:
+                check.tells = False
+        elif chosen is None:
+            _logger.info("no plan was made for a batch as large as %s; planning anew", self._part.look(batch))
+            self._replan(batch, 1.0)
+        elif chosen is not self.current:
+            self.current.detach(model)
+            self._attach(chosen)
+            self.current.applied(model).begins(model, args, kwargs)
+
+    def _attach(self, plan: MemoryPlan) -> None:
+        plan.attach(self._model(), self._on_mismatch).check.tells = False
+        self.current = plan
+
+    def _sized(self, plan: MemoryPlan) -> _Sized:
+        facts, part = plan.profile.facts, self._part
+        batch = PlannedBatch(facts.get("batch"), part.look, part.forward_of(self._model()))
+        return _Sized(int(facts.get("batch_bytes", 0)), plan, batch)
+
+    # -- a whole step -----------------------------------------------------------------------------------------------------
+
+    def run(self, step_fn: Callable[[], Any]) -> Any:
+        """M3: what `step_fn` gives."""
+        if self._run is not None:
+            raise StateError("`plan.run` was called inside of `plan.run`.", do="Run one step at a time.")
+        state = self._run = self._step_state(with_gradients=True)
+        try:
+            try:
+                return self._until_it_fits(step_fn, state, lambda: self._inputs, "step")
+            finally:
+                self._end_run(state)
+        except BaseException:
+            self._end_run(state)  # once more: Ctrl-C may have come as it ended
+            raise
+
+    def _end_run(self, state: Any) -> None:
+        self._run = None
+        self._inputs = None
+        self._surroundings = contextlib.nullcontext
+        state.close()
+
+    def _step_state(self, *, with_gradients: bool) -> Any:
+        written = self.current.profile.facts.get("written", ())
+        return self._part.StepState(self._model(), with_gradients=with_gradients, written=written)
+
+    def _until_it_fits(self, function: Callable[[], Any], state: Any, inputs: Callable[[], Any], what: str) -> Any:
+        said, num_plans = "", 0
+        for tried in range(_MAX_PLANS + 1):
+            result, failure = self._part.attempt(function, self._device)
+            if failure is None:
+                return result
+            said = failure
+            batch = inputs()
+            if batch is None or tried == _MAX_PLANS:
+                break
+            state.restore()
+            _logger.info("a %s ran out of memory; planning anew for %s", what, self._part.look(batch))
+            self._replan(batch, _LESS**tried)
+            num_plans += 1
+        raise self._part.OutOfMemoryError(
+            f"{said}\nMemory ran out in a {what}, "
+            + (f"and again under {num_plans} plans made anew for it." if num_plans else "before the model ran.")
+        )
+
+    def _replan(self, batch: Any, part_of_room: float) -> None:
+        model = self._model()
+        self.current.detach(model)
+        self._is_planning = True
+        try:
+            with self._surroundings():
+                plan = self._planned(model, batch, part_of_room)
+        except BaseException:
+            self._attach(self.current)
+            raise
+        finally:
+            self._is_planning = False
+        plan.origin = self._first.origin
+        others = [
+            each for each in self._plans if each.plan.profile.facts.get("batch") != plan.profile.facts.get("batch")
+        ]
+        self._plans = sorted([*others, self._sized(plan)], key=lambda each: each.batch_bytes)
+        self._attach(plan)
+        self.num_replans += 1
+
+    def _planned(self, model: Any, batch: Any, part_of_room: float) -> MemoryPlan:
+        from hyper_parallel.core.planner.planning import planned
+
+        first = self._first
+        origin, facts = first.origin, first.profile.facts
+        profiled = self._part.ProfiledModel(
+            model,
+            batch,
+            (origin and origin.loss_fn) or self._part.some_loss,
+            regions=facts.get("blocks"),
+            optimizer=origin and origin.optimizer,
+            reserve_bytes=origin.reserve_bytes if origin else 0,
+            keeps_output=facts.get("keeps_output", False),
+        )
+        with profiled.preserved() as block, block:
+            profile: StepProfile = profiled.profile()
+            room = min(first.budget_bytes, parse_budget("auto", profile, self._part.free_bytes(self._device)))
+            allowed = profile.base_bytes + int((room - profile.base_bytes) * part_of_room)
+            try:
+                return planned(profile, allowed, profiled)
+            except BudgetError as error:
+                raise BudgetError(
+                    "No plan fits this batch into the budget; it is larger than those that were planned, or memory ran out.",
+                    smallest_bytes=error.smallest_bytes,
+                    expected=error.expected,
+                    got=f"{allowed} ({format_size(allowed)}) for a batch of {self._part.look(batch)}",
+                    where=error.where,
+                    do="Leave such batches out, split them, or raise the budget.",
+                ) from None

@@ -1,0 +1,139 @@
+"""A plan as a file: JSON that a person can read and compare, with everything the plan was made for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from hyper_parallel._base import files
+from hyper_parallel._base.errors import ArgumentError, DamagedFileError, describe
+from hyper_parallel.core.planner.model.profile import check_kind, is_of
+
+FORMAT = "hyper_parallel memory plan"
+VERSION = 1
+_NO_PLAN = "This file is no memory plan."
+_KINDS = {
+    "facts": ("dict", "a table"),
+    "budget_bytes": ("int", "a whole number of bytes"),
+    "gap": ("float", "a number"),
+    "setting": ("dict", "a table"),
+    "decision": ("tuple[dict, ...]", "a list of tables"),
+    "profile": ("dict", "a table"),
+}
+# Of what a plan was made for: what is not only compared. A framework may leave out what it does not have.
+_FACTS = {
+    "framework": "str", "version": "str", "model": "str", "device": "str", "autocast": "str", "training": "bool",
+    "loads_by_region": "bool", "turn_is_clear": "bool", "region_overhead_ms": "float", "unwatched_overhead_ms": "float",
+    "min_swap_bytes": "int", "batch_bytes": "int", "shared_input_bytes": "tuple[int, ...]", "blocks": "tuple[str, ...]",
+}  # fmt: skip
+_DEEPEST = 50  # a batch has a few levels; what goes through it calls itself
+
+
+def write(path: str | os.PathLike[str], data: dict[str, Any]) -> None:
+    """Write whole or not at all."""
+    files.write(path, (json.dumps({"format": FORMAT, "version": VERSION, **data}, indent=1) + "\n").encode())
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The data of a plan file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedFileError: it is no plan, or not all of one.
+        ValueError: it was written by a newer version.
+    """
+    try:
+        with files.opened(path) as descriptor, open(descriptor, encoding="utf-8", closefd=False) as file:
+            data = _json(file, files.checked_path(path))
+    except files.NotPlainError as error:
+        raise DamagedFileError(_NO_PLAN, expected=error.expected, got=error.got, where=error.where) from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise DamagedFileError(_NO_PLAN, expected=f'"format": "{FORMAT}"', where=str(path))
+    if data.get("version") != VERSION:
+        raise ArgumentError(
+            "A plan file is of another version.",
+            expected=f"the number {VERSION}",
+            got=describe(data.get("version")),
+            where=str(path),
+            do="Plan again with this version of the package.",
+        )
+    for name, (kind, words) in _KINDS.items():
+        if not is_of(data.get(name), kind):
+            raise DamagedFileError(
+                "A plan file lacks something.",
+                expected=words,
+                got=describe(data.get(name)),
+                where=f"{name}, {path}",
+                do="Plan again, and save the new plan.",
+            )
+    return data
+
+
+def check_facts(facts: dict[str, Any]) -> None:
+    """Raises TypeError or ValueError where one of them could not be used."""
+    for name, kind in _FACTS.items():
+        if name in facts:
+            check_kind(facts[name], kind, f"`{name}`")
+    level: list[Any] = [facts]
+    for _ in range(_DEEPEST):
+        level = [
+            item
+            for each in level
+            if isinstance(each, (dict, list))
+            for item in (each.values() if isinstance(each, dict) else each)
+        ]
+    if level:
+        raise ValueError(f"`facts` has more than {_DEEPEST} levels")
+
+
+def _json(file: TextIO, path: str) -> Any:
+    """What the file holds. A plan has no NaN, no number of thousands of digits, and a few levels.
+
+    Raises:
+        DamagedFileError: it is not to be read, or no such JSON.
+    """
+    try:
+        return json.loads(file.read(), parse_constant=_no_number)
+    except RecursionError:
+        why = "one that is nested too deep"
+    except OSError as error:  # a file of /proc, a disk that breaks
+        why = f"in the words of the system: {error.strerror or error}"
+    except ValueError as error:  # no JSON, no UTF-8, too many digits
+        why = str(error)
+    raise DamagedFileError("A plan file cannot be read.", expected="JSON", got=why, where=path) from None
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name}, which is no number")
+
+
+def first_difference(expected: Any, got: Any, where: str = "") -> tuple[str, str, str] | None:
+    """Where two facts differ first, in words: place, expected, got; None if they are equal."""
+    return next(_differences(expected, got, where), None)
+
+
+def _differences(expected: Any, got: Any, where: str) -> Iterator[tuple[str, str, str]]:
+    if isinstance(expected, dict) and isinstance(got, dict):
+        for key in expected:
+            place = f"{where}: {key}" if where else str(key)
+            if key not in got:
+                yield place, _short(expected[key]), "nothing of that name"
+            else:
+                yield from _differences(expected[key], got[key], place)
+        for key in got:
+            if key not in expected:
+                yield (f"{where}: {key}" if where else str(key)), "nothing of that name", _short(got[key])
+    elif isinstance(expected, list) and isinstance(got, list):
+        for index, (left, right) in enumerate(zip(expected, got, strict=False)):
+            yield from _differences(left, right, f"{where}, number {index + 1}")
+        if len(expected) != len(got):
+            yield where, f"{len(expected)} of them", str(len(got))
+    elif expected != got:
+        yield where, _short(expected), _short(got)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

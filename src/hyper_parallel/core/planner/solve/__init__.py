@@ -1,0 +1,1 @@
+"""Searching the decision that fits the budget and loses the least time."""

@@ -1,0 +1,230 @@
+"""Two forms of one problem: with a variable for each op (`whole`), and with one for each base of a pool (`chosen`).
+
+The first has all answers and is large; without whole numbers it gives the bound. The second has the answers that can be made of
+the bases in the pool, is small, and is solved with whole numbers. Prices of the one say which bases the other lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.planner.model.profile import Region
+from hyper_parallel.core.planner.solve.block import PLAIN, WHOLE, Base, Block, add_block, base_of
+from hyper_parallel.core.planner.solve.linear_model import Answer, Clock, Model
+from hyper_parallel.core.planner.solve.rows import Case, Places, add_lone_waits, add_rows
+
+_Terms = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class PlaceRows:
+    """The rows that say what a region puts into its places."""
+
+    kept: int
+    most_swapped: int
+    least_swapped: int
+    extra: int
+    recompute: int
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a unit, or a millisecond, of a region costs the step."""
+
+    store: float
+    free: float  # in place of `store`, where it may be swapped
+    forced: float  # where it must
+    extra: float
+    recompute: float
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A block for each region."""
+
+    model: Model
+    places: Places
+    blocks: list[Block]
+    links: list[PlaceRows]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """For each region a column, which is 0 or 1, for each base of the pool."""
+
+    model: Model
+    places: Places
+    columns: list[list[int]]
+    links: list[PlaceRows]
+
+
+class Pool:
+    """The bases that a region may have. Regions of one shape share them, each with its own times."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        shapes: dict[tuple[Any, ...], int] = {}
+        self._kind = [shapes.setdefault(region.shape(), len(shapes)) for region in case.regions]
+        self._stored: list[dict[frozenset[int], None]] = [{} for _ in shapes]
+        self._bases: dict[tuple[int, frozenset[int]], Base] = {}
+
+    def add(self, index: int, stored: frozenset[int]) -> bool:
+        """Whether it was not there."""
+        known = self._stored[self._kind[index]]
+        stored = self.base(index, stored).stored
+        if stored in known:
+            return False
+        known[stored] = None
+        return True
+
+    def bases(self, index: int) -> list[Base]:
+        return [self.base(index, stored) for stored in self._stored[self._kind[index]]]
+
+    def base(self, index: int, stored: frozenset[int]) -> Base:
+        if (index, stored) not in self._bases:
+            self._bases[index, stored] = base_of(self._case.regions[index], stored, self._case.swaps)
+        return self._bases[index, stored]
+
+
+def whole(case: Case, budget_bytes: int, *, is_exact: bool = False) -> Whole:
+    """A variable for each op; `is_exact`: and for whether it is swapped, not only for how much of the region is."""
+    model = Model()
+    places = add_rows(model, case, budget_bytes)
+    overhead_ms = case.problem.region_overhead_ms
+    rooms = case.rooms(budget_bytes)
+    blocks, links = [], []
+    for index, region in enumerate(case.regions):
+        block = add_block(
+            model, region, case.swaps, case.unit, rooms[index], is_exact=is_exact, has_whole=overhead_ms > 0
+        )
+        blocks.append(block)
+        is_plain = [] if block.plain is None else [block.plain]
+        store = [*block.store, *((each, region.residual_bytes / case.unit) for each in is_plain)]
+        recompute = [*block.recompute, *((each, -overhead_ms) for each in block.unmanaged)]
+        links.append(
+            _link(model, places, index, store, block.free, block.forced, block.extra, recompute, overhead_ms, is_exact)
+        )
+    if case.swaps:
+        add_lone_waits(model, case, places, [each.unmanaged for each in blocks])
+    return Whole(model, places, blocks, links)
+
+
+def chosen(case: Case, budget_bytes: int, pool: Pool, *, overrun_cost: float | None = None) -> Chosen:
+    """A variable for each base of the pool and region."""
+    model = Model()
+    places = add_rows(model, case, budget_bytes, overrun_cost=overrun_cost)
+    overhead_ms = case.problem.region_overhead_ms
+    rooms = case.rooms(budget_bytes)
+    columns, links, unmanaged = [], [], []
+    for index in range(len(case.regions)):
+        bases = pool.bases(index)
+        columns.append([model.binary() for _ in bases])
+        for column, base in zip(columns[-1], bases, strict=True):
+            if base.load.extra_bytes > max(rooms[index], 0):
+                model.fix(column, 0.0)
+        model.row([(each, 1.0) for each in columns[-1]], 1.0, 1.0)
+        pairs = list(zip(columns[-1], bases, strict=True))
+        managed = [(each, base) for each, base in pairs if base.stored != PLAIN]
+        unmanaged.append([each for each, base in pairs if base.stored in (PLAIN, WHOLE)])
+        links.append(
+            _link(
+                model,
+                places,
+                index,
+                [(each, base.store_bytes / case.unit) for each, base in pairs],
+                [(each, base.free_bytes / case.unit) for each, base in managed],
+                [(each, base.load.swapped_bytes / case.unit) for each, base in managed],
+                [(each, base.load.extra_bytes / case.unit) for each, base in managed],
+                [
+                    (each, base.load.recompute_ms + (0.0 if base.stored == WHOLE else overhead_ms))
+                    for each, base in managed
+                ],
+                0.0,
+                False,
+            )
+        )
+    if case.swaps:
+        add_lone_waits(model, case, places, unmanaged)
+    return Chosen(model, places, columns, links)
+
+
+def _link(
+    model: Model,
+    places: Places,
+    index: int,
+    store: _Terms,
+    free: _Terms,
+    forced: _Terms,
+    extra: _Terms,
+    recompute: _Terms,
+    managed_ms: float,
+    is_exact: bool,
+) -> PlaceRows:
+    """What is stored and not swapped is kept; `managed_ms` is what a region takes that `recompute` does not have."""
+    swapped = places.swapped[index]
+    most = model.row([*free, *forced, (swapped, -1.0)], 0.0, 0.0 if is_exact else float("inf"))
+    return PlaceRows(
+        kept=model.row([(places.kept[index], 1.0), (swapped, 1.0), *_negative(store)], 0.0, 0.0),
+        most_swapped=most,
+        least_swapped=model.row([(swapped, 1.0), *_negative(forced)], 0.0),
+        extra=model.row([(places.extra[index], 1.0), *_negative(extra)], 0.0, 0.0),
+        recompute=model.row([(places.recompute[index], 1.0), *_negative(recompute)], managed_ms, managed_ms),
+    )
+
+
+def _negative(terms: _Terms) -> _Terms:
+    return [(variable, -value) for variable, value in terms]
+
+
+def prices(links: Sequence[PlaceRows], answer: Answer) -> list[Prices]:
+    duals = answer.duals
+    return [
+        Prices(
+            store=duals[link.kept],
+            free=duals[link.kept] - duals[link.most_swapped],
+            forced=duals[link.kept] - duals[link.most_swapped] + duals[link.least_swapped],
+            extra=duals[link.extra],
+            recompute=duals[link.recompute],
+        )
+        for link in links
+    ]
+
+
+class Pricing:
+    """Finds for each region the managed base that is cheapest at given prices: all regions at once, in one call of HiGHS.
+
+    The rows of one region have whole solutions nearly always, so this is hardly more than a linear program.
+    """
+
+    def __init__(self, case: Case, budget_bytes: int) -> None:
+        self._case = case
+        self._model = Model()
+        self._blocks = []
+        for region, room in zip(case.regions, case.rooms(budget_bytes), strict=False):
+            block = add_block(self._model, region, case.swaps, case.unit, room)
+            self._model.row(block.extra, high=max(room, 0) / case.unit)
+            self._blocks.append(block)
+
+    def cheapest(self, at: Sequence[Prices], clock: Clock) -> list[frozenset[int]]:
+        costs: _Terms = []
+        for region, block, price in zip(self._case.regions, self._blocks, at, strict=True):
+            costs += self._costs(region, block, price)
+        self._model.set_costs(costs)
+        answer = self._model.solve(clock, gap=1e-4, node_limit=1)
+        return [] if answer.x is None else [block.stored_in(answer.x) for block in self._blocks]
+
+    def _costs(self, region: Region, block: Block, price: Prices) -> _Terms:
+        # A little for what is free at these prices: of equals, the one that stores less and runs less again.
+        byte_cost = 1e-6 * (region.forward_ms + 1e-3) / (region.residual_bytes / self._case.unit + 1.0)
+        other = {variable for variable, _ in (*block.free, *block.forced)}
+        costs = [(each, num * price.store) for each, num in block.store if each not in other]
+        costs += [(each, num * price.free) for each, num in block.free]
+        costs += [(each, num * price.forced) for each, num in block.forced]
+        costs += [(each, num * byte_cost) for each, num in block.store]
+        costs += [(each, num * price.extra) for each, num in block.extra]
+        costs += [(each, ms * (price.recompute + 1e-6)) for each, ms in block.recompute]
+        if block.plain is not None:  # it is in the pool already
+            costs.append((block.plain, 1.0 + 2.0 * sum(abs(cost) for _, cost in costs)))
+        return costs

@@ -1,0 +1,1 @@
+"""One call of a region, as far as no framework is needed."""

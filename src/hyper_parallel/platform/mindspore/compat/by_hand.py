@@ -1,0 +1,103 @@
+"""What moves by hand need of MindSpore: a tensor to hold and its parts, and hooks that tell a cell's turn.
+
+`core/swap` calls `hold` and `hook_order`; every framework has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore
+from mindspore import Tensor, nn
+
+from hyper_parallel.platform.arguments import check_module
+from hyper_parallel.platform.mindspore.regions.saved_tensors import base_check_fn
+from hyper_parallel.platform.mindspore.regions.storages import (
+    Look,
+    aliased,
+    storage_address,
+    storage_bytes,
+)
+from hyper_parallel.platform.mindspore.swap.device import flat, is_on_host, tensor_on
+from hyper_parallel.platform.mindspore.swap.engines import engine_of
+from hyper_parallel.platform.trees import leaves
+
+
+def hold(tensor: Tensor) -> HeldTensor:
+    """The tensor without its graph, on the current stream."""
+    return HeldTensor(tensor)
+
+
+class HeldTensor:
+    """An alias of a tensor that shares its storage and not its graph."""
+
+    __slots__ = ("_is_movable", "stream", "value")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Asked of the tensor itself: an alias of a parameter is no parameter.
+        self._is_movable = type(tensor) is Tensor and base_check_fn(tensor)
+        self.value = aliased(tensor)
+        self.stream = None if is_on_host(tensor) or tensor.is_meta else mindspore.runtime.current_stream()
+
+    def read_version(self) -> int:
+        """Always the same: MindSpore counts no writes on the CPU."""
+        return 0 if is_on_host(self.value) else int(self.value._version)
+
+    def parts(self) -> Any:
+        from hyper_parallel.core.swap.by_hand.tensor import Parts
+
+        found = engine_of(str(self.value.device)) if self._is_movable else None
+        if found is None:
+            return None
+        num_bytes = storage_bytes(self.value)
+        return Parts(found[0], flat(self.value), num_bytes, storage_address(self.value), _rebuilder(self.value))
+
+
+def _rebuilder(tensor: Tensor) -> Callable[[Any], Tensor]:
+    look = Look.of(tensor)
+    return lambda buffer: tensor_on(buffer, look)
+
+
+def hook_order(first: nn.Cell, second: nn.Cell) -> None:
+    """Have `layer_order` told when the two begin and when the backward of `second` does; once, however often it is called."""
+    for cell in (first, second):
+        check_module(cell, nn.Cell, "set_forward_prefetch_layer")
+    # A hook is looked for by identity: a copy of a cell has the hooks, too, and needs no others.
+    if _first_begins not in (first._lazy_forward_pre_hook or {}).values():
+        first.register_forward_pre_hook(_first_begins)
+    if _second_begins not in (second._lazy_forward_pre_hook or {}).values():
+        second.register_forward_pre_hook(_second_begins)
+    if _second_ends not in (second._lazy_forward_hook or {}).values():
+        second.register_forward_hook(_second_ends)
+
+
+# Functions of this module, and no closures: a model that has them can be pickled.
+
+
+def _first_begins(cell: nn.Cell, _args: Any) -> None:
+    from hyper_parallel.core.swap.by_hand.layer_order import ORDER
+
+    ORDER.first_begins(cell)
+
+
+def _second_begins(cell: nn.Cell, _args: Any) -> None:
+    from hyper_parallel.core.swap.by_hand.layer_order import ORDER
+
+    ORDER.second_begins(cell)
+
+
+def _second_ends(cell: nn.Cell, _args: Any, output: Any) -> None:
+    from hyper_parallel.core.swap.by_hand.layer_order import ORDER
+
+    launch = ORDER.second_ends(cell)
+    if launch is None:
+        return
+    # On the nodes of this very output, not on the cell: several forwards may be alive, and each loads what is its own (rule 11).
+    for tensor in leaves(output):
+        if isinstance(tensor, Tensor) and tensor._grad_node is not None:
+            tensor._grad_node.register_prehook(_ignoring_gradients(launch))
+
+
+def _ignoring_gradients(launch: Callable[[], None]) -> Callable[..., None]:
+    return lambda *_gradients: launch()

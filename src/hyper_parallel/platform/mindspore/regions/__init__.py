@@ -1,0 +1,1 @@
+"""Regions on MindSpore: their forward, and what runs again in backward."""

@@ -1,0 +1,1 @@
+"""The wrappers of modules on MindSpore."""

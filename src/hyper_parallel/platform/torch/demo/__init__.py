@@ -1,0 +1,1 @@
+"""The small models that `hyper-parallel demo` and `hyper-parallel bench` train."""

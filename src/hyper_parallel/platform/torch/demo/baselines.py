@@ -1,0 +1,109 @@
+"""The ways that `hyper-parallel bench` compares: PyTorch's own, and ours, on the demo's transformer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as torch_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from hyper_parallel.platform.torch.demo.transformer import Trainer
+from hyper_parallel.platform.torch.planner.meters import memory_meter
+from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import checkpoint_wrapper
+from hyper_parallel.platform.torch.wrappers.swap_wrapper import swap_wrapper
+
+_MATMULS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+]
+
+
+def is_cpu() -> bool:
+    return not torch.accelerator.is_available()
+
+
+def trainer() -> Trainer:
+    return Trainer()
+
+
+def are_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+class Way:
+    """One way to train: a model of its own, changed by `prepare`."""
+
+    def __init__(self, prepare: Callable[[nn.Module], Callable[[], None] | None]) -> None:
+        self._trainer = Trainer()
+        self._end = prepare(self._trainer.model)
+
+    def measured(self) -> tuple[int, list[torch.Tensor]]:
+        """The highest point of a step above its beginning, and its gradients."""
+        self._step()  # what is made once is made here
+        meter = memory_meter(self._trainer.device)
+        self._trainer.begin()
+        with meter.running():
+            meter.mark("step")
+            self._step()
+        peak = max(span.peak_bytes for span in meter.spans())
+        gradients = [p.grad.clone() for p in self._trainer.model.parameters() if p.grad is not None]
+        return peak, gradients
+
+    def step_ms(self) -> float:
+        self._wait()
+        begin = time.perf_counter()
+        self._step()
+        self._wait()
+        return (time.perf_counter() - begin) * 1e3
+
+    def end(self) -> None:
+        if self._end is not None:
+            self._end()
+
+    def _step(self) -> None:
+        self._trainer.optimizer.zero_grad(set_to_none=False)
+        self._trainer.model(self._trainer.batch()).backward()
+
+    def _wait(self) -> None:
+        if not is_cpu():
+            torch.accelerator.synchronize()
+
+
+def ways(plan: Any) -> dict[str, Way]:
+    """By name, the plain one first."""
+
+    def planned(model: nn.Module) -> Callable[[], None]:
+        plan.apply(model)
+        return lambda: plan.remove(model)
+
+    return {
+        "plain": Way(lambda model: None),
+        "PyTorch: full checkpoint": Way(_each(torch_wrapper)),
+        "PyTorch: selective, matmuls saved": Way(_each(_selective)),
+        "ours: recompute every block": Way(_each(checkpoint_wrapper)),
+        "ours: swap every block": Way(_each(swap_wrapper)),
+        "ours: planned": Way(planned),
+    }
+
+
+def _selective(block: nn.Module) -> nn.Module:
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in _MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return torch_wrapper(block, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+
+
+def _each(wrap: Callable[..., nn.Module]) -> Callable[[nn.Module], None]:
+    def prepare(model: nn.Module) -> None:
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = wrap(block)
+
+    return prepare

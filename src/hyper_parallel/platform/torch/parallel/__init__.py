@@ -1,0 +1,1 @@
+"""What parallel training needs of PyTorch."""

@@ -1,0 +1,1 @@
+"""Regions on PyTorch: their forward, and what runs again in backward."""

@@ -1,0 +1,1 @@
+"""The swap engine's device on PyTorch."""
