@@ -45,7 +45,7 @@ from solving_ahead import Solver
 import hyper_parallel as hp
 from activation import Meter, applied, measure, under
 from hyper_parallel.core.planner.plan.budget import budget_bytes
-from hyper_parallel.core.planner.planning import planned
+from hyper_parallel.core.planner.plan.proof import planned
 from hyper_parallel.platform.torch.planner import ProfiledModel
 
 GIB = 2**30

@@ -14,14 +14,14 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
-from hyper_parallel.core.planner import planning
 from hyper_parallel.core.planner.model.profile import StepProfile
+from hyper_parallel.core.planner.plan import proof
 from hyper_parallel.core.planner.plan.plan import MemoryPlan
 from hyper_parallel.core.planner.solve.solver import BudgetError
 
 
 class Solver:
-    """Stands in for `planning.solved`, counts, and knows some answers already. `num_workers=0`: it only counts.
+    """Stands in for `proof.solved`, counts, and knows some answers already. `num_workers=0`: it only counts.
 
     `proves_smallest=False`: where a budget is refused, the smallest peak is the predicted one; to prove it takes up to five more plans.
 
@@ -31,7 +31,7 @@ class Solver:
     """
 
     def __init__(self, num_workers: int, *, proves_smallest: bool) -> None:
-        self._solved = planning.solved
+        self._solved = proof.solved
         self._proves_smallest = proves_smallest
         self._known: dict[int, Future[Any]] = {}  # by budget, of `_profile`
         self._profile: StepProfile | None = None
@@ -45,14 +45,14 @@ class Solver:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[Solver]:
-        prove_smallest = planning._proved_smallest
-        planning.solved = self.solved
+        prove_smallest = proof._proved_smallest
+        proof.solved = self.solved
         if not self._proves_smallest:
-            planning._proved_smallest = lambda profile, profiled, smallest_bytes: smallest_bytes
+            proof._proved_smallest = lambda profile, profiled, smallest_bytes: smallest_bytes
         try:
             yield self
         finally:
-            planning.solved, planning._proved_smallest = self._solved, prove_smallest
+            proof.solved, proof._proved_smallest = self._solved, prove_smallest
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -66,7 +66,7 @@ class Solver:
         begin = time.perf_counter()
         seconds = None
         try:
-            is_first = profile is self._profile and ways == {"margin_bytes": planning.first_margin(profile)}
+            is_first = profile is self._profile and ways == {"margin_bytes": proof.first_margin(profile)}
             known = self._known.pop(allowed_bytes, None) if is_first else None
             answer = None if known is None else known.result()
             if answer is not None:
@@ -84,7 +84,7 @@ def _first_answer(profile: StepProfile, allowed_bytes: int) -> tuple[float, Any]
     """Seconds, and what a plan is made of; None: nothing fits, which the caller will see for itself."""
     begin = time.perf_counter()
     try:
-        plan = planning.solved(profile, allowed_bytes, margin_bytes=planning.first_margin(profile))
+        plan = proof.solved(profile, allowed_bytes, margin_bytes=proof.first_margin(profile))
     except BudgetError:
         return None
     return time.perf_counter() - begin, (plan.decision, plan.setting, plan.predicted, plan.gap)

@@ -20,7 +20,7 @@ pytest.importorskip("scipy", reason="the solver is in SciPy")
 from hyper_parallel.core.planner.model.choices import kept_bytes, recomputed_bytes, swapped_bytes
 from hyper_parallel.core.planner.plan.budget_curve import budget_curve
 from hyper_parallel.core.planner.plan.plan import Measured, MemoryPlan
-from hyper_parallel.core.planner.planning import first_margin, solved
+from hyper_parallel.core.planner.plan.proof import first_margin, solved
 from hyper_parallel.core.planner.search import choosing
 from hyper_parallel.core.planner.search.choosing import timeline_under
 from hyper_parallel.core.swap.sizes import format_size

@@ -15,7 +15,7 @@ import hyper_parallel as hp  # noqa: E402
 from hyper_parallel._base.errors import DamagedFileError, StateError  # noqa: E402
 from hyper_parallel.core.planner.model.choices import recompute_all  # noqa: E402
 from hyper_parallel.core.planner.model.profile import Link, Op, Region, StepProfile  # noqa: E402
-from hyper_parallel.core.planner.planning import planned  # noqa: E402
+from hyper_parallel.core.planner.plan.proof import planned  # noqa: E402
 from hyper_parallel.core.planner.solve.solver import BudgetError  # noqa: E402
 from hyper_parallel.platform.torch.planner import ProfiledModel  # noqa: E402
 from support import planned_models as models  # noqa: E402

@@ -22,7 +22,7 @@ import hyper_parallel as hp  # noqa: E402
 from hyper_parallel._base.errors import ComesLaterError, StateError  # noqa: E402
 from hyper_parallel.core.planner.model.choices import plain, recompute_all  # noqa: E402
 from hyper_parallel.core.planner.model.profile import Link  # noqa: E402
-from hyper_parallel.core.planner.planning import planned  # noqa: E402
+from hyper_parallel.core.planner.plan.proof import planned  # noqa: E402
 from hyper_parallel.core.planner.solve.solver import BudgetError  # noqa: E402
 from hyper_parallel.core.swap.config import configure_swap  # noqa: E402
 from hyper_parallel.platform import selection  # noqa: E402

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.core.planner import planning
 from hyper_parallel.core.planner.model.choices import recompute_all
 from hyper_parallel.core.planner.model.problem import Problem, evaluate
 from hyper_parallel.core.planner.model.profile import StepProfile
+from hyper_parallel.core.planner.plan import proof
 from hyper_parallel.core.planner.plan.plan import Measured, MemoryPlan
 from hyper_parallel.core.planner.search import choosing
 from hyper_parallel.core.planner.search.choosing import unmanaged
@@ -23,7 +23,7 @@ class Steps:
     def __init__(self, patch: pytest.MonkeyPatch, more_ms: float, simple_more_ms: float = 0.0) -> None:
         self.more_ms, self.simple_more_ms = more_ms, simple_more_ms
         self.measured: list[MemoryPlan] = []
-        patch.setattr(planning, "_measured", self)
+        patch.setattr(proof, "_measured", self)
 
     def __call__(self, plan: MemoryPlan, profiled: object, *, times: bool = True) -> Measured:
         self.measured.append(plan)
@@ -39,13 +39,13 @@ def whole(plan: MemoryPlan, index: int) -> object:
 
 def planned(profile: StepProfile) -> MemoryPlan:
     budget = profile.base_bytes + int(0.5 * profile.activation_peak_bytes)
-    return planning.planned(profile, budget, object())
+    return proof.planned(profile, budget, object())
 
 
 @pytest.fixture(autouse=True)
 def _solved_once(monkeypatch: pytest.MonkeyPatch, known: dict[str, MemoryPlan]) -> None:
     """Each problem is solved once, and to the end: a limit of time would make answers depend on how busy this machine is."""
-    solved = planning.solved
+    solved = proof.solved
     monkeypatch.setattr(choosing, "_POLISH_S", 60.0)
 
     def remembered(profile: StepProfile, allowed_bytes: int, **ways: Any) -> MemoryPlan:
@@ -55,7 +55,7 @@ def _solved_once(monkeypatch: pytest.MonkeyPatch, known: dict[str, MemoryPlan]) 
         plan = known[key]
         return MemoryPlan(profile, plan.decision, plan.setting, plan.budget_bytes, plan.predicted, gap=plan.gap)
 
-    monkeypatch.setattr(planning, "solved", remembered)
+    monkeypatch.setattr(proof, "solved", remembered)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_recomputing_every_block_is_tried_where_a_margin_leaves_nothing_else(
     steps = Steps(monkeypatch, more_ms=profile.step_ms)
     decision = tuple(map(recompute_all, profile.regions))
     budget = evaluate(Problem(profile, 0, 0, 0), decision).peak_bytes  # so that a plan with a margin needs copies, too
-    plan = planning.planned(profile, budget, object())
+    plan = proof.planned(profile, budget, object())
     assert plan is steps.measured[-1]
     assert plan.decision == decision
 
@@ -137,19 +137,19 @@ def test_recomputing_every_block_is_taken_where_it_is_as_fast(
     profile = dataclasses.replace(transformer(16, differ=False), link=None, facts=profile.facts)
     decision = tuple(map(recompute_all, profile.regions))
     cost = evaluate(Problem(profile, 0, 0, 0), decision)
-    budget = cost.peak_bytes + planning.first_margin(profile) + profile.activation_peak_bytes // 200
-    wanted = planning.planned(profile, budget, object())
+    budget = cost.peak_bytes + proof.first_margin(profile) + profile.activation_peak_bytes // 200
+    wanted = proof.planned(profile, budget, object())
     assert wanted.decision != decision
     num_managed = sum(not (each.is_plain or each == whole(wanted, i)) for i, each in enumerate(wanted.decision))
     taken_ms = evaluate(Problem(profile, 0, 0, 0), wanted.decision).step_ms
     # Its steps take 0.99 of what blocks take that are left alone or recomputed whole, and these take more or less than predicted.
-    simple_choice = unmanaged(profile, budget, planning.first_margin(profile))
+    simple_choice = unmanaged(profile, budget, proof.first_margin(profile))
     assert simple_choice is not None
     slow_ms = (0.99 * simple_choice.step_ms - taken_ms) / num_managed
     assert slow_ms > 0
-    monkeypatch.setattr(planning, "_TOO_SLOW", 2.0)  # else it would be planned again
+    monkeypatch.setattr(proof, "_TOO_SLOW", 2.0)  # else it would be planned again
     steps = Steps(monkeypatch, more_ms=slow_ms, simple_more_ms=more * simple_choice.step_ms)
-    plan = planning.planned(profile, budget, object())
+    plan = proof.planned(profile, budget, object())
     managed, simple = steps.measured
     assert managed.decision == wanted.decision
     assert all(each.is_plain or each == whole(simple, i) for i, each in enumerate(simple.decision))
@@ -166,20 +166,20 @@ def test_where_the_device_waits_for_the_host_a_plan_must_leave_room_for_a_busy_o
     slow = dataclasses.replace(profile, facts={**profile.facts, "region_overhead_ms": overhead * profile.step_ms})
     Steps(monkeypatch, more_ms=0.0)
     all_whole = evaluate(Problem(slow, 0, 0, 0), tuple(map(recompute_all, slow.regions)))
-    room_bytes = planning.first_margin(slow) + slow.activation_peak_bytes // 6
+    room_bytes = proof.first_margin(slow) + slow.activation_peak_bytes // 6
     whole_ms, budget = all_whole.step_ms, all_whole.peak_bytes + room_bytes
-    simple = unmanaged(slow, budget, planning.first_margin(slow))
+    simple = unmanaged(slow, budget, proof.first_margin(slow))
     assert simple is not None
     assert simple.step_ms > 0.9 * whole_ms, "so that it is not taken as it is as fast"
-    monkeypatch.setattr(planning, "_HOST_DRIFT", 1.2)
-    wanted = planning.planned(slow, budget, object())
+    monkeypatch.setattr(proof, "_HOST_DRIFT", 1.2)
+    wanted = proof.planned(slow, budget, object())
     num_managed = sum(each.is_managed for each in wanted.decision)
     assert num_managed > 0
     taken_ms = evaluate(Problem(slow, 0, 0, 0), wanted.decision).step_ms
     assert taken_ms < share * whole_ms
     steps = Steps(monkeypatch, more_ms=(share * whole_ms - taken_ms) / num_managed)
-    monkeypatch.setattr(planning, "_with_costlier_regions", lambda plan, profiled: [])
-    plan = planning.planned(slow, budget, object())
+    monkeypatch.setattr(proof, "_with_costlier_regions", lambda plan, profiled: [])
+    plan = proof.planned(slow, budget, object())
     assert plan in steps.measured
     assert any(each.is_managed for each in plan.decision) == is_managed
     assert plan.measured is not None
@@ -197,15 +197,15 @@ def test_in_full_checkpoints_memory_a_host_that_is_waited_for_is_not_asked_for_m
     decision = tuple(map(recompute_all, slow.regions))
     all_whole = evaluate(Problem(slow, 0, 0, 0), decision)
     budget, whole_ms = all_whole.peak_bytes, all_whole.step_ms
-    assert unmanaged(slow, budget, planning.first_margin(slow)) is None
-    wanted = planning.solved(slow, budget, margin_bytes=planning.first_margin(slow))
+    assert unmanaged(slow, budget, proof.first_margin(slow)) is None
+    wanted = proof.solved(slow, budget, margin_bytes=proof.first_margin(slow))
     num_managed = sum(each.is_managed for each in wanted.decision)
     assert wanted.predicted.step_ms < whole_ms, "else it is recomputed whole in any case"
     taken_ms = evaluate(Problem(slow, 0, 0, 0), wanted.decision).step_ms
     more_ms = (0.97 * whole_ms - taken_ms) / num_managed
     Steps(monkeypatch, more_ms=more_ms, simple_more_ms=0.05 * whole_ms)
-    monkeypatch.setattr(planning, "_with_costlier_regions", lambda plan, profiled: [])
-    plan = planning.planned(slow, budget, object())
+    monkeypatch.setattr(proof, "_with_costlier_regions", lambda plan, profiled: [])
+    plan = proof.planned(slow, budget, object())
     assert plan.decision == (wanted.decision if is_managed else decision)
 
 
@@ -215,7 +215,7 @@ def test_every_block_is_recomputed_where_blocks_left_alone_take_more_than_the_ru
     slow = dataclasses.replace(profile, facts={**profile.facts, "region_overhead_ms": 0.02 * profile.step_ms})
     decision = tuple(map(recompute_all, slow.regions))
     all_whole = evaluate(Problem(slow, 0, 0, 0), decision)
-    budget = all_whole.peak_bytes + planning.first_margin(slow) + slow.activation_peak_bytes // 6
+    budget = all_whole.peak_bytes + proof.first_margin(slow) + slow.activation_peak_bytes // 6
     steps = Steps(monkeypatch, more_ms=0.0)
 
     def larger(plan: MemoryPlan, profiled: object, *, times: bool = True) -> Measured:
@@ -223,12 +223,12 @@ def test_every_block_is_recomputed_where_blocks_left_alone_take_more_than_the_ru
         is_left_alone = any(each.is_plain for each in plan.decision)
         return Measured(plan.budget_bytes + 1, found.step_ms) if is_left_alone else found
 
-    monkeypatch.setattr(planning, "_measured", larger)
-    monkeypatch.setattr(planning, "_HOST_DRIFT", 2.0)
-    plan = planning.planned(slow, budget, object())
+    monkeypatch.setattr(proof, "_measured", larger)
+    monkeypatch.setattr(proof, "_HOST_DRIFT", 2.0)
+    plan = proof.planned(slow, budget, object())
     managed, left_alone, _ = (each.decision for each in steps.measured)
     assert any(each.is_managed for each in managed)
-    assert left_alone == unmanaged(slow, budget, planning.first_margin(slow)).decision
+    assert left_alone == unmanaged(slow, budget, proof.first_margin(slow)).decision
     assert plan.decision == decision
 
 
@@ -269,11 +269,11 @@ def test_steps_are_timed_where_that_tells_anything_and_the_budget_is_kept(
 ) -> None:
     monkeypatch.setattr(MemoryPlan, "apply", lambda self, model: None)
     monkeypatch.setattr(MemoryPlan, "remove", lambda self, model: None)
-    plan = planning.solved(profile, profile.base_bytes + profile.activation_peak_bytes // 2, margin_bytes=0)
+    plan = proof.solved(profile, profile.base_bytes + profile.activation_peak_bytes // 2, margin_bytes=0)
     room = plan.budget_bytes - profile.base_bytes
 
     def measured(profiled: Profiled, **ways: bool) -> tuple[Measured | None, int]:
-        return planning._measured(plan, profiled, **ways), profiled.num_timed
+        return proof._measured(plan, profiled, **ways), profiled.num_timed
 
     kept = Measured(plan.budget_bytes, 1.0)
     assert measured(Profiled(room)) == (kept, 1)

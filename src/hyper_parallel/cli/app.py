@@ -135,11 +135,8 @@ def demo(
     """
     from rich.console import Console
 
-    from hyper_parallel.cli.build import check_swap_dir, check_target
     from hyper_parallel.cli.demo import run_demo
 
-    check_target(report)
-    check_swap_dir(swap_dir)
     outcome = run_demo(Console(highlight=False, quiet=as_json), budget, steps, report, swap_dir)
     if as_json:
         _print_json(outcome.as_dict())
@@ -162,17 +159,9 @@ def plan(
 
     The function returns (model, batch), (model, batch, loss_fn) or a dict of `plan_memory`'s arguments.
     """
-    from hyper_parallel.cli.build import check_swap_dir, check_target
     from hyper_parallel.cli.plan import plan_build
 
-    check_target(out)
-    check_target(report)
-    check_swap_dir(swap_dir)
-    made = plan_build(build, budget, swap_dir)
-    if out is not None:
-        made.save(out)
-    if report is not None:
-        made.report(report)
+    made = plan_build(build, budget, out, report, swap_dir)
     if as_json:
         _print_json(made.as_dict())
     else:
@@ -192,14 +181,9 @@ def largest(
 
     The function returns (model, make_batch), (model, make_batch, loss_fn) or a dict of `largest`'s arguments; make_batch(n) gives a batch of size n.
     """
-    from hyper_parallel.cli.build import check_swap_dir, check_target
     from hyper_parallel.cli.plan import largest_build
 
-    check_target(out)
-    check_swap_dir(swap_dir)
-    found = largest_build(build, budget, at_most, swap_dir)
-    if out is not None:
-        found.plan.save(out)
+    found = largest_build(build, budget, at_most, out, swap_dir)
     if as_json:
         _print_json(found.as_dict())
     else:
@@ -228,15 +212,9 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Show a saved plan: its table, and a page with the memory of one step before and after."""
-    from hyper_parallel.cli.build import check_file, check_other_file, check_target
-    from hyper_parallel.core.planner.plan.plan import MemoryPlan
+    from hyper_parallel.cli.plan import report_of
 
-    check_file(file)
-    target = file.with_suffix(".html") if out is None else out
-    check_target(target)
-    check_other_file(target, file)
-    saved = MemoryPlan.load(file)
-    saved.report(target)
+    saved, target = report_of(file, out)
     if as_json:
         _print_json({**saved.as_dict(), "report": str(target)})
     else:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError, describe
+from hyper_parallel.core.planner.plan.budget import check_budget, is_percentage
+from hyper_parallel.core.swap.config import configure_swap
 
 
 class BuildError(HyperParallelError, RuntimeError):
@@ -130,8 +132,6 @@ def _instead_of(module_name: str, name: str) -> str:
 
 def check_budget_option(budget: str, *, may_be_part: bool = True) -> None:
     """Before a model is built, which may take minutes. `may_be_part=False`: no part of the activations."""
-    from hyper_parallel.core.planner.plan.budget import check_budget, is_percentage
-
     try:
         check_budget(budget)
     except ArgumentError as error:
@@ -206,8 +206,6 @@ def swap_directory(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    from hyper_parallel.core.swap.config import configure_swap
-
     with configure_swap(disk_dir=path):
         yield
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hyper_parallel.cli.build import check_budget_option, swap_directory, users_stdout
+from hyper_parallel.cli.build import check_budget_option, check_swap_dir, check_target, swap_directory, users_stdout
 from hyper_parallel.core.planner.plan.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import plan_memory
 from hyper_parallel.core.swap.sizes import format_size
@@ -48,6 +48,8 @@ class Outcome(NamedTuple):
 
 def run_demo(console: Console, budget: str, num_steps: int, report: Path, swap_dir: Path | None = None) -> Outcome:
     """Plan, train twice, show."""
+    check_target(report)
+    check_swap_dir(swap_dir)
     check_budget_option(budget)
     part = part_of(get_torch_platform(), "demo.transformer", "hyper-parallel demo")
     trainer = part.Trainer()

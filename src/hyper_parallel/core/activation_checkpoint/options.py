@@ -7,6 +7,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
 from hyper_parallel.platform.arguments import check_flag
 
 
@@ -92,8 +93,6 @@ def check_reentrant(impl: CheckpointImpl, options: dict[str, Any]) -> None:
 
 def check_options(options: dict[str, Any]) -> None:
     """What the region would refuse in the first forward is refused here, where the mistake is."""
-    from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
-
     as_policy_fn(options.get("policy_fn"))
     if not isinstance(options.get("swap_inputs", False), bool):
         raise ArgumentTypeError(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from hyper_parallel.core.dtensor.framework import framework_folder
+from hyper_parallel.platform import platform_of
+
 
 def distribute_tensor(tensor: Any, mesh: Any, placements: Any = None) -> Any:
     """The part of a whole tensor that belongs to this rank. Every rank has the tensor; nothing is communicated, and gradients flow to it.
@@ -17,8 +20,6 @@ def distribute_tensor(tensor: Any, mesh: Any, placements: Any = None) -> Any:
     Raises:
         ValueError: a placement does not fit.
     """
-    from hyper_parallel.platform import platform_of
-
     folder = f"hyper_parallel.platform.{platform_of(tensor).platform_type.value}.dtensor"
     return importlib.import_module(folder).distribute_tensor(tensor, mesh, placements)
 
@@ -26,7 +27,5 @@ def distribute_tensor(tensor: Any, mesh: Any, placements: Any = None) -> Any:
 def __getattr__(name: str) -> Any:
     # Not at import: the class is a subclass of the framework's own, and importing this must not choose one.
     if name == "DTensor":
-        from hyper_parallel.core.dtensor.framework import framework_folder
-
         return importlib.import_module(framework_folder("import DTensor")).DTensor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hyper_parallel.platform.selection import bind, communicating_platform
+
 __all__ = ["framework_folder"]
 
 
@@ -11,7 +13,5 @@ def framework_folder(since: str) -> str:
     The process is bound to that framework from now on, because of the call or import `since`: what is made from its classes does not work with
     the other framework's tensors.
     """
-    from hyper_parallel.platform.selection import bind, communicating_platform
-
     communicating_platform()
     return f"hyper_parallel.platform.{bind(since).platform_type.value}.dtensor"

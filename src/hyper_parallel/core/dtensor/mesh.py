@@ -19,6 +19,7 @@ from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateE
 from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.core.dtensor.interned import Interned
 from hyper_parallel.core.dtensor.mesh_arguments import axis_names_of, ranks_of, shape_of
+from hyper_parallel.platform.selection import communicating_platform, device_type_here, started_world_size
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.layout import AxesOfDim, Layout, PartialAxes
@@ -240,8 +241,6 @@ class DeviceMesh(Interned):
 
     def get_rank(self) -> int:
         """World rank of this process; 0 in a single one."""
-        from hyper_parallel.platform.selection import communicating_platform
-
         return int(communicating_platform().get_rank())
 
     def get_coordinate(self) -> tuple[int, ...] | None:
@@ -254,8 +253,6 @@ class DeviceMesh(Interned):
         Raises:
             RuntimeError: the mesh has ranks that the world does not have.
         """
-        from hyper_parallel.platform.selection import communicating_platform
-
         self._check_fits(int(communicating_platform().get_world_size()))
 
     def _check_fits(self, world_size: int) -> None:
@@ -270,8 +267,6 @@ class DeviceMesh(Interned):
 
     def _check_possible(self) -> None:
         """As far as it is known: whoever has not started anything may plan for any machine."""
-        from hyper_parallel.platform.selection import device_type_here, started_world_size
-
         world_size = started_world_size()
         if world_size is not None:
             self._check_fits(world_size)
@@ -304,8 +299,6 @@ class DeviceMesh(Interned):
         Raises:
             RuntimeError: the mesh does not have this process, or has ranks that the world does not have.
         """
-        from hyper_parallel.platform.selection import communicating_platform
-
         rank = self._rank_inside()
         self.check_started()
         platform = communicating_platform()
@@ -330,8 +323,6 @@ class DeviceMesh(Interned):
         Raises:
             ValueError: several groups and no `mesh`, or groups that are not the axes of `mesh`.
         """
-        from hyper_parallel.platform.selection import communicating_platform
-
         platform = communicating_platform()
         groups = list(group) if isinstance(group, (list, tuple)) else [group]
         members = [tuple(int(rank) for rank in platform.get_process_group_ranks(each)) for each in groups]

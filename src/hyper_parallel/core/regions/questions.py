@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError, describe
+from hyper_parallel.core.activation_checkpoint.policy import ByOutput, as_policy
 
 
 class PolicyContext:
@@ -45,8 +46,6 @@ class PolicyContext:
 
 def asked(policy: Any, context: PolicyContext, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the policy says about an op, as a CheckpointPolicy; a plan's may also say it for each result."""
-    from hyper_parallel.core.activation_checkpoint.policy import ByOutput, as_policy
-
     # Not as a TypeError: PyTorch's binary operators take one for "the other operand may know", and forget it.
     try:
         answer = policy(context, op, *args, **kwargs)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any, Generic, TypeVar
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
+from hyper_parallel.core.swap.by_hand.manager import SwapManager
+from hyper_parallel.core.swap.by_hand.storage import Storage
+from hyper_parallel.core.swap.by_hand.tensor import SwapTensor
 
 T = TypeVar("T")
 
@@ -20,8 +23,6 @@ class SavedTensors:
     """
 
     def __init__(self) -> None:
-        from hyper_parallel.core.swap.by_hand.storage import Storage
-
         self.storage: Any = Storage()
         self.add_to_storage = False
         self.count_idx = 0
@@ -31,8 +32,6 @@ class SavedTensors:
 
     def note_saved(self) -> None:
         """Autograd saves a tensor, which may stay."""
-        from hyper_parallel.core.swap.by_hand.manager import SwapManager
-
         if self._group is None:
             self._group = SwapManager().get_current_group_name()
         if self._group and not self.add_to_storage:
@@ -40,8 +39,6 @@ class SavedTensors:
             self.add_to_storage = True
 
     def note_swapped(self, residual: Any, shape: object) -> None:
-        from hyper_parallel.core.swap.by_hand.tensor import SwapTensor
-
         shown = SwapTensor.saved(residual, f"{self._group or ''}::{shape}")
         self.storage.swap_storage[self.count_idx].append(shown)
         self.count_idx += 1

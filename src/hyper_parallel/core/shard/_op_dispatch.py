@@ -14,6 +14,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard import registry
 from hyper_parallel.core.shard.communication_log import check_may_move, why
 from hyper_parallel.core.shard.decision import Decision, LocalCall, tied_axes
+from hyper_parallel.core.shard.dispatched_op import DispatchedOp, has_empty_parts
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.user_rule import decide_by_user_rule
 
@@ -57,30 +58,11 @@ class Prepared(NamedTuple):
     is_kept: bool = True  # for the next call; not where it holds only as long as the caller allows it
 
 
-class Call(NamedTuple):
-    """A decision made ready to be carried out, again and again."""
-
-    moves: tuple[
-        tuple[Layout | None, tuple[str, ...]], ...
-    ]  # per DTensor: where to, if it must be moved; axes to be tied on
-    positions: tuple[int, ...] | None  # of the DTensors among the arguments; None: some are nested or named
-    outputs: tuple[Spec | None, ...]
-    is_sequence: bool  # the outputs come in a list or tuple
-    local: LocalCall | None
-    returns_argument: int | None
-    wrap_output: Callable[[Any], Any] | None  # None: by `outputs`
-    has_empty_parts: bool  # on some rank
-    name: str
-    is_kept: bool = True  # for the next call
-    simple: Spec | None = None  # of the one output, where arguments only have to be replaced by their local tensors
-    is_view: bool = False  # of the one DTensor among its arguments: see `View`
-
-
 class View(NamedTuple):
     """How a DTensor was made that looks at another one's memory (rule G5)."""
 
     source: Any
-    call: Call
+    call: DispatchedOp
     func: Any
     args: Sequence[Any]
     kwargs: dict[str, Any] | None
@@ -110,7 +92,7 @@ class OpDispatcher:
     LIMIT = 16384  # decisions that are kept
 
     def __init__(self) -> None:
-        self._calls: dict[tuple[Any, ...], Call] = {}
+        self._calls: dict[tuple[Any, ...], DispatchedOp] = {}
         self._dtensors: dict[type, Glue] = {}
         registry.on_change(self._calls.clear)
 
@@ -198,7 +180,7 @@ class OpDispatcher:
         else:
             key.append(value)
 
-    def _carry_out(self, call: Call, func: Any, args: Sequence[Any], kwargs: Any, tensors: list[Any]) -> Any:
+    def _carry_out(self, call: DispatchedOp, func: Any, args: Sequence[Any], kwargs: Any, tensors: list[Any]) -> Any:
         locals_ = []
         for tensor, (target, tied) in zip(tensors, call.moves):  # noqa: B905 - as long as each other, and every call comes here
             if target is not None:
@@ -255,7 +237,7 @@ class OpDispatcher:
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
-    def _decide(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any]) -> Call:
+    def _decide(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any]) -> DispatchedOp:
         glue = self._dtensors[type(tensors[0])]
         name = glue.op_name(func)
         mesh = tensors[0]._spec.layout.mesh
@@ -273,7 +255,7 @@ class OpDispatcher:
         if all(_is_number(tensor, glue) for tensor in tensors) and _has_plain((args, kwargs), glue, self._dtensors):
             # Numbers, among plain tensors: those stay plain. (PyTorch's clipping multiplies every gradient by one number.)
             positions = _positions(args, kwargs, self._dtensors)
-            return Call(
+            return DispatchedOp(
                 ((None, ()),) * len(tensors),
                 positions,
                 (None,),
@@ -322,7 +304,7 @@ class OpDispatcher:
         for index, target in zip(prepared.order, decision.inputs, strict=True):
             is_moved = target is not tensors[index]._spec.layout
             moves[index] = (target if is_moved else None, tied_axes(target, decision.outputs))
-        call = Call(
+        call = DispatchedOp(
             tuple(moves), _positions(args, kwargs, self._dtensors), decision.outputs, prepared.is_sequence, prepared.local,
             prepared.returns_argument, _as_it_is if prepared.is_raw else None,
             prepared.returns_argument is None and has_empty_parts(tensors, decision), name, prepared.is_kept,
@@ -374,19 +356,6 @@ def _what_to_do(name: str) -> str:
         f"Register one (a subclass of `hp.DistributedOp`, made with the name {name!r}), or compute it on whole tensors: "
         '`with hp.unknown_ops("replicate"):`.'
     )
-
-
-def has_empty_parts(tensors: Sequence[Any], decision: Decision | None) -> bool:
-    """Whether a rank computes with nothing. All ranks answer alike."""
-    specs = [tensor._spec for tensor in tensors]
-    if decision is not None:
-        specs += decision.outputs
-        specs += [
-            Spec(layout, spec.shape)
-            for layout, spec in zip(decision.inputs, specs, strict=False)
-            if layout.ndim == spec.ndim
-        ]
-    return any(spec.has_empty_parts for spec in specs)
 
 
 def _is_number(tensor: Any, glue: Glue) -> bool:

@@ -13,6 +13,7 @@ from hyper_parallel.core.dtensor.placements import Placement
 from hyper_parallel.core.dtensor.redistribution.platform_transport import LocalTensors, PlatformTransport
 from hyper_parallel.core.shard.communication_log import note
 from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.arguments import check_size
 
 __all__ = ["as_layout", "checked_spec", "mesh_coordinate", "noted_transport"]
@@ -92,8 +93,6 @@ def checked_spec(local: Any, layout: Layout, shape: Sequence[int] | None, run_ch
 
 def _check_on_all_ranks(dtype: str, spec: Spec, problem: str | None, is_shape_given: bool) -> None:
     """Raises on every rank where one of them differs, and names it."""
-    from hyper_parallel.platform import get_platform
-
     platform = get_platform()
     mesh = spec.layout.mesh
     mine = (mesh.get_rank(), dtype, spec.shape, problem)

@@ -17,6 +17,7 @@ from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
 from hyper_parallel.core.shard.decision import tied_axes
 from hyper_parallel.core.shard.local_parts import checked_spec
 from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform import platform_of
 from hyper_parallel.platform.patterns import matching
 
 __all__ = ["ShardPlan", "custom_shard", "shard_module"]
@@ -52,8 +53,6 @@ def shard_module(module: Any, mesh: DeviceMesh, plan: ShardPlan | Mapping[str, M
     Example:
         shard_module(mlp, mesh, ShardPlan(parameters={"up.weight": ("tp", None), "down.weight": (None, "tp")}, outputs={"": (None, None)}))
     """
-    from hyper_parallel.platform import platform_of
-
     if not isinstance(plan, ShardPlan):
         wrong = [part for part in plan if part not in ("parameters", "inputs", "outputs")] if _is_table(plan) else plan
         if not _is_table(plan) or wrong:

@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.decision import tied_axes
+from hyper_parallel.core.shard.dispatched_op import DispatchedOp, has_empty_parts
 from hyper_parallel.core.shard.spec import Spec
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.shard._op_dispatch import Call, Glue
+    from hyper_parallel.core.shard._op_dispatch import Glue
 
 __all__ = ["decide_by_user_rule"]
 
 
 def decide_by_user_rule(
     rule: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any], glue: Glue
-) -> Call:
+) -> DispatchedOp:
     """The call that a rule of a user's own describes: its arguments stay where they are."""
-    from hyper_parallel.core.shard._op_dispatch import Call, has_empty_parts
-
     layouts, extra_args = _seen(args, kwargs, glue)
     if hasattr(rule, "choose_layouts"):
         return _decide_by_short_rule(rule, args, kwargs, tensors, glue)
@@ -50,15 +49,15 @@ def decide_by_user_rule(
         (None, tied_axes(tensor._spec.layout, [_anything(layout) for layout in outputs])) for tensor in tensors
     )
     wrapper = _Wrapper(rule, glue, specs, outputs, is_sequence)
-    return Call(moves, None, (), is_sequence, local, None, wrapper, has_empty_parts(tensors, None), rule.op_name)
+    return DispatchedOp(
+        moves, None, (), is_sequence, local, None, wrapper, has_empty_parts(tensors, None), rule.op_name
+    )
 
 
 def _decide_by_short_rule(
     rule: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any], glue: Glue
-) -> Call:
+) -> DispatchedOp:
     """A rule that also says how the arguments must lie: they are moved there."""
-    from hyper_parallel.core.shard._op_dispatch import Call, has_empty_parts
-
     layouts, extra_args = _seen(args, kwargs, glue)
     if None in layouts:
         raise ArgumentError(
@@ -76,7 +75,7 @@ def _decide_by_short_rule(
     placed = [Spec(target, tensor._spec.shape) for tensor, target in zip(tensors, chosen.inputs, strict=True)]
     is_sequence = len(chosen.outputs) > 1
     wrapper = _Wrapper(rule, glue, _ShapesFromInputs(rule, placed, extra_args), chosen.outputs, is_sequence)
-    return Call(moves, None, (), is_sequence, None, None, wrapper, has_empty_parts(tensors, None), rule.op_name)
+    return DispatchedOp(moves, None, (), is_sequence, None, None, wrapper, has_empty_parts(tensors, None), rule.op_name)
 
 
 def _anything(layout: Layout | None) -> Spec | None:

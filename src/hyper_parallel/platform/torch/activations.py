@@ -10,13 +10,18 @@ from typing import Any
 import torch.utils.checkpoint
 
 
+def _features() -> Any:
+    """The package that has them by their public names. It is loaded when the first is used: it is made of the platform."""
+    from hyper_parallel.platform.torch import activation_checkpoint
+
+    return activation_checkpoint
+
+
 class Activations:
     @property
     def checkpoint(self) -> Callable[..., Any]:
         """The function that runs a region."""
-        from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
-
-        return checkpoint
+        return _features().checkpoint
 
     @property
     def noop_context_fn(self) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
@@ -25,17 +30,11 @@ class Activations:
 
     @staticmethod
     def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Any:
-        from hyper_parallel.platform.torch.compat.selective_contexts import (
-            create_selective_checkpoint_contexts,
-        )
-
-        return create_selective_checkpoint_contexts(policy_fn_or_list, allow_cache_entry_mutation)
+        return _features().create_selective_checkpoint_contexts(policy_fn_or_list, allow_cache_entry_mutation)
 
     @staticmethod
     def async_save_on_cpu(policy_fn: Callable[[torch.Tensor], Any] | None = None) -> Any:
-        from hyper_parallel.platform.torch.regions.saved_tensors import AsyncSaveOnCpu
-
-        return AsyncSaveOnCpu(policy_fn)
+        return _features().AsyncSaveOnCpu(policy_fn)
 
     @staticmethod
     def ckpt_wrapper(module: Any, checkpoint_fn: Callable[..., Any] | None = None, **checkpoint_fn_kwargs: Any) -> Any:
@@ -44,14 +43,10 @@ class Activations:
         Without a function PyTorch's own non-reentrant checkpoint runs it, unless there is something that only this package's
         `checkpoint` can do (`policy_fn`, `swap_inputs`) or that the wrapper decides (`checkpoint_impl`).
         """
-        from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import checkpoint_wrapper
-
         if checkpoint_fn is None and not {"policy_fn", "swap_inputs", "checkpoint_impl"} & checkpoint_fn_kwargs.keys():
             checkpoint_fn = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-        return checkpoint_wrapper(module, checkpoint_fn=checkpoint_fn, **checkpoint_fn_kwargs)
+        return _features().checkpoint_wrapper(module, checkpoint_fn=checkpoint_fn, **checkpoint_fn_kwargs)
 
     @staticmethod
     def swap_wrapper(module: Any, policy_fn: Callable[[Any], Any] | None = None) -> Any:
-        from hyper_parallel.platform.torch.wrappers.swap_wrapper import swap_wrapper
-
-        return swap_wrapper(module, policy_fn)
+        return _features().swap_wrapper(module, policy_fn)

@@ -98,3 +98,20 @@ def _leaves(tree: Any) -> Iterator[Any]:
             yield from _leaves(each)
     else:
         yield tree
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raises TypeError where it cannot be called: before anything is measured."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise ArgumentTypeError(
+            "`loss_fn` gives the loss in what the model gives.",
+            expected="a function of the model's output, or None",
+            got=describe(loss_fn),
+        )
+    if loss_fn is not None and not takes_the_output_alone(loss_fn):
+        raise ArgumentTypeError(
+            "`loss_fn` is given what the model gives, and nothing else.",
+            expected="a function of one argument",
+            got=describe(loss_fn),
+            do="Let it take the target from around it: loss_fn=lambda output: criterion(output, target).",
+        )

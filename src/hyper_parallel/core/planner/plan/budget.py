@@ -82,3 +82,11 @@ def budget_note(budget: int | str) -> str | None:
         unit = decimal.group(1)
         return f"{budget} are {format_size(num_bytes)}: {unit} counts in thousands, {unit[0]}iB in 1024s."
     return None
+
+
+def reserve_bytes(reserve: int | str) -> int:
+    """What a user wants to keep free."""
+    num_bytes = parse_size(reserve, "reserve")
+    if num_bytes < 0:
+        raise ArgumentError("`reserve` is negative.", expected="0 bytes or more", got=describe(reserve))
+    return num_bytes

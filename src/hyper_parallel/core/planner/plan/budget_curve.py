@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hyper_parallel.core.planner.model.profile import StepProfile
-from hyper_parallel.core.planner.planning import first_margin, solved
+from hyper_parallel.core.planner.plan.proof import first_margin, solved
 from hyper_parallel.core.planner.search.choosing import smallest_budget
 from hyper_parallel.core.planner.solve.solver import BudgetError
 

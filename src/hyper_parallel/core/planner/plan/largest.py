@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError, describe
 from hyper_parallel.core.planner.model.profile import StepProfile
+from hyper_parallel.core.planner.plan.batch_words import check_loss_fn
 from hyper_parallel.core.planner.plan.budget import budget_bytes as parse_budget
-from hyper_parallel.core.planner.plan.budget import check_budget, is_percentage
+from hyper_parallel.core.planner.plan.budget import check_budget, is_percentage, reserve_bytes
 from hyper_parallel.core.planner.plan.plan import Measured, MemoryPlan, Origin, _part
 from hyper_parallel.core.planner.plan.progress import Progress, progress_of
+from hyper_parallel.core.planner.plan.proof import first_margin, planned, time_by_turns
 from hyper_parallel.core.planner.plan.table import Table, html_of, plan_parts, text_of
-from hyper_parallel.core.planner.planning import check_loss_fn, first_margin, planned, reserve_bytes, time_by_turns
 from hyper_parallel.core.planner.search.choosing import smallest_budget
 from hyper_parallel.core.planner.solve.solver import BudgetError
 from hyper_parallel.core.swap.sizes import format_size

@@ -24,6 +24,7 @@ from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.model.profile import StepProfile
 from hyper_parallel.core.planner.plan.batch_fit import Fit, PlannedBatch
 from hyper_parallel.core.planner.plan.budget import budget_bytes as parse_budget
+from hyper_parallel.core.planner.plan.proof import planned
 from hyper_parallel.core.planner.solve.solver import BudgetError
 from hyper_parallel.core.swap.sizes import format_size
 
@@ -200,8 +201,6 @@ class ManagedModel:
         self.num_replans += 1
 
     def _planned(self, model: Any, batch: Any, part_of_room: float) -> MemoryPlan:
-        from hyper_parallel.core.planner.planning import planned
-
         first = self._first
         origin, facts = first.origin, first.profile.facts
         profiled = self._part.ProfiledModel(

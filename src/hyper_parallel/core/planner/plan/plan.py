@@ -22,6 +22,7 @@ from hyper_parallel.core.planner.model.choices import check as check_decision
 from hyper_parallel.core.planner.model.profile import StepProfile, checked
 from hyper_parallel.core.planner.plan import plan_file
 from hyper_parallel.core.planner.plan.batch_fit import PlannedBatch
+from hyper_parallel.core.planner.plan.batch_words import check_loss_fn
 from hyper_parallel.core.planner.plan.host_need import HostNeed, host_need
 from hyper_parallel.core.planner.plan.table import html_of, plan_parts, text_of
 from hyper_parallel.core.planner.search.settings import Setting
@@ -384,7 +385,7 @@ class MemoryPlan:
 
         The model is left as it was, with the plan applied only if it was before.
         """
-        from hyper_parallel.core.planner.planning import check_loss_fn, verified
+        from hyper_parallel.core.planner.plan.proof import verified
 
         check_loss_fn(loss_fn)
         part = _part(model, "MemoryPlan.verify")

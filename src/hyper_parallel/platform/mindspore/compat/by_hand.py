@@ -11,16 +11,18 @@ from typing import Any
 import mindspore
 from mindspore import Tensor, nn
 
+from hyper_parallel.core.swap.by_hand.layer_order import ORDER
+from hyper_parallel.core.swap.by_hand.tensor import Parts
 from hyper_parallel.platform.arguments import check_module
 from hyper_parallel.platform.mindspore.regions.saved_tensors import base_check_fn
-from hyper_parallel.platform.mindspore.regions.storages import (
+from hyper_parallel.platform.mindspore.swap.device import flat, is_on_host, tensor_on
+from hyper_parallel.platform.mindspore.swap.engines import engine_of
+from hyper_parallel.platform.mindspore.swap.storages import (
     Look,
     aliased,
     storage_address,
     storage_bytes,
 )
-from hyper_parallel.platform.mindspore.swap.device import flat, is_on_host, tensor_on
-from hyper_parallel.platform.mindspore.swap.engines import engine_of
 from hyper_parallel.platform.trees import leaves
 
 
@@ -45,8 +47,6 @@ class HeldTensor:
         return 0 if is_on_host(self.value) else int(self.value._version)
 
     def parts(self) -> Any:
-        from hyper_parallel.core.swap.by_hand.tensor import Parts
-
         found = engine_of(str(self.value.device)) if self._is_movable else None
         if found is None:
             return None
@@ -76,20 +76,14 @@ def hook_order(first: nn.Cell, second: nn.Cell) -> None:
 
 
 def _first_begins(cell: nn.Cell, _args: Any) -> None:
-    from hyper_parallel.core.swap.by_hand.layer_order import ORDER
-
     ORDER.first_begins(cell)
 
 
 def _second_begins(cell: nn.Cell, _args: Any) -> None:
-    from hyper_parallel.core.swap.by_hand.layer_order import ORDER
-
     ORDER.second_begins(cell)
 
 
 def _second_ends(cell: nn.Cell, _args: Any, output: Any) -> None:
-    from hyper_parallel.core.swap.by_hand.layer_order import ORDER
-
     launch = ORDER.second_ends(cell)
     if launch is None:
         return

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
 from hyper_parallel.core.regions.functions import engine_key
 from hyper_parallel.platform.mindspore.regions.cell_paths import paths_here
 from hyper_parallel.platform.mindspore.regions.planning import ReplayEntries
@@ -17,7 +18,7 @@ from hyper_parallel.platform.mindspore.regions.random_ops import SeedState
 from hyper_parallel.platform.mindspore.regions.recording import Record, RegionMode, Swappable
 from hyper_parallel.platform.mindspore.regions.region_swap import RegionSwap
 from hyper_parallel.platform.mindspore.regions.replaying import Replay
-from hyper_parallel.platform.mindspore.regions.storages import unseen
+from hyper_parallel.platform.mindspore.swap.storages import unseen
 
 
 def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Any:
@@ -31,8 +32,6 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
     Raises:
         TypeError: neither a function nor a list of ops.
     """
-    from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
-
     kept = _KeptValues(as_policy_fn(policy_fn_or_list))
     return kept.forward(), kept.recompute()
 

@@ -17,6 +17,7 @@ from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.dtensor.redistribution import plan_redistribution, redistribute
 from hyper_parallel.core.shard.communication_log import why
 from hyper_parallel.core.shard.local_parts import mesh_coordinate, noted_transport
+from hyper_parallel.platform import get_mindspore_platform
 from hyper_parallel.platform.mindspore.dtensor.local_tensors import MindSporeTensors
 
 __all__ = [
@@ -52,8 +53,6 @@ def move_values(local: Tensor, source: Layout, target: Layout, shape: tuple[int,
 
 
 def _transport(local: Tensor, mesh: DeviceMesh) -> Any:
-    from hyper_parallel.platform import get_mindspore_platform
-
     return noted_transport(get_mindspore_platform(), MindSporeTensors(local), mesh)
 
 

@@ -37,6 +37,7 @@ from hyper_parallel.platform.mindspore.dtensor.movement import (
     tied_to,
 )
 from hyper_parallel.platform.mindspore.dtensor.operators import Operator, operator_of
+from hyper_parallel.platform.mindspore.parameters import new_parameter
 
 __all__ = ["DTensor", "moved", "wrapped"]
 
@@ -396,8 +397,6 @@ def moved(tensor: DTensor, target: Layout) -> DTensor:
 
 def as_parameter(tensor: DTensor, name: str | None, requires_grad: bool) -> Any:
     """A `Parameter` that is a DTensor. Its local tensor is a parameter, too: optimizers step on that one."""
-    from hyper_parallel.platform.mindspore.parameters import new_parameter
-
     local = new_parameter(detached(tensor._local), name=name, requires_grad=True)
     # Before it is wrapped: a parameter of a local tensor that needs no gradient would get none, without a word.
     local.requires_grad_()

@@ -25,7 +25,7 @@ from hyper_parallel.platform.mindspore.planner.signature import look_of
 from hyper_parallel.platform.mindspore.planner.steps import tensors_of
 from hyper_parallel.platform.mindspore.regions.checkpoint import checkpoint
 from hyper_parallel.platform.mindspore.regions.replays import is_replaying
-from hyper_parallel.platform.mindspore.regions.storages import storage_address
+from hyper_parallel.platform.mindspore.swap.storages import storage_address
 from hyper_parallel.platform.mindspore.wrappers.replacement import TREE
 from hyper_parallel.platform.mindspore.wrappers.swap_wrapper import AsyncSaveOnCpu
 

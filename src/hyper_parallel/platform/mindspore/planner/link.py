@@ -9,10 +9,11 @@ from typing import Any
 import mindspore
 from mindspore import mint
 
+from hyper_parallel.core.planner.model.profile import Link
 from hyper_parallel.platform.mindspore.planner.meters import is_cpu
-from hyper_parallel.platform.mindspore.regions.storages import unseen
 from hyper_parallel.platform.mindspore.swap import engines as swap_engines
 from hyper_parallel.platform.mindspore.swap.device import flat
+from hyper_parallel.platform.mindspore.swap.storages import unseen
 
 _NUM_COPIES = 5
 _DEVICE_BYTES = 256 * 1024**2
@@ -21,8 +22,6 @@ _CPU_BYTES = 4 * 1024**2
 
 def measure_link(device: str) -> Any:
     """A `Link`; None where nothing can be swapped: no directory is configured on a CPU."""
-    from hyper_parallel.core.planner.model.profile import Link
-
     found = swap_engines.engine_of(device)
     if found is None:
         return None

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import mindspore
 
+from hyper_parallel.core.swap.host_memory import read_host_memory
 from hyper_parallel.platform.mindspore.planner.meters import is_cpu
 
 
 def free_bytes(device: str) -> int:
     """What can still be allocated: free on the device, and held by the framework's allocator without being used."""
     if is_cpu(device):
-        from hyper_parallel.core.swap.host_memory import read_host_memory
-
         memory = read_host_memory()
         limits = [memory.available_bytes] + ([] if memory.limit_bytes is None else [memory.limit_bytes])
         return min(limits)

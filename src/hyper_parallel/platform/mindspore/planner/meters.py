@@ -21,7 +21,7 @@ from mindspore import MsDispatchMode, Tensor, saved_tensors_hooks
 from hyper_parallel.core.planner.model.measured_span import Span
 from hyper_parallel.platform.mindspore.regions.recording import Call
 from hyper_parallel.platform.mindspore.regions.saved_tensors import Kept
-from hyper_parallel.platform.mindspore.regions.storages import (
+from hyper_parallel.platform.mindspore.swap.storages import (
     set_watcher,
     storage_address,
     storage_bytes,

@@ -22,7 +22,7 @@ from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.planner.plan.python_state import PythonState, check_no_iterators
 from hyper_parallel.platform.mindspore.regions.attributes import MINDSPORE, cells_in
 from hyper_parallel.platform.mindspore.regions.random_ops import SeedState
-from hyper_parallel.platform.mindspore.regions.storages import aliased, storage_address, unseen
+from hyper_parallel.platform.mindspore.swap.storages import aliased, storage_address, unseen
 from hyper_parallel.platform.trees import leaves
 
 _REACH = 3  # objects in objects of the user's that are noted

@@ -24,7 +24,11 @@ from mindspore.graph.api import _pynative_executor
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.core.activation_checkpoint.replacement import replace
+from hyper_parallel.core.planner.model.choices import recompute_all
 from hyper_parallel.core.planner.model.measured_span import Span
+from hyper_parallel.core.planner.model.profile import Input, Op, Region, StepProfile, Turn, Value
+from hyper_parallel.core.planner.model.spans import with_common_times, with_peaks
+from hyper_parallel.core.swap.config import current_config, default_min_bytes
 from hyper_parallel.platform.mindspore.planner import signature
 from hyper_parallel.platform.mindspore.planner.applying import looks_of
 from hyper_parallel.platform.mindspore.planner.blocks import check_ran, find_blocks, suggested
@@ -39,7 +43,7 @@ from hyper_parallel.platform.mindspore.regions.graph_mode import refuse_graph_mo
 from hyper_parallel.platform.mindspore.regions.recording import Record, RegionMode
 from hyper_parallel.platform.mindspore.regions.replays import is_replaying
 from hyper_parallel.platform.mindspore.regions.saved_tensors import Kept, base_check_fn
-from hyper_parallel.platform.mindspore.regions.storages import storage_address, storage_bytes, unseen
+from hyper_parallel.platform.mindspore.swap.storages import storage_address, storage_bytes, unseen
 from hyper_parallel.platform.mindspore.wrappers.checkpoint_wrapper import CheckpointWrapper
 from hyper_parallel.platform.mindspore.wrappers.replacement import TREE
 
@@ -162,10 +166,6 @@ class ProfiledModel:
 
     def profile(self, progress: Progress | None = None) -> Any:
         """A `StepProfile` of the plain step."""
-        from hyper_parallel.core.planner.model.choices import recompute_all
-        from hyper_parallel.core.planner.model.profile import StepProfile, Turn
-        from hyper_parallel.core.planner.model.spans import with_common_times, with_peaks
-
         say = progress or (lambda what: None)
         base_bytes = self.base_bytes()
         with self.preserved() as block, block:
@@ -403,8 +403,6 @@ def _region(
 
     `min_bytes`: the smallest storage that is swapped; None where nothing is.
     """
-    from hyper_parallel.core.planner.model.profile import Input, Op, Region, Value
-
     forward_ms, backward_ms = (times[f"{which} {index}"] for which in ("forward", "backward"))
     again_ms = sum(times_again[f"{which} {index}"] for which in ("forward", "backward"))
     choices = ["recompute"]
@@ -443,8 +441,6 @@ _NAME = "block"  # the one op of a region: all that it does
 
 
 def _min_bytes(device: str) -> int:
-    from hyper_parallel.core.swap.config import current_config, default_min_bytes
-
     configured = current_config().min_bytes
     return default_min_bytes("disk" if is_cpu(device) else "host") if configured is None else configured
 

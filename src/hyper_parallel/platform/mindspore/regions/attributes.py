@@ -12,7 +12,7 @@ from mindspore import Tensor, nn
 from mindspore.ops import Primitive
 
 from hyper_parallel.core.planner.plan.python_state import Framework, PythonState, Saved, as_then
-from hyper_parallel.platform.mindspore.regions.storages import unseen
+from hyper_parallel.platform.mindspore.swap.storages import unseen
 
 
 def _read(generator: mindspore.Generator) -> bytes:

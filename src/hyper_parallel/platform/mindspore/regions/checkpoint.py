@@ -9,6 +9,7 @@ from mindspore import Tensor, nn
 from mindspore.graph.api import _pynative_executor
 
 from hyper_parallel.core.activation_checkpoint.options import check_call, in_own_words, options_of
+from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
 from hyper_parallel.core.regions.arguments import SavedArguments, kinds_of
 from hyper_parallel.platform.mindspore.regions.frame import Frame
 from hyper_parallel.platform.mindspore.regions.graph_mode import refuse_graph_mode
@@ -50,8 +51,6 @@ def checkpoint(
         >>> mindspore.grad(lambda x: checkpoint(lambda y: y.sin().exp().sum(), x))(mindspore.Tensor([0.0]))
         Tensor(shape=[1], dtype=Float32, value= [ 1.00000000e+00])
     """
-    from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
-
     check_call(function, determinism_check)
     if "use_reentrant" in kwargs or "context_fn" in kwargs:
         kwargs["policy_fn"] = policy_fn

@@ -24,6 +24,7 @@ from hyper_parallel.core.regions.functions import bare, engine_key, identity, re
 from hyper_parallel.core.regions.host_randomness import HostRandomness
 from hyper_parallel.core.regions.passes import Pass
 from hyper_parallel.core.regions.rerun_errors import other_ops, other_values
+from hyper_parallel.core.regions.value_check import is_due
 from hyper_parallel.platform.mindspore.regions.attributes import as_noted, note_attributes
 from hyper_parallel.platform.mindspore.regions.cell_paths import paths_here, unwrapped
 from hyper_parallel.platform.mindspore.regions.planning import ReplayEntries
@@ -46,8 +47,8 @@ from hyper_parallel.platform.mindspore.regions.replaying import (
 from hyper_parallel.platform.mindspore.regions.replays import Hooks, pack_around, replaying
 from hyper_parallel.platform.mindspore.regions.residuals import FromInput, FromKept, Recomputed
 from hyper_parallel.platform.mindspore.regions.saved_tensors import Kept, Swapped, TensorSwap
-from hyper_parallel.platform.mindspore.regions.storages import aliased, storage_bytes, unseen
 from hyper_parallel.platform.mindspore.regions.value_sums import value_sum
+from hyper_parallel.platform.mindspore.swap.storages import aliased, storage_bytes, unseen
 
 _logger = get_logger("region")
 _NO_PASS = -1  # what MindSpore gives as the number of the backward outside of one
@@ -226,8 +227,6 @@ class Frame:
         return slots
 
     def _note_value_sums(self, recomputed: list[Recomputed]) -> None:
-        from hyper_parallel.core.regions.value_check import is_due
-
         if recomputed and is_due(self._key):
             for each in recomputed:
                 if each.held is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hyper_parallel.core.regions.rerun_plan import plan_replay
 from hyper_parallel.platform.mindspore.regions.recording import Node, Record, RecordedOp, Saves
 
 
@@ -31,8 +32,6 @@ class ReplayEntries:
 
     def __init__(self, record: Record, wanted: dict[Any, int], stops: bool) -> None:
         """`wanted`: values, and the op after which autograd saved each; `stops`: whether the recomputation ends after the last of those."""
-        from hyper_parallel.core.regions.rerun_plan import plan_replay
-
         self.wanted = set(wanted)
         if record.runs_everything:
             kept = {node for op in record.ops for node in op.nodes if node.kept is not None}

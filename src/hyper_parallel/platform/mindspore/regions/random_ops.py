@@ -22,8 +22,8 @@ import mindspore
 import numpy as np
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore.regions.storages import unseen, watcher
 from hyper_parallel.platform.mindspore.swap.device import is_on_host
+from hyper_parallel.platform.mindspore.swap.storages import unseen, watcher
 
 # As an attribute `mindspore.common.seed` is a function; the module is reached by its name alone.
 _seeds: Any = sys.modules["mindspore.common.seed"]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from mindspore import MsDispatchMode, Tensor
 from mindspore.ops.primitive import Primitive
 
+from hyper_parallel.core.activation_checkpoint.op_names import is_random
 from hyper_parallel.core.regions.module_calls import ModuleCalls, Occurrence
 from hyper_parallel.core.regions.questions import PolicyContext, asked
 from hyper_parallel.platform.mindspore.regions.cell_paths import CALL, CellPaths
@@ -22,7 +23,8 @@ from hyper_parallel.platform.mindspore.regions.random_ops import (
     redo_dropout,
     seeds_of,
 )
-from hyper_parallel.platform.mindspore.regions.storages import (
+from hyper_parallel.platform.mindspore.regions.value_sums import value_sum
+from hyper_parallel.platform.mindspore.swap.storages import (
     Look,
     aliased,
     copied,
@@ -31,7 +33,6 @@ from hyper_parallel.platform.mindspore.regions.storages import (
     watcher,
     whole,
 )
-from hyper_parallel.platform.mindspore.regions.value_sums import value_sum
 from hyper_parallel.platform.trees import leaves
 
 _num_records = itertools.count()
@@ -369,8 +370,6 @@ def _writes(call: Call) -> tuple[int, ...]:
 
 
 def _is_random(name: str) -> bool:
-    from hyper_parallel.core.activation_checkpoint.op_names import is_random
-
     return is_random(name) is True
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore.regions.saved_tensors import Swapped, swapped
-from hyper_parallel.platform.mindspore.regions.storages import Look, storage_bytes
 from hyper_parallel.platform.mindspore.swap import engines as swap_engines
+from hyper_parallel.platform.mindspore.swap.storages import Look, storage_bytes
 
 
 class RegionSwap:

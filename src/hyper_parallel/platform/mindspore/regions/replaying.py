@@ -16,7 +16,7 @@ from mindspore.graph.api import _no_grad
 from hyper_parallel._base.errors import StateError, describe
 from hyper_parallel.core.regions.questions import PolicyContext, asked
 from hyper_parallel.platform.mindspore.regions.cell_paths import num_casting_cells
-from hyper_parallel.platform.mindspore.regions.random_ops import stand_in
+from hyper_parallel.platform.mindspore.regions.random_ops import seeds_of, stand_in
 from hyper_parallel.platform.mindspore.regions.recording import (
     SETTLED,
     Call,
@@ -28,7 +28,7 @@ from hyper_parallel.platform.mindspore.regions.recording import (
     Stop,
     outside_sums,
 )
-from hyper_parallel.platform.mindspore.regions.storages import (
+from hyper_parallel.platform.mindspore.swap.storages import (
     Look,
     aliased,
     copied,
@@ -358,8 +358,6 @@ class Replay:
 
 
 def _seeds(call: Call) -> Any:
-    from hyper_parallel.platform.mindspore.regions.random_ops import seeds_of
-
     return seeds_of(call.primitive)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore.regions.saved_tensors import Swapped
-from hyper_parallel.platform.mindspore.regions.storages import Look, aliased, looking, watcher
+from hyper_parallel.platform.mindspore.swap.storages import Look, aliased, looking, watcher
 
 if TYPE_CHECKING:
     from hyper_parallel.platform.mindspore.regions.frame import Frame

@@ -8,18 +8,20 @@ from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 
+from hyper_parallel.core.activation_checkpoint.policy import keeps_tensor
 from hyper_parallel.core.regions.functions import engine_key
 from hyper_parallel.core.regions.saved_tensors import OfSavedTensors, SavedTensors, checked_policy
+from hyper_parallel.core.swap.slot import Handle
 from hyper_parallel.platform.mindspore.regions.cell_paths import paths_here, unwrapped
 from hyper_parallel.platform.mindspore.regions.replays import Hooks, is_replaying
-from hyper_parallel.platform.mindspore.regions.storages import (
+from hyper_parallel.platform.mindspore.swap import engines as swap_engines
+from hyper_parallel.platform.mindspore.swap.device import flat, tensor_on
+from hyper_parallel.platform.mindspore.swap.storages import (
     Look,
     aliased,
     storage_address,
     storage_bytes,
 )
-from hyper_parallel.platform.mindspore.swap import engines as swap_engines
-from hyper_parallel.platform.mindspore.swap.device import flat, tensor_on
 
 _CAST = "Cast"
 
@@ -196,11 +198,8 @@ class Recorder:
             return None
         if storage_address(tensor) in self._owned or self._is_cast_of_parameter(tensor):
             return None
-        if self.policy_fn is not None:
-            from hyper_parallel.core.activation_checkpoint.policy import keeps_tensor
-
-            if keeps_tensor(self.policy_fn(tensor)):
-                return None
+        if self.policy_fn is not None and keeps_tensor(self.policy_fn(tensor)):
+            return None
         return place
 
     def _open_place(self, device: str) -> Any:
@@ -234,8 +233,6 @@ class TensorSwap:
 
 def swapped(engine: Any, group: Any, tensor: Tensor, label: Callable[[], object]) -> Swapped:
     """Hand a tensor's storage to the engine, or find it there."""
-    from hyper_parallel.core.swap.slot import Handle
-
     slot = living_slot(engine, tensor)
     if slot is None:
         # The version of a storage is not known: MindSpore counts no writes on the CPU.
@@ -292,8 +289,6 @@ class Swapped:
 
     def another(self, look: Look) -> Swapped:
         """For another reader, so that the engine knows who still will ask."""
-        from hyper_parallel.core.swap.slot import Handle
-
         return Swapped(self.engine, Handle(self.handle.slot, self.handle.group), look)
 
     def tensor(self) -> Tensor:

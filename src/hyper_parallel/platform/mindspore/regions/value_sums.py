@@ -7,7 +7,7 @@ import hashlib
 import mindspore
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore.regions.storages import Look, aliased, unseen, whole
+from hyper_parallel.platform.mindspore.swap.storages import Look, aliased, unseen, whole
 
 
 def value_sum(tensor: Tensor) -> bytes:

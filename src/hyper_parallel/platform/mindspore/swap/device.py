@@ -18,7 +18,8 @@ from mindspore import Tensor, mint
 from mindspore.graph.api import _no_grad
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
-from hyper_parallel.platform.mindspore.regions.storages import HostMemory, Look, unseen, watcher, whole
+from hyper_parallel.core.swap.disk_stream import DiskStream, HostComputeStream
+from hyper_parallel.platform.mindspore.swap.storages import HostMemory, Look, unseen, watcher, whole
 
 
 class CpuDevice:
@@ -28,8 +29,6 @@ class CpuDevice:
     """
 
     def __init__(self) -> None:
-        from hyper_parallel.core.swap.disk_stream import DiskStream, HostComputeStream
-
         self._compute = HostComputeStream()
         self._offload = DiskStream("offload")
         self._load = DiskStream("load")

@@ -7,6 +7,7 @@ from typing import Any
 
 import mindspore
 
+from hyper_parallel.core.swap import engines
 from hyper_parallel.platform.mindspore.swap.device import (
     AcceleratorDevice,
     CpuDevice,
@@ -17,8 +18,6 @@ from hyper_parallel.platform.mindspore.swap.device import (
 
 def engine_of(device: str) -> tuple[Any, int] | None:
     """The device's engine and the smallest storage worth a copy; None where nothing can be swapped."""
-    from hyper_parallel.core.swap import engines
-
     if device.startswith("CPU"):
         return engines.disk_engine(CpuDevice, _host_bytes())
     if device == "meta":

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyper_parallel.core.swap.by_hand.layer_order import ORDER
+from hyper_parallel.core.swap.by_hand.tensor import Parts
 from hyper_parallel.platform.arguments import check_module
 from hyper_parallel.platform.torch.regions.local_parts import PLAIN_TYPES
 from hyper_parallel.platform.torch.regions.saved_tensors import base_check_fn
@@ -38,8 +40,6 @@ class HeldTensor:
         return 0 if self.value.is_inference() else self.value._version
 
     def parts(self) -> Any:
-        from hyper_parallel.core.swap.by_hand.tensor import Parts
-
         found = engine_of(self.value.device) if self._is_movable else None
         storage = self.value.untyped_storage() if found is not None else None
         if found is None or storage is None or storage.nbytes() == 0:
@@ -64,20 +64,14 @@ def hook_order(first: nn.Module, second: nn.Module) -> None:
 
 
 def _first_begins(module: nn.Module, _args: Any) -> None:
-    from hyper_parallel.core.swap.by_hand.layer_order import ORDER
-
     ORDER.first_begins(module)
 
 
 def _second_begins(module: nn.Module, _args: Any) -> None:
-    from hyper_parallel.core.swap.by_hand.layer_order import ORDER
-
     ORDER.second_begins(module)
 
 
 def _second_ends(module: nn.Module, _args: Any, output: Any) -> None:
-    from hyper_parallel.core.swap.by_hand.layer_order import ORDER
-
     launch = ORDER.second_ends(module)
     if launch is None:
         return

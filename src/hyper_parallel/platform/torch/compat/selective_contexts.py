@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hyper_parallel._base.errors import StateError
+from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
 from hyper_parallel.core.regions.functions import engine_key
 from hyper_parallel.platform.torch.regions.module_paths import paths_here
 from hyper_parallel.platform.torch.regions.recording import Record, RecordingMode
@@ -39,8 +40,6 @@ def create_selective_checkpoint_contexts(
         >>> x = torch.randn(4, 4, requires_grad=True)
         >>> checkpoint(lambda y: (y @ y).exp().sum(), x, use_reentrant=False, context_fn=contexts).backward()
     """
-    from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
-
     policy = as_policy_fn(policy_fn_or_list)
     kept = _KeptValues(policy, allow_cache_entry_mutation)
     return _Forward(kept), _Recompute(kept)

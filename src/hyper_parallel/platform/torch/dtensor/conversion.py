@@ -13,6 +13,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placements import Partial, Placement, Shard, as_placement
 from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform import get_torch_platform
 from hyper_parallel.platform.arguments import in_our_words
 from hyper_parallel.platform.torch.dtensor.tensor import DTensor, wrapped
 
@@ -38,7 +39,6 @@ def mesh_from_torch(mesh: Any) -> DeviceMesh:
         raise ArgumentTypeError(
             "This is no mesh of PyTorch.", expected="a torch.distributed.device_mesh.DeviceMesh", got=describe(mesh)
         )
-    from hyper_parallel.platform import get_torch_platform
 
     made = DeviceMesh(mesh.device_type, mesh.mesh.tolist(), mesh_dim_names=mesh.mesh_dim_names)
     for axis in range(mesh.mesh.ndim):

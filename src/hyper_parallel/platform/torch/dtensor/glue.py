@@ -13,6 +13,7 @@ from hyper_parallel.core.shard import registry
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, Prepared, are_unknown_ops_replicated
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.table import ask, on_whole_tensors, prepared
+from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.torch.dtensor.function_table import TABLE, names
 from hyper_parallel.platform.torch.dtensor.local_calls import local_call
 from hyper_parallel.platform.torch.dtensor.movement import anchored, coordinate_on
@@ -30,8 +31,6 @@ class TorchGlue:
         return value.ndim == 0 and not value.requires_grad
 
     def op_name(self, func: Any) -> str:
-        from hyper_parallel.platform import get_platform
-
         if getattr(func, "__name__", "") == "__get__":
             return str(func.__self__.__name__)  # a property, such as `T`
         return str(get_platform().get_op_name(func))

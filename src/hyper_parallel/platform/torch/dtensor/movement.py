@@ -15,6 +15,7 @@ from hyper_parallel.core.dtensor.redistribution import plan_redistribution, redi
 from hyper_parallel.core.dtensor.redistribution.platform_transport import PlatformTransport
 from hyper_parallel.core.shard.communication_log import why
 from hyper_parallel.core.shard.local_parts import mesh_coordinate, noted_transport
+from hyper_parallel.platform import get_torch_platform
 from hyper_parallel.platform.torch.dtensor.local_tensors import TorchTensors
 
 __all__ = ["Move", "Tie", "anchored", "coordinate_on", "extremes_reduced", "move_values", "reduce_values", "tied_to"]
@@ -50,8 +51,6 @@ def move_values(local: torch.Tensor, source: Layout, target: Layout, shape: tupl
 
 def transport_for(local: torch.Tensor, mesh: DeviceMesh) -> PlatformTransport:
     """The collectives for tensors like this one, told to the communication log."""
-    from hyper_parallel.platform import get_torch_platform
-
     return noted_transport(get_torch_platform(), TorchTensors(local), mesh)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.shard.communication_log import why
+from hyper_parallel.platform.torch.dtensor.conversion import from_torch
 from hyper_parallel.platform.torch.dtensor.movement import reduce_values
 from hyper_parallel.platform.torch.dtensor.tensor import DTensor
 
@@ -31,7 +32,6 @@ def _is_native(tensor: torch.Tensor) -> bool:
 def _as_ours(tensor: Any) -> Any:
     if not _is_native(tensor):
         return tensor
-    from hyper_parallel.platform.torch.dtensor.conversion import from_torch
 
     return from_torch(tensor)
 

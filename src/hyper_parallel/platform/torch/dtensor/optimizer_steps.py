@@ -11,6 +11,7 @@ from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.shard._op_dispatch import Prepared, Slot
 from hyper_parallel.core.shard.decision import Decision
 from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform.torch.dtensor.tensor import wrapped
 
 __all__ = ["decide_for_lists"]
 
@@ -44,8 +45,6 @@ def decide_for_lists(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         result = func(*local_args, **local_kwargs)
         if not isinstance(result, (list, tuple)):
             return None
-        from hyper_parallel.platform.torch.dtensor.tensor import wrapped
-
         return [
             wrapped(each, spec) if spec is not None and isinstance(each, torch.Tensor) else each
             for each, spec in zip(result, specs, strict=True)

@@ -8,7 +8,7 @@ import torch
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.dtensor.gradients import gradient_divisor
-from hyper_parallel.platform.torch.dtensor.tensor import DIRECT, DTensor, _any_local
+from hyper_parallel.platform.torch.dtensor.tensor import DIRECT, DTensor, _any_local, _as_gradient, _laid_out
 
 __all__: list[str] = []
 
@@ -87,8 +87,6 @@ def _fill() -> None:
 
 def _given(grad: Any, of: Any) -> Any:
     """The local gradient that backward begins with; None where the framework's own one is right."""
-    from hyper_parallel.platform.torch.dtensor.tensor import _laid_out
-
     if not isinstance(of, DTensor):
         return grad
     if grad is not None:
@@ -107,8 +105,6 @@ def _grad(
     **options: Any,
 ) -> tuple[Any, ...]:
     """`torch.autograd.grad` over local tensors."""
-    from hyper_parallel.platform.torch.dtensor.tensor import _as_gradient
-
     results = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     given: list[Any] = [None] * len(results)

@@ -13,6 +13,7 @@ from torch import nn
 
 from hyper_parallel._base.errors import ArgumentError, StateError
 from hyper_parallel.core.activation_checkpoint.options import TAKEN
+from hyper_parallel.core.activation_checkpoint.policy import ByOutput, CheckpointPolicy
 from hyper_parallel.core.activation_checkpoint.replacement import replace
 from hyper_parallel.core.planner.model.blocks import check_unplanned
 from hyper_parallel.core.planner.model.mismatches import MismatchError, Mismatches
@@ -43,8 +44,6 @@ class PlannedPolicy:
     asked = True  # about every call of an op that is no view
 
     def __init__(self, region: Any, decision: Any, mismatches: Mismatches, ahead_bytes: int | None = None) -> None:
-        from hyper_parallel.core.activation_checkpoint.policy import ByOutput, CheckpointPolicy
-
         self._policies = {
             "save": CheckpointPolicy.MUST_SAVE,
             "swap": CheckpointPolicy.MUST_SWAP,

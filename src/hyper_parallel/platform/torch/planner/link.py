@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.planner.model.profile import Link
 from hyper_parallel.platform.torch.swap import engines as swap_engines
 from hyper_parallel.platform.torch.swap.device import flat
 
@@ -18,8 +19,6 @@ _CPU_BYTES = 4 * 1024**2
 
 def measure_link(device: torch.device) -> Any:
     """A `Link`; None where nothing can be swapped: no directory is configured on a CPU."""
-    from hyper_parallel.core.planner.model.profile import Link
-
     found = swap_engines.engine_of(device)
     if found is None:
         return None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.planner.model.profile import Op, Value
 from hyper_parallel.platform.torch.planner import signature
 from hyper_parallel.platform.torch.planner.traced_steps import RecordedCall, is_made
 from hyper_parallel.platform.torch.regions.values import Argument, Constant, Fresh, traits_of
@@ -14,8 +15,6 @@ from hyper_parallel.platform.torch.regions.values import Argument, Constant, Fre
 
 def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, min_bytes: int | None) -> list[Any]:
     """The ops of a call; one of which a part is chosen by itself, with its parts after it: see `_parts`."""
-    from hyper_parallel.core.planner.model.profile import Op, Value
-
     places: dict[Any, int] = {}  # of values, among the planner's ops
     last: list[int] = []  # by the number of a recorded op: its last part, or itself
     ops: list[Any] = []

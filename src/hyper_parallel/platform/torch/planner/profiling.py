@@ -27,7 +27,13 @@ from torch import nn
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.activation_checkpoint.replacement import replace
+from hyper_parallel.core.planner.model.choices import SAVE, SWAP, plain, recompute_all, recompute_ms
 from hyper_parallel.core.planner.model.measured_span import Span
+from hyper_parallel.core.planner.model.problem import Problem, evaluate
+from hyper_parallel.core.planner.model.profile import Input, Region, StepProfile, Turn, Value
+from hyper_parallel.core.planner.model.spans import as_allocated, with_common_times, with_peaks
+from hyper_parallel.core.planner.solve.solver import BudgetError
+from hyper_parallel.core.swap.config import current_config, default_min_bytes
 from hyper_parallel.platform.torch.planner import signature
 from hyper_parallel.platform.torch.planner.applying import Applied, unwrap
 from hyper_parallel.platform.torch.planner.blocks import check_ran, find_blocks, suggested
@@ -212,9 +218,6 @@ class ProfiledModel:
 
     def profile(self, progress: Progress | None = None) -> Any:
         """A `StepProfile` of the plain step."""
-        from hyper_parallel.core.planner.model.profile import StepProfile, Turn
-        from hyper_parallel.core.planner.model.spans import as_allocated, with_common_times, with_peaks
-
         say = progress or (lambda what: None)
         base_bytes = self._without_output_bytes()
         compile_visibly(self.model)
@@ -280,8 +283,6 @@ class ProfiledModel:
         Raises:
             BudgetError: none does.
         """
-        from hyper_parallel.core.planner.solve.solver import BudgetError
-
         said: str | None = None
         for way in _Way:
             found, said = attempt(functools.partial(self._steps_in, way, say), self.device)
@@ -376,8 +377,6 @@ class ProfiledModel:
 
         The framework's own checkpoint waits, too, where ops are small or need an answer from the device: that is what running them again costs.
         """
-        from hyper_parallel.core.planner.model.choices import recompute_ms
-
         computed_ms = sum(map(recompute_ms, regions, decision))
         noise_ms = _NOISE_SHARE * step_ms
         if again_ms - step_ms - computed_ms <= noise_ms:
@@ -481,8 +480,6 @@ class _Marks:
 
 
 def _min_bytes(device: torch.device) -> int:
-    from hyper_parallel.core.swap.config import current_config, default_min_bytes
-
     configured = current_config().min_bytes
     return default_min_bytes("disk" if device.type == "cpu" else "host") if configured is None else configured
 
@@ -491,8 +488,6 @@ def _region(
     noted: RecordedCall, index: int, times: dict[str, float], device: torch.device, has_link: bool, min_bytes: int
 ) -> Any:
     """One call of a block as the planner sees it; its peaks come later."""
-    from hyper_parallel.core.planner.model.profile import Input, Region, Value
-
     record = noted.record
     if record is None or noted.times is None:
         raise ArgumentError("A block was not recorded.", where=noted.path)
@@ -549,8 +544,6 @@ def _is_activation(value: Any, noted: RecordedCall, device: torch.device) -> boo
 
 def _run_again(region: Any, *, swaps_inputs: bool) -> Any:
     """The decision to keep inputs only, or not even these."""
-    from hyper_parallel.core.planner.model.choices import SAVE, SWAP, recompute_all
-
     decision = recompute_all(region)
     if not swaps_inputs:
         return decision
@@ -562,8 +555,6 @@ def _run_again(region: Any, *, swaps_inputs: bool) -> Any:
 
 def _without_replay(regions: list[Any], decision: list[Any]) -> list[Any]:
     """Regions whose backward was measured with the blocks run again, with the time of a plain backward."""
-    from hyper_parallel.core.planner.model.choices import recompute_ms
-
     return [
         dataclasses.replace(region, backward_ms=max(region.backward_ms - recompute_ms(region, each), 0.0))
         for region, each in zip(regions, decision, strict=True)
@@ -572,9 +563,6 @@ def _without_replay(regions: list[Any], decision: list[Any]) -> list[Any]:
 
 def _with_computed_peak(profile: Any) -> Any:
     """By the rules that every plan is judged by: nobody has seen the plain step."""
-    from hyper_parallel.core.planner.model.choices import plain
-    from hyper_parallel.core.planner.model.problem import Problem, evaluate
-
     decision = tuple(plain(region) for region in profile.regions)
     return dataclasses.replace(profile, peak_bytes=evaluate(Problem(profile, 0, 0, 0), decision).peak_bytes)
 

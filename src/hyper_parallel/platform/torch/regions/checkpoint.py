@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.activation_checkpoint.options import check_call, in_own_words, options_of
+from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
 from hyper_parallel.platform.torch.regions.arguments import saved_arguments
 from hyper_parallel.platform.torch.regions.compiled_code import not_compiled, prepare_for_compiled_code
 from hyper_parallel.platform.torch.regions.frame import Frame
@@ -48,8 +49,6 @@ def checkpoint(
         >>> loss = checkpoint(lambda y: y.sin().exp().sum(), x)
         >>> loss.backward()
     """
-    from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
-
     prepare_for_compiled_code()
     check_call(function, determinism_check)
     if "use_reentrant" in kwargs or "context_fn" in kwargs:

@@ -18,6 +18,8 @@ from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.activation_checkpoint.options import Options
 from hyper_parallel.core.regions.passes import Pass
 from hyper_parallel.core.regions.rerun_errors import other_ops, other_values
+from hyper_parallel.core.regions.rerun_plan import ReplayPlan, plan_replay
+from hyper_parallel.core.regions.value_check import is_due
 from hyper_parallel.platform.torch.regions.checksums import find_difference, storage_checksum
 from hyper_parallel.platform.torch.regions.inputs import Inputs
 from hyper_parallel.platform.torch.regions.module_paths import has_sharded_modules
@@ -306,7 +308,4 @@ class Recomputation:
 @functools.cache
 def _core() -> Any:
     """What a recomputation needs of the core; an import costs in each call."""
-    from hyper_parallel.core.regions.rerun_plan import ReplayPlan, plan_replay
-    from hyper_parallel.core.regions.value_check import is_due
-
     return ReplayPlan, plan_replay, is_due

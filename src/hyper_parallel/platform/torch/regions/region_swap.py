@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.swap.slot import Handle
 from hyper_parallel.platform.torch.regions.local_parts import local_tensor, version_of
 from hyper_parallel.platform.torch.regions.saved_tensors import living_slot, note_slot, own_part
 from hyper_parallel.platform.torch.regions.saved_values import Saved
@@ -20,8 +21,6 @@ class Swapped:
     __slots__ = ("_engine", "_handle", "slot")
 
     def __init__(self, engine: Any, slot: Any, group: Any) -> None:
-        from hyper_parallel.core.swap.slot import Handle
-
         self._engine = engine
         self.slot = slot
         self._handle = Handle(slot, group)

@@ -13,8 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from hyper_parallel._base.errors import StateError, describe
+from hyper_parallel.core.activation_checkpoint.policy import keeps_tensor
 from hyper_parallel.core.regions.functions import engine_key
 from hyper_parallel.core.regions.saved_tensors import OfSavedTensors, SavedTensors, checked_policy
+from hyper_parallel.core.swap.slot import Handle
 from hyper_parallel.platform.torch.regions.compiled_code import check_no_cuda_graph, cuda_graph_now
 from hyper_parallel.platform.torch.regions.leaving import (
     forget_waiting,
@@ -278,11 +280,8 @@ class _Recorder:
         self._look_again()
         if storage_key(tensor) in self._owned or self._is_cast_of_parameter(tensor):  # plant: parameter-cast
             return None
-        if self.policy_fn is not None:
-            from hyper_parallel.core.activation_checkpoint.policy import keeps_tensor
-
-            if keeps_tensor(call_uncompiled(self.policy_fn, tensor)):  # plant: policy-answer
-                return None
+        if self.policy_fn is not None and keeps_tensor(call_uncompiled(self.policy_fn, tensor)):  # plant: policy-answer
+            return None
         return place
 
     def _open_place(self, device: torch.device) -> Any:
@@ -400,8 +399,6 @@ class _Swapped:
 
     def launch(self) -> None:
         """The op that saved it is over."""
-        from hyper_parallel.core.swap.slot import Handle
-
         alias = self._alias
         if alias is None or alias._version != self._version:
             return  # changed in place since: whoever asks for it is told so

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hyper_parallel.core.regions.rerun_plan import plan_replay
 from hyper_parallel.platform.torch.regions.inputs import Inputs
 from hyper_parallel.platform.torch.regions.local_parts import PLAIN_TYPES
 from hyper_parallel.platform.torch.regions.module_paths import has_sharded_modules, modules_in
@@ -214,8 +215,6 @@ class _CannotBeLeftOutError(Exception):
 
 
 def _steps(call: Watched, saved: list[tuple[Value | None, View]], is_dynamic: bool) -> Iterable[Step]:
-    from hyper_parallel.core.regions.rerun_plan import plan_replay
-
     kept = _kept(call, saved)
     # What a policy keeps and autograd does not save is not there in a call that nobody watches: it is made again.
     plan = plan_replay(

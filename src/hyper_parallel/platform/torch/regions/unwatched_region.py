@@ -20,6 +20,7 @@ from hyper_parallel._base.errors import StateError
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.regions.arguments import SavedArguments
 from hyper_parallel.core.regions.host_randomness import HostRandomness
+from hyper_parallel.core.swap.config import current_config
 from hyper_parallel.platform.torch.regions.arguments import saved_arguments
 from hyper_parallel.platform.torch.regions.asked import Asked, Asking, AskingAgain
 from hyper_parallel.platform.torch.regions.attributes import as_noted, note_attributes
@@ -100,8 +101,6 @@ class UnwatchedRegion:
 
 
 def _may_be_unwatched() -> bool:
-    from hyper_parallel.core.swap.config import current_config
-
     check_surroundings("A region")
     return (
         torch._C._len_torch_dispatch_stack() == 0

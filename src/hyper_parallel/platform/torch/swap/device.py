@@ -15,6 +15,7 @@ import torch
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
 from hyper_parallel._base.put_back import PutBack, put_back_on_error
+from hyper_parallel.core.swap.disk_stream import DiskStream, HostComputeStream
 
 _CUDA_SUCCESS = 0
 _NOTHING = contextlib.nullcontext()
@@ -157,8 +158,6 @@ class CpuDevice:
     """The CPU, whose slower memory is a disk: compute runs in the calling thread, copies in two threads of their own."""
 
     def __init__(self) -> None:
-        from hyper_parallel.core.swap.disk_stream import DiskStream, HostComputeStream
-
         self._compute = HostComputeStream()
         self._offload = DiskStream("offload")
         self._load = DiskStream("load")

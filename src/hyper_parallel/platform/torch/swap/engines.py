@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.swap import engines
+from hyper_parallel.core.swap.config import current_config
 from hyper_parallel.platform.torch.swap.device import (
     AcceleratorDevice,
     CpuDevice,
@@ -17,8 +19,6 @@ from hyper_parallel.platform.torch.swap.device import (
 
 def engine_of(device: torch.device) -> tuple[Any, int] | None:
     """The device's engine and the smallest storage worth a copy; None where nothing can be swapped."""
-    from hyper_parallel.core.swap import engines
-
     if device.type == "cpu":
         return engines.disk_engine(CpuDevice, _host_bytes())
     if not hasattr(getattr(torch, device.type, None), "Stream"):
@@ -35,9 +35,6 @@ def engine_of(device: torch.device) -> tuple[Any, int] | None:
 
 def engine_in_use(device: torch.device) -> Any:
     """The device's engine, if something was swapped there before."""
-    from hyper_parallel.core.swap import engines
-    from hyper_parallel.core.swap.config import current_config
-
     directory = current_config().disk_dir
     managed = engines.all_engines().get(f"cpu, {directory}" if device.type == "cpu" else str(device))
     return None if managed is None else managed.engine

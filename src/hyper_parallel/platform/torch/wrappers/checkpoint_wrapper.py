@@ -20,6 +20,7 @@ from hyper_parallel.core.activation_checkpoint.options import (
     in_own_words,
     name_of,
 )
+from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
 from hyper_parallel.platform.torch.regions.compiled_code import not_compiled, prepare_for_compiled_code
 from hyper_parallel.platform.torch.wrappers.activation_wrapper import ActivationWrapper
 
@@ -141,8 +142,6 @@ def checkpoint_wrapper(
 def _default_fn(impl: CheckpointImpl, options: dict[str, Any]) -> Callable[..., Any]:
     check_options(options)
     if impl is CheckpointImpl.NO_REENTRANT:
-        from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
-
         return functools.partial(checkpoint, **options)
     if options.get("debug"):
         raise ArgumentError(

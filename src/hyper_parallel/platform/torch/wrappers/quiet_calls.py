@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyper_parallel.core.swap.by_hand.manager import SwapManager
+from hyper_parallel.core.swap.config import current_config
 from hyper_parallel.platform.torch.regions.local_parts import PLAIN_TYPES
 from hyper_parallel.platform.torch.regions.surroundings import (
     autocast_now,
@@ -44,8 +46,6 @@ def situation_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return None  # without hooks of its own, those around the call would get the residuals
     if transform_now() is not None:
         return None  # tensors that have no storage to look at
-    from hyper_parallel.core.swap.by_hand.manager import SwapManager
-    from hyper_parallel.core.swap.config import current_config
 
     if SwapManager().get_current_group_name():  # it waits for the storage of each block
         return None

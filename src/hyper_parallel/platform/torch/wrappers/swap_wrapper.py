@@ -10,6 +10,9 @@ from torch import nn
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
 from hyper_parallel.platform.torch.regions.compiled_code import not_compiled, prepare_for_compiled_code
+from hyper_parallel.platform.torch.regions.left_as_found import left_as_found
+from hyper_parallel.platform.torch.regions.saved_tensors import AsyncSaveOnCpu
+from hyper_parallel.platform.torch.wrappers import quiet_calls as quiet_swap
 from hyper_parallel.platform.torch.wrappers.activation_wrapper import (
     _CHECKPOINT_PREFIX,
     _CHECKPOINT_WRAPPED_MODULE,
@@ -118,10 +121,6 @@ def offload_wrapper(module: nn.Module | Callable[..., Any]) -> OffloadWrapper:
 def _call_swapped(
     wrapper: ActivationWrapper, policy_fn: Callable[[Any], Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    from hyper_parallel.platform.torch.regions.left_as_found import left_as_found
-    from hyper_parallel.platform.torch.regions.saved_tensors import AsyncSaveOnCpu
-    from hyper_parallel.platform.torch.wrappers import quiet_calls as quiet_swap
-
     prepare_for_compiled_code()
     inner = wrapper._checkpoint_wrapped_module
     # A policy of the user's is asked about each residual: it may count them.

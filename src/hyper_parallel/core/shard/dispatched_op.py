@@ -1,0 +1,42 @@
+"""`DispatchedOp`: what the dispatcher does for one operator on distributed tensors, made once and carried out again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.shard.decision import Decision, LocalCall
+from hyper_parallel.core.shard.spec import Spec
+
+
+class DispatchedOp(NamedTuple):
+    """A decision made ready to be carried out, again and again."""
+
+    moves: tuple[
+        tuple[Layout | None, tuple[str, ...]], ...
+    ]  # per DTensor: where to, if it must be moved; axes to be tied on
+    positions: tuple[int, ...] | None  # of the DTensors among the arguments; None: some are nested or named
+    outputs: tuple[Spec | None, ...]
+    is_sequence: bool  # the outputs come in a list or tuple
+    local: LocalCall | None
+    returns_argument: int | None
+    wrap_output: Callable[[Any], Any] | None  # None: by `outputs`
+    has_empty_parts: bool  # on some rank
+    name: str
+    is_kept: bool = True  # for the next call
+    simple: Spec | None = None  # of the one output, where arguments only have to be replaced by their local tensors
+    is_view: bool = False  # of the one DTensor among its arguments: see `View`
+
+
+def has_empty_parts(tensors: Sequence[Any], decision: Decision | None) -> bool:
+    """Whether a rank computes with nothing. All ranks answer alike."""
+    specs = [tensor._spec for tensor in tensors]
+    if decision is not None:
+        specs += decision.outputs
+        specs += [
+            Spec(layout, spec.shape)
+            for layout, spec in zip(decision.inputs, specs, strict=False)
+            if layout.ndim == spec.ndim
+        ]
+    return any(spec.has_empty_parts for spec in specs)
