@@ -46,7 +46,7 @@ import hyper_parallel as hp
 from activation import Meter, applied, measure, under
 from hyper_parallel.core.planner.plan.budget import budget_bytes
 from hyper_parallel.core.planner.plan.proof import planned
-from hyper_parallel.platform.torch.planner import ProfiledModel
+from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
 
 GIB = 2**30
 COMPILED = {"compiled": NAME}  # what `--models` calls it, and what its rows are called

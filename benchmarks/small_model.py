@@ -36,7 +36,7 @@ from hyper_parallel.core.planner.model.profile import Op, StepProfile
 from hyper_parallel.core.planner.plan.plan import MemoryPlan, Predicted
 from hyper_parallel.core.planner.search.settings import Setting
 from hyper_parallel.core.planner.solve.block import base_of
-from hyper_parallel.platform.torch.planner import ProfiledModel
+from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
 
 MODES: dict[str, Mode | None] = {
     "plain": None,

@@ -17,7 +17,7 @@ from hyper_parallel.core.planner.model.choices import recompute_all  # noqa: E40
 from hyper_parallel.core.planner.model.profile import Link, Op, Region, StepProfile  # noqa: E402
 from hyper_parallel.core.planner.plan.proof import planned  # noqa: E402
 from hyper_parallel.core.planner.solve.solver import BudgetError  # noqa: E402
-from hyper_parallel.platform.torch.planner import ProfiledModel  # noqa: E402
+from hyper_parallel.platform.torch.planner.profiling import ProfiledModel  # noqa: E402
 from support import planned_models as models  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_disk")

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.planner.model.profile import StepProfile
+from hyper_parallel.core.planner.plan.backend import planner_of
 from hyper_parallel.core.planner.plan.batch_words import check_loss_fn
 from hyper_parallel.core.planner.plan.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.plan.budget import budget_note, check_budget, reserve_bytes
-from hyper_parallel.core.planner.plan.plan import MemoryPlan, Origin, _part
+from hyper_parallel.core.planner.plan.plan import MemoryPlan, Origin
 from hyper_parallel.core.planner.plan.progress import Progress, progress_of
 from hyper_parallel.core.planner.plan.proof import planned, time_by_turns
 from hyper_parallel.core.planner.plan.table import html_of, residual_parts, text_of
@@ -62,11 +63,11 @@ def plan_memory(
         >>> plan.is_empty
         True
     """
-    part = _part(model, "plan_memory")
+    planner = planner_of(model, "plan_memory")
     check_budget(budget)
     check_loss_fn(loss_fn)
     check_flag(verify, "verify")
-    profiled = part.ProfiledModel(
+    profiled = planner.profiled(
         model,
         batch,
         loss_fn,
@@ -105,9 +106,9 @@ def explain(
         >>> len(explanation.profile.regions)
         2
     """
-    part = _part(model, "explain")
+    planner = planner_of(model, "explain")
     check_loss_fn(loss_fn)
-    profiled = part.ProfiledModel(model, batch, loss_fn, regions=regions)
+    profiled = planner.profiled(model, batch, loss_fn, regions=regions)
     with progress_of(progress, "profiling", num_steps=6) as say, profiled.preserved() as block, block:
         profile = profiled.profile(say)
         say("looking at each op")
