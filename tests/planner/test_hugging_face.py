@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 
 import hyper_parallel as hp  # noqa: E402
 from hyper_parallel.integrations.accelerate import fit_in_memory as fit_in_accelerate  # noqa: E402
@@ -29,14 +29,18 @@ class Stopping(hf.TrainerCallback):  # type: ignore[misc]
         raise ZeroDivisionError
 
 
-def trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
-    tokens = torch.arange(models.LENGTH) % models.VOCABULARY
+def of_length(length: int) -> dict[str, Any]:
+    tokens = torch.arange(length) % models.VOCABULARY
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def trainer(folder: Path, *callbacks: Any, kind: Any = hf.Trainer, data: Any = None, **options: Any) -> Any:
     args = hf.TrainingArguments(
-        output_dir=str(folder), max_steps=1, per_device_train_batch_size=2, report_to=[], save_strategy="no", disable_tqdm=True,
-        use_cpu=True, dataloader_pin_memory=False, logging_strategy="no", **options,
+        output_dir=str(folder), per_device_train_batch_size=2, report_to=[], save_strategy="no", disable_tqdm=True,
+        use_cpu=True, dataloader_pin_memory=False, logging_strategy="no", **{"max_steps": 1, **options},
     )  # fmt: skip
-    data = [{"input_ids": tokens, "labels": tokens}] * 4
-    return hf.Trainer(models.make("llama"), args, train_dataset=data, callbacks=list(callbacks))
+    data = data or [of_length(models.LENGTH)] * 4
+    return kind(models.make("llama"), args, train_dataset=data, callbacks=list(callbacks))
 
 
 @pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}], ids=["not reentrant", "reentrant"])
@@ -140,6 +144,42 @@ def test_a_model_that_moves_its_own_state_trains_as_without_a_plan(tmp_path: Pat
     assert losses == planned[0]
     assert seen == planned[1] == [0]
     assert all(map(torch.equal, weights, planned[2]))
+
+
+class InOrder(hf.Trainer):  # type: ignore[misc]
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+@pytest.mark.parametrize("budget", ["60%", "1TiB"], ids=["planned", "empty"])
+def test_a_larger_batch_is_told_before_it_trains_and_a_smaller_one_is_not(budget: str, tmp_path: Path) -> None:
+    trained = trainer(tmp_path, kind=InOrder, max_steps=4, data=[of_length(n) for n in (64, 64, 48, 48, 96, 96)])
+    losses: list[float] = []
+    trained.training_step = functools.partial(_noting, trained.training_step, losses)
+    callback = fit_in_memory(trained, budget)
+    with pytest.raises(RuntimeError, match=r"at most int64\[2, 64\], got int64\[2, 96\]; argument `input_ids`"):
+        trained.train()
+    assert len(losses) == 2
+    assert callback.stats == {"batches larger than planned": 1}
+    assert hp.wrappers(trained.model) == []
+
+
+@pytest.mark.parametrize("budget", ["60%", "1TiB"], ids=["planned", "empty"])
+def test_accelerate_tells_of_a_larger_batch_or_plans_for_it(budget: str) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(models.make("llama"))
+    inner = accelerator.unwrap_model(model)
+    short, longer = ({name: tokens[None] for name, tokens in of_length(n).items()} for n in (64, 72))
+    plan = fit_in_accelerate(accelerator, model, short, budget, progress=False)
+    accelerator.backward(model(**short).loss)
+    with pytest.raises(RuntimeError, match=r"at most int64\[1, 64\], got int64\[1, 72\]; argument `input_ids`"):
+        model(**longer)
+    plan.remove(inner)
+    accelerator.backward(model(**longer).loss)
+    plan = fit_in_accelerate(accelerator, model, short, "90%", on_oom="replan", progress=False)
+    accelerator.backward(model(**longer).loss)
+    assert plan.stats(inner) == {"plans made anew": 1}
+    plan.remove(inner)
 
 
 def _noting(step: Any, losses: list[float], *args: Any, **kwargs: Any) -> Any:

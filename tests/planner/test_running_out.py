@@ -432,7 +432,7 @@ def test_each_batch_runs_under_the_smallest_plan_that_was_made_for_one_as_large(
             training.model(batch_of(3, SHORT))
         assert managed.current is longer, "an evaluation changes nothing"
     assert managed.num_replans == 1
-    assert not plan.stats(training.model)
+    assert plan.stats(training.model) == {"plans made anew": 1}
     plan.remove(training.model)
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel._base.log import get_logger
-from hyper_parallel.core.planner.plan import MemoryPlan
+from hyper_parallel.core.planner.plan import MemoryPlan, check_choices
 from hyper_parallel.core.planner.planning import plan_memory
 from hyper_parallel.integrations.announcement import announce
 from hyper_parallel.integrations.first_batch import first_batch, generators_kept
@@ -25,10 +25,12 @@ _logger = get_logger("integrations")
 class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not typed for mypy here
     """Plans `training_step` when training starts, and takes the plan off when it ends, also by an exception.
 
-    Steps are planned as the trainer runs them: with its precision, its transfer of batches, and its optimizer's state counted.
+    Steps are planned as the trainer runs them: with its precision, its transfer of batches, and its optimizer's state counted. A later batch that is
+    larger than the planned one is an error before it trains.
 
     Args:
         budget: as of `hp.plan_memory`.
+        on_oom: as of `plan.apply`: with "replan" a larger batch is planned before it trains, and one whose forward runs out of memory is planned anew.
         options: more of `hp.plan_memory`'s arguments.
 
     Attributes:
@@ -39,12 +41,15 @@ class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not ty
         lightning.Trainer(callbacks=[MemoryPlanCallback("60%")]).fit(model, loader)
     """
 
-    def __init__(self, budget: int | str = "auto", **options: Any) -> None:
+    def __init__(self, budget: int | str = "auto", *, on_oom: str = "error", **options: Any) -> None:
+        check_choices(on_oom=on_oom)
         self.budget = budget
+        self.on_oom = on_oom
         self.options = options
         self.plan: MemoryPlan | None = None
         self.stats: dict[str, int] = {}
         self._step: Any = None
+        self._planned: _PlannedTrainingStep | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         _check_automatic(pl_module)
@@ -53,8 +58,9 @@ class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not ty
         options = {"loss_fn": _loss, "optimizer": _optimizer(trainer), "progress": False, **self.options}
         with _nothing_is_logged(pl_module):
             self.plan = plan_memory(step, (batch,), budget=self.budget, **options)
-        self.plan.apply(step)
+        self.plan.apply(step, on_oom=self.on_oom)
         self._step = step
+        self._planned = _PlannedTrainingStep(pl_module, step)
         if trainer.is_global_zero:
             announce(self.plan)
             _logger.info("%s", self.plan)
@@ -66,6 +72,9 @@ class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not ty
         self._remove()
 
     def _remove(self) -> None:
+        if self._planned is not None:
+            self._planned.remove()
+            self._planned = None
         if self.plan is not None and self._step is not None:
             self.plan.remove(self._step)
             self.stats = self.plan.stats(self._step)
@@ -102,20 +111,60 @@ def _optimizer(trainer: Any) -> Any:
 def _as_module(pl_module: Any, precision: Any) -> Any:
     """`training_step` as a module's forward: that is what a step is, whatever the module's own forward does."""
     module_type = platform_of(pl_module).Module
+    training_step = pl_module.training_step  # not the one that takes its place while the plan is on
     # Its name can be anything, and it may be left out.
-    numbers = (0,) if is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2) else ()
+    numbers = (0,) if is_param_in_hook_signature(training_step, "batch_idx", min_args=2) else ()
 
     class TrainingStep(module_type):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
             self.module = pl_module
+            self.numbers: tuple[Any, ...] = numbers  # no part of the batch: batches that look alike have one plan
+            self.is_running = False
 
-        def forward(self, batch: Any) -> Any:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if self.is_running:  # a step of planning anew, inside of the step that needs it
+                with _nothing_is_logged(pl_module):
+                    return super().__call__(*args, **kwargs)
+            self.is_running = True
+            try:
+                return super().__call__(*args, **kwargs)
+            finally:
+                self.is_running = False
+
+        def forward(self, batch: Any, **named: Any) -> Any:
             with precision.train_step_context():
-                return self.module.training_step(batch, *numbers)
+                return training_step(batch, *self.numbers, **named)
 
     TrainingStep.__qualname__ = f"training_step of {type(pl_module).__name__}"  # what the plan's table says
     return TrainingStep()
+
+
+class _PlannedTrainingStep:
+    """What `training_step` is while the plan is on: it calls the module that was planned, which looks at the batch of each step; `remove` undoes it.
+
+    Not a closure, so that a copy of the LightningModule has its own `training_step`.
+    """
+
+    def __init__(self, pl_module: Any, step: Any) -> None:
+        self._module, self._step = pl_module, step
+        self._before = vars(pl_module).get("training_step")
+        training_step = pl_module.training_step
+        self.__wrapped__ = getattr(training_step, "__wrapped__", training_step)  # whose arguments Lightning looks at
+        pl_module.training_step = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._step.numbers = args[1:]
+        return self._step(*args[:1], **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module, "training_step")
+
+    def remove(self) -> None:
+        if vars(self._module).get("training_step") is self:
+            del self._module.training_step
+            if self._before is not None:
+                self._module.training_step = self._before
 
 
 @contextlib.contextmanager
