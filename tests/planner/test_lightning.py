@@ -232,3 +232,33 @@ def test_a_copy_of_the_module_in_training_has_a_training_step_of_its_own() -> No
             self.losses.append(float(copied.training_step(batch, index)))
 
     assert len(fitted(Copying(), MemoryPlanCallback("60%")).losses) == 3
+
+
+WRONG = [
+    ({"on_oom": "replam"}, "`on_oom` has no such choice"),
+    ({"budget": 60}, 'Did you mean "60%"'),
+    ({"loss_fn": 3}, "`loss_fn` gives the loss"),
+    ({"reserve": -1}, "reserve is negative"),
+    ({"keeps_output": "no"}, "`keeps_output` is yes or no"),
+    ({"verify": None}, "`verify` is yes or no"),
+    ({"progress": "bar"}, "`progress` says whether"),
+    ({"longest": 3}, "longest"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG, ids=[next(iter(options)) for options, _ in WRONG])
+def test_a_wrong_option_is_told_when_the_callback_is_made(options: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        MemoryPlanCallback(**options)
+
+
+def test_a_batch_that_is_given_is_planned_with_in_place_of_the_first() -> None:
+    sizes, largest = (128, 256, 128), [torch.zeros(256, 32)]
+    callback = MemoryPlanCallback(
+        "60%", batch=largest, regions=["module.layers.*"], optimizer=torch.optim.SGD([nn.Parameter()])
+    )
+    planned = fitted(Flat(), callback, sizes=sizes)
+    assert planned.losses == fitted(Flat(), sizes=sizes).losses
+    assert callback.plan is not None
+    assert callback.plan.profile.facts["batch"] == [["float32[256, 32]"]]
+    assert callback.stats == {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -12,7 +12,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.plan import MemoryPlan, check_choices
-from hyper_parallel.core.planner.planning import plan_memory
+from hyper_parallel.core.planner.planning import check_options, plan_memory
+from hyper_parallel.core.planner.progress import Progress
 from hyper_parallel.integrations.announcement import announce
 from hyper_parallel.integrations.first_batch import first_batch, generators_kept
 from hyper_parallel.platform import platform_of
@@ -31,7 +32,13 @@ class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not ty
     Args:
         budget: as of `hp.plan_memory`.
         on_oom: as of `plan.apply`: with "replan" a larger batch is planned before it trains, and one whose forward runs out of memory is planned anew.
-        options: more of `hp.plan_memory`'s arguments.
+        batch: the largest that training has, as the loader would give it; without it the loader's first.
+        loss_fn: the loss in what `training_step` gives; without it that itself, or its "loss".
+        regions: as of `hp.plan_memory`, with paths that begin with "module."; so are `reserve`, `keeps_output`, `verify` and `progress`.
+        optimizer: the one whose state counts; without it the trainer's.
+
+    Raises:
+        ValueError, TypeError: something in the arguments cannot be used.
 
     Attributes:
         plan: the plan, once training has started.
@@ -41,11 +48,32 @@ class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not ty
         lightning.Trainer(callbacks=[MemoryPlanCallback("60%")]).fit(model, loader)
     """
 
-    def __init__(self, budget: int | str = "auto", *, on_oom: str = "error", **options: Any) -> None:
+    def __init__(
+        self,
+        budget: int | str = "auto",
+        *,
+        on_oom: str = "error",
+        batch: Any = None,
+        loss_fn: Callable[[Any], Any] | None = None,
+        regions: Sequence[Any] | None = None,
+        optimizer: Any = None,
+        reserve: int | str = 0,
+        keeps_output: bool = True,
+        verify: bool = True,
+        progress: bool | Progress = False,
+    ) -> None:
         check_choices(on_oom=on_oom)
+        check_options(
+            budget=budget, loss_fn=loss_fn, reserve=reserve, keeps_output=keeps_output, verify=verify, progress=progress
+        )
         self.budget = budget
         self.on_oom = on_oom
-        self.options = options
+        self.batch = batch
+        self.optimizer = optimizer
+        self.options: dict[str, Any] = {
+            "loss_fn": _loss if loss_fn is None else loss_fn, "regions": regions, "reserve": reserve,
+            "keeps_output": keeps_output, "verify": verify, "progress": progress,
+        }  # fmt: skip
         self.plan: MemoryPlan | None = None
         self.stats: dict[str, int] = {}
         self._step: Any = None
@@ -53,11 +81,11 @@ class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not ty
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         _check_automatic(pl_module)
-        batch = _first_batch(trainer, pl_module)
+        batch = _batch(trainer, pl_module, self.batch)
         step = _as_module(pl_module, trainer.precision_plugin)
-        options = {"loss_fn": _loss, "optimizer": _optimizer(trainer), "progress": False, **self.options}
+        optimizer = _optimizer(trainer) if self.optimizer is None else self.optimizer
         with _nothing_is_logged(pl_module):
-            self.plan = plan_memory(step, (batch,), budget=self.budget, **options)
+            self.plan = plan_memory(step, (batch,), budget=self.budget, optimizer=optimizer, **self.options)
         self.plan.apply(step, on_oom=self.on_oom)
         self._step = step
         self._planned = _PlannedTrainingStep(pl_module, step)
@@ -93,9 +121,9 @@ def _check_automatic(pl_module: Any) -> None:
         )
 
 
-def _first_batch(trainer: Any, pl_module: Any) -> Any:
-    """As the trainer's loop would give it to `training_step`."""
-    batch = first_batch(trainer.train_dataloader, pl_module, "lightning.Trainer")
+def _batch(trainer: Any, pl_module: Any, given: Any) -> Any:
+    """The given batch, or the loader's first, as the trainer's loop would give it to `training_step`."""
+    batch = first_batch(trainer.train_dataloader, pl_module, "lightning.Trainer") if given is None else given
     with generators_kept(pl_module):
         batch = trainer.precision_plugin.convert_input(batch)
         batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)

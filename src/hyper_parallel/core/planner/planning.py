@@ -18,7 +18,7 @@ from hyper_parallel.core.planner.choosing import choose, overhead_ms, overhead_w
 from hyper_parallel.core.planner.plan import Measured, MemoryPlan, Origin, Predicted, _part
 from hyper_parallel.core.planner.problem import Problem, evaluate
 from hyper_parallel.core.planner.profile import Region, StepProfile
-from hyper_parallel.core.planner.progress import Progress, progress_of
+from hyper_parallel.core.planner.progress import Progress, check_progress, progress_of
 from hyper_parallel.core.planner.refusal import BudgetError, advice, blocks_words
 from hyper_parallel.core.planner.settings import candidates
 from hyper_parallel.core.planner.table import html_of, residual_parts, text_of
@@ -82,9 +82,9 @@ def plan_memory(
         True
     """
     part = _part(model, "plan_memory")
-    check_budget(budget)
-    check_loss_fn(loss_fn)
-    check_flag(verify, "verify")
+    check_options(
+        budget=budget, loss_fn=loss_fn, reserve=reserve, keeps_output=keeps_output, verify=verify, progress=progress
+    )
     profiled = part.ProfiledModel(
         model,
         batch,
@@ -459,6 +459,28 @@ class Explanation:
     def as_dict(self) -> dict[str, Any]:
         """Everything that was measured, for JSON."""
         return self.profile.as_dict()
+
+
+def check_options(
+    *,
+    budget: int | str,
+    loss_fn: Callable[[Any], Any] | None,
+    reserve: int | str,
+    keeps_output: bool,
+    verify: bool,
+    progress: bool | Progress,
+) -> None:
+    """Those of `plan_memory` that can be checked without a model.
+
+    Raises:
+        ValueError, TypeError: one cannot be used.
+    """
+    check_budget(budget)
+    check_loss_fn(loss_fn)
+    reserve_bytes(reserve)
+    check_flag(keeps_output, "keeps_output")
+    check_flag(verify, "verify")
+    check_progress(progress)
 
 
 def check_loss_fn(loss_fn: Any) -> None:

@@ -30,7 +30,9 @@ from hyper_parallel.platform.torch.planner.signature import autocast_now, look_o
 from hyper_parallel.platform.torch.planner.surroundings import device_of
 
 Key = tuple[str, int, str, int]
-_LARGER = 'Plan with the largest batch that training has (`longest=` of a trainer\'s callback looks for it), or apply with on_oom="replan".'
+_LARGER = (
+    'Plan with the largest batch that training has (`batch=` of a trainer\'s callback), or apply with on_oom="replan".'
+)
 
 
 class PlannedPolicy:
