@@ -213,12 +213,15 @@ def test_a_larger_batch_is_told_before_it_trains_and_a_smaller_one_is_not(kind: 
     assert len(fitted(module, sizes=(512,)).losses) == 3
 
 
-def test_with_replan_a_larger_batch_is_planned_and_what_is_logged_is_of_training_alone() -> None:
+def test_with_replan_a_larger_batch_is_planned_and_what_is_logged_is_of_training_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     sizes, callback = (256, 320, 256, 320), MemoryPlanCallback("80%", on_oom="replan")
     planned, plain = fitted(Logging(), callback, sizes=sizes), fitted(Logging(), sizes=sizes)
     assert planned.losses == plain.losses
     assert planned.trainer.callback_metrics == plain.trainer.callback_metrics != {}
     assert callback.stats == {"plans made anew": 1}
+    assert "hyper_parallel: in training plans were made anew, 1 in all" in capsys.readouterr().err
 
 
 def test_a_copy_of_the_module_in_training_has_a_training_step_of_its_own() -> None:

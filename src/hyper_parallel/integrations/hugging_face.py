@@ -13,7 +13,7 @@ from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.plan import MemoryPlan, check_choices
 from hyper_parallel.core.planner.planning import check_options, plan_memory
 from hyper_parallel.core.planner.progress import Progress
-from hyper_parallel.integrations.announcement import announce
+from hyper_parallel.integrations.announcement import announce, announce_replans
 from hyper_parallel.integrations.first_batch import first_batch
 
 __all__ = ["MemoryPlanCallback", "fit_in_memory"]
@@ -95,6 +95,7 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if self.plan is not None and self._model is not None:
             self.plan.remove(self._model)
             self.stats = self.plan.stats(self._model)
+            announce_replans(self.stats)
             self._model = None
 
 

@@ -14,7 +14,7 @@ from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.plan import MemoryPlan, check_choices
 from hyper_parallel.core.planner.planning import check_options, plan_memory
 from hyper_parallel.core.planner.progress import Progress
-from hyper_parallel.integrations.announcement import announce
+from hyper_parallel.integrations.announcement import announce, announce_replans
 from hyper_parallel.integrations.first_batch import first_batch, generators_kept
 from hyper_parallel.platform import platform_of
 
@@ -106,6 +106,7 @@ class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not ty
         if self.plan is not None and self._step is not None:
             self.plan.remove(self._step)
             self.stats = self.plan.stats(self._step)
+            announce_replans(self.stats)
             self._step = None
 
 
