@@ -11,7 +11,7 @@ from hyper_parallel.core.planner.plan.batch_words import check_loss_fn
 from hyper_parallel.core.planner.plan.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.plan.budget import budget_note, check_budget, reserve_bytes
 from hyper_parallel.core.planner.plan.plan import MemoryPlan, Origin
-from hyper_parallel.core.planner.plan.progress import Progress, progress_of
+from hyper_parallel.core.planner.plan.progress import Progress, check_progress, progress_of
 from hyper_parallel.core.planner.plan.proof import planned, time_by_turns
 from hyper_parallel.core.planner.plan.table import html_of, residual_parts, text_of
 from hyper_parallel.core.swap.sizes import format_size
@@ -64,9 +64,9 @@ def plan_memory(
         True
     """
     planner = planner_of(model, "plan_memory")
-    check_budget(budget)
-    check_loss_fn(loss_fn)
-    check_flag(verify, "verify")
+    check_options(
+        budget=budget, loss_fn=loss_fn, reserve=reserve, keeps_output=keeps_output, verify=verify, progress=progress
+    )
     profiled = planner.profiled(
         model,
         batch,
@@ -137,3 +137,25 @@ class Explanation:
     def as_dict(self) -> dict[str, Any]:
         """Everything that was measured, for JSON."""
         return self.profile.as_dict()
+
+
+def check_options(
+    *,
+    budget: int | str,
+    loss_fn: Callable[[Any], Any] | None,
+    reserve: int | str,
+    keeps_output: bool,
+    verify: bool,
+    progress: bool | Progress,
+) -> None:
+    """Those of `plan_memory` that can be checked without a model.
+
+    Raises:
+        ValueError, TypeError: one cannot be used.
+    """
+    check_budget(budget)
+    check_loss_fn(loss_fn)
+    reserve_bytes(reserve)
+    check_flag(keeps_output, "keeps_output")
+    check_flag(verify, "verify")
+    check_progress(progress)

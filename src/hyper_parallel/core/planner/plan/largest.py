@@ -21,6 +21,7 @@ from hyper_parallel.core.planner.plan.table import Table, html_of, plan_parts, t
 from hyper_parallel.core.planner.search.choosing import smallest_budget
 from hyper_parallel.core.planner.solve.solver import BudgetError
 from hyper_parallel.core.swap.sizes import format_size
+from hyper_parallel.platform.arguments import check_flag
 
 _FIRST = (1, 2, 4)  # are profiled in any case: what grows with n, and with its square
 _FARTHEST = 8  # times the largest size that is known to fit: beyond, a prediction is not worth much
@@ -151,6 +152,7 @@ def largest(
         )
     check_budget(budget)
     check_loss_fn(loss_fn)
+    check_flag(keeps_output, "keeps_output")
     sizes = _Sizes(
         planner_of(model, "largest"), model, make_batch, budget, loss_fn,
         {"regions": regions, "optimizer": optimizer, "reserve_bytes": reserve_bytes(reserve), "keeps_output": keeps_output},

@@ -376,10 +376,14 @@ class MemoryPlan:
             )
 
     def stats(self, model: Any) -> dict[str, int]:
-        """What was met that the plan does not know, or knows otherwise, since it was applied; of the last time, if it is not applied any more."""
+        """What was met that the plan does not know, or knows otherwise, since it was applied, and how often a plan was made anew for it; of the last time,
+        if it is not applied any more."""
         if model in self._last_stats and model not in self._applied and model not in self._managed:
             return dict(self._last_stats[model])
-        return dict(self._on(model).applied(model).mismatches.counts)
+        counts = dict(self._on(model).applied(model).mismatches.counts)
+        if model in self._managed and self._managed[model].num_replans:
+            counts["plans made anew"] = self._managed[model].num_replans
+        return counts
 
     def verify(self, model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None = None) -> MemoryPlan:
         """Run steps under the plan and compare: the plan with what was measured, solved again if it was above the budget.
