@@ -14,7 +14,7 @@ their mean; the peak is the highest of all steps, the time their median. A plan 
 than a hundredth in the minutes between two rows. What is promised is checked at the end.
 
 `--profiles FOLDER` keeps the profile of each model there, compressed: from it plans can be made again, by other rules, on any machine.
-`hyper_parallel.core.planner.profile.StepProfile.from_dict` takes what is in the file.
+`hyper_parallel.core.planner.model.profile.StepProfile.from_dict` takes what is in the file.
 
 `--out` is written anew after each row; `--add` keeps the rows that an earlier file has of other models, each with its own commit. `--minutes`: what would begin later is
 left out.

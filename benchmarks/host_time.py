@@ -49,10 +49,10 @@ from torch import nn
 import hyper_parallel as hp
 from activation import commit
 from hyper_parallel import policies as p
-from hyper_parallel.core.planner.choices import RECOMPUTE, SWAP
-from hyper_parallel.core.planner.profile import Op
+from hyper_parallel.core.planner.model.choices import RECOMPUTE, SWAP
+from hyper_parallel.core.planner.model.profile import Op
 from hyper_parallel.core.swap.disk_stream import DiskStream
-from hyper_parallel.platform.torch.planner import ProfiledModel
+from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
 
 STORED = ROOT / "benchmarks" / "results" / "host_counters.json"
 NUM_BLOCKS, DIM, NUM_HEADS, BATCH, LENGTH = 12, 64, 4, 2, 16

@@ -93,8 +93,8 @@ def test_frontier_py_has_a_row_for_every_way_and_every_budget(frontier: tuple[di
 def test_frontier_py_keeps_the_profiles_from_which_its_plans_can_be_made_again(
     frontier: tuple[dict[str, Any], str, str],
 ) -> None:
-    from hyper_parallel.core.planner.planning import first_margin, solved
-    from hyper_parallel.core.planner.profile import StepProfile
+    from hyper_parallel.core.planner.model.profile import StepProfile
+    from hyper_parallel.core.planner.plan.proof import first_margin, solved
 
     result, _, _ = frontier
     assert sorted(path.name for path in result["profiles"].iterdir()) == ["gpt2.json.gz", "moe.json.gz"]

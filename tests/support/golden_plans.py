@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from hyper_parallel.core.planner import choosing
-from hyper_parallel.core.planner.plan import MemoryPlan
-from hyper_parallel.core.planner.planning import first_margin, solved
-from hyper_parallel.core.planner.profile import StepProfile
+from hyper_parallel.core.planner.model.profile import StepProfile
+from hyper_parallel.core.planner.plan.plan import MemoryPlan
+from hyper_parallel.core.planner.plan.proof import first_margin, solved
+from hyper_parallel.core.planner.search import choosing
 from support.planner_cases import NO_HURRY
 
 DATA = Path(__file__).resolve().parents[1] / "data"
