@@ -42,8 +42,6 @@ class ModelState:
 
     def __init__(self, model: nn.Cell, *others: Any, batch: Any = None) -> None:
         self._cells = [cell for cell in cells_in(model) if not type(cell).__module__.startswith("hyper_parallel.")]
-        names = {cell: name for name, cell in model.cells_and_names()}
-        check_no_iterators((names.get(cell, ""), cell) for cell in self._cells)
         self._hooks = [
             (cell, name, dict(getattr(cell, name) or {}))
             for cell in self._cells
@@ -52,6 +50,7 @@ class ModelState:
         ]
         hooks = [hook for _, _, found in self._hooks for hook in found.values()]
         self._python = PythonState(self._cells, MINDSPORE, holds=True, values=[*hooks, *others], reach=_REACH)
+        check_no_iterators(self._python, {id(cell): name for name, cell in model.cells_and_names()})
         named = {id(parameter): (name, parameter) for name, parameter in model.parameters_and_names()}
         found = {id(each): each for each in (*model.buffers(), *self._python.tensors, *leaves(batch))}
         self._parameters = [_Values(parameter, name) for name, parameter in named.values()]

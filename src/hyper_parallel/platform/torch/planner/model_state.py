@@ -64,9 +64,10 @@ class ModelState:
         is_for_planning: bool = False,
     ) -> None:
         modules = [module for module in model.modules() if not type(module).__module__.startswith(_FRAMEWORK)]
-        _check_modules(model, modules)
+        _check_initialized(model)
         hooks = [hook for module in modules for name in _HOOKS for hook in getattr(module, name, {}).values()]
         self._python = PythonState(modules, TORCH, holds=True, values=[*hooks, *others], reach=_REACH)
+        check_no_iterators(self._python, {id(module): name for name, module in model.named_modules()})
         named, buffers = dict(model.named_parameters()), list(model.buffers())  # a walk of all modules each
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
         self._random = RandomStates((*named.values(), *buffers))
@@ -257,9 +258,7 @@ class RandomStates:
             numpy.random.set_state(state)
 
 
-def _check_modules(model: nn.Module, modules: list[nn.Module]) -> None:
-    """Refuse what cannot be put back, before a step runs."""
-    names = {module: name for name, module in model.named_modules()}
+def _check_initialized(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, UninitializedTensorMixin):
             raise ArgumentError(
@@ -269,7 +268,6 @@ def _check_modules(model: nn.Module, modules: list[nn.Module]) -> None:
                 where=name,
                 do="Run the model once before planning: `model(batch)`.",
             )
-    check_no_iterators((names.get(module, ""), module) for module in modules)
 
 
 def _lists(module: nn.Module) -> list[dict[Any, Any]]:
