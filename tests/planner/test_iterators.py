@@ -6,6 +6,7 @@ import array
 import collections
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,11 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
     ),
     "partial": (lambda it: functools.partial(next, it), lambda held: held.args[0], "has.args[0]"),
     "bound": (lambda it: [it.__next__], lambda held: held[0].__self__, "has[0].__self__"),
+    "factory": (
+        lambda it: collections.defaultdict(it.__next__),
+        lambda held: held.default_factory.__self__,
+        "has.default_factory.__self__",
+    ),
     "closure": (lambda it: lambda: next(it), lambda held: held.__closure__[0].cell_contents, "has.it"),
 }
 
@@ -178,6 +184,32 @@ def test_an_iterator_that_something_beside_the_model_has_is_named(
     assert (calls, list(it)) == ([], NUMBERS)
 
 
+def test_an_iterator_among_the_arguments_is_named_and_what_steps_change_in_others_is_as_it_was(
+    backend: Backend, calls: list[int]
+) -> None:
+    class Given(backend.platform.Module):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model_of(backend, calls, lambda model: None)
+
+        def forward(self, x: Any, given: Any) -> Any:
+            given["seen"].append(next(given["it"]))
+            given["object"].count += 1
+            return self.model(x)
+
+        construct = forward
+
+    x, given = backend.tensor(np.ones((4, 8))), {"it": iter(NUMBERS), "seen": [], "object": OnlySlots()}
+    options = {"loss_fn": lambda y: y.sum(), "budget": "100%", "progress": False}
+    with pytest.raises(ValueError, match=r"iterator there cannot be put back(?s:.*)batch\[1\]\['it'\]"):
+        hp.plan_memory(Given(), (x, given), **options)
+    assert (calls, list(given["it"])) == ([], NUMBERS)
+    given["it"] = Counting()
+    hp.plan_memory(Given(), (x, given), **options)
+    assert calls
+    assert (given["it"].place, given["seen"], given["object"].count) == (0, [], 0)
+
+
 # -- what is put back, or is not to be ----------------------------------------------------------------------------------------
 
 
@@ -228,7 +260,9 @@ class OnlySlots:
             del self.gone
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if place not in ("partial", "bound", "closure")])
+@pytest.mark.parametrize(
+    "place", [place for place in PLACES if place not in ("partial", "bound", "factory", "closure")]
+)
 def test_iterators_and_slots_of_the_users_classes_are_as_they_were(
     backend: Backend, calls: list[int], place: str
 ) -> None:
@@ -255,6 +289,8 @@ class Lines:
         self.log = print
         self.number = np.asarray(NUMBERS)
         self.table = TABLE.items()
+        self.constant = itertools.repeat(1.0)
+        self.other = weakref.proxy(self.file)
         self.kinds = [map, zip, itertools.count, Counting]
 
 

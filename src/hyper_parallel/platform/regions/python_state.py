@@ -22,6 +22,7 @@ import contextlib
 import enum
 import functools
 import io
+import itertools
 import operator
 import random
 import sys
@@ -46,6 +47,7 @@ _MOST_FAR_ARRAY_BYTES = 1 << 26
 _BUSY = frozenset({"_thread", "threading", "queue", "_queue", "socket", "asyncio.events", "multiprocessing.connection"})
 _LEFT = object()  # in place of a value that is not put back
 _MISSING = object()
+_ENDLESS = -1
 # What led to a value: None, or that of what has it; then an attribute's name, or the first object itself; True for what is in a container by this key.
 _Where = tuple[Any, ...]
 _Slots = dict[str, types.MemberDescriptorType]
@@ -154,8 +156,15 @@ def check_no_iterators(state: PythonState, names: Mapping[int, str]) -> None:
             expected="lists, numbers, generators of random numbers: all that can be set back",
             got=describe(iterator),
             where=_in_words(where, names),
-            do="Let the module keep a list and an index, or give what it takes as an argument.",
+            do="Let the module keep a list and an index, or give what it takes as an argument. Keep elsewhere what no step takes from.",
         )
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether it has a place that moves. A file is left alone: what is read and written is not put back anyway."""
+    if not hasattr(type(value), "__next__") or isinstance(value, io.IOBase) or type(value) in weakref.ProxyTypes:
+        return False
+    return type(value) is not itertools.repeat or operator.length_hint(value, _ENDLESS) != _ENDLESS
 
 
 def _in_words(where: _Where, names: Mapping[int, str]) -> str:
@@ -357,6 +366,8 @@ class _Walk:
         elif isinstance(value, (*_CONTAINERS, tuple, frozenset)):
             if isinstance(value, _CONTAINERS) and (self._holds or _is_pure(value)):
                 self._parts.append(_Contents(value))
+            if isinstance(value, collections.defaultdict):
+                self._is_next(value.default_factory, reach, (where, "default_factory"))
             for key, each in _items_of(value):
                 self._is_next(each, reach, (where, key, True))
             if self._is_far:
@@ -367,7 +378,7 @@ class _Walk:
             self._seen.update(map(id, modules))
             for each in modules:
                 self._note_attributes(each, reach, where)
-        elif not self._note_object(value, reach, where) and self._is_far and _is_iterator(value):
+        elif not self._note_object(value, reach, where) and self._is_far and is_iterator(value):
             self.iterators.append((value, where))
 
     def _slots_of(self, value: Any) -> _Slots:
@@ -384,7 +395,7 @@ class _Walk:
         if not reach or not _is_plain_object(value, slots) or (self._is_far and _is_busy(value, slots)):
             return False
         self._note_attributes(value, reach - 1, where)
-        return not _is_iterator(value) or isinstance(type(value).__next__, types.FunctionType)
+        return not is_iterator(value) or isinstance(type(value).__next__, types.FunctionType)
 
     def _note_function(self, function: Any, reach: int, where: _Where) -> None:
         if isinstance(function, _METHODS):
@@ -444,11 +455,6 @@ def _attributes_of(value: Any, slots: _Slots) -> dict[str, Any]:
         with contextlib.suppress(AttributeError):  # it is empty
             found[name] = slot.__get__(value)
     return found
-
-
-def _is_iterator(value: Any) -> bool:
-    """Files are none: what is read and written is not put back anyway."""
-    return hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
 
 
 def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
@@ -528,4 +534,4 @@ _NUMPY_RANDOM_STATE = Saved(
 )
 _ARRAY = Saved(lambda array: array.copy(), _write_array, _same_state)
 
-__all__ = ["Framework", "PythonState", "Saved", "as_then", "check_no_iterators"]
+__all__ = ["Framework", "PythonState", "Saved", "as_then", "check_no_iterators", "is_iterator"]
