@@ -265,3 +265,45 @@ def test_a_batch_that_is_given_is_planned_with_in_place_of_the_first() -> None:
     assert callback.plan is not None
     assert callback.plan.profile.facts["batch"] == [["float32[256, 32]"]]
     assert callback.stats == {}
+
+
+def test_an_iterator_that_a_lightning_module_holds_is_named_before_training_step_runs() -> None:
+    class Drawing(Flat):
+        def __init__(self) -> None:
+            super().__init__()
+            self.data = torch.utils.data.DataLoader([1.0, 2.0])  # nobody's place in it
+            self.schedule = {"factors": [iter([1.0, 2.0, 3.0])]}
+            self.num_calls = [0]
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            self.num_calls[0] += 1
+            return self.loss(batch[0]) * next(self.schedule["factors"][0])
+
+    module = Drawing()
+    with pytest.raises(ValueError, match=r"iterator there cannot be put back(?s:.*)module\.schedule\['factors'\]\[0\]"):
+        fitted(module, MemoryPlanCallback("60%"))
+    assert (module.num_calls, list(module.schedule["factors"][0])) == ([0], [1.0, 2.0, 3.0])
+
+
+def test_what_a_lightning_module_holds_in_slots_is_that_of_training_without() -> None:
+    class Meter:
+        __slots__ = ("count", "total")
+
+        def __init__(self) -> None:
+            self.count, self.total = 0, torch.zeros(())
+
+    class Metered(Flat):
+        def __init__(self) -> None:
+            super().__init__()
+            self.meters = [Meter()]
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = self.loss(batch[0])
+            self.meters[0].count += 1
+            self.meters[0].total += loss.detach()
+            return loss
+
+    planned, plain = fitted(Metered(), MemoryPlanCallback("60%")), fitted(Metered())
+    assert planned.losses == plain.losses
+    assert planned.meters[0].count == 3
+    assert torch.equal(planned.meters[0].total, plain.meters[0].total)
