@@ -197,7 +197,7 @@ class _Attributes:
         owner = self._owner()
         if owner is None:
             return True
-        now = _attributes_of(owner, self._slots) if self._slots else vars(owner)
+        now = _attributes_of(owner, self._slots)
         # An address may be that of another object by now; not if what had it is still there.
         return (
             tuple(now) == self._names
@@ -450,7 +450,10 @@ def _slots_of(kind: type) -> _Slots:
 
 
 def _attributes_of(value: Any, slots: _Slots) -> dict[str, Any]:
-    found = dict(getattr(value, "__dict__", ()))
+    own: dict[str, Any] = getattr(value, "__dict__", {})
+    if not slots:
+        return own
+    found = dict(own)
     for name, slot in slots.items():
         with contextlib.suppress(AttributeError):  # it is empty
             found[name] = slot.__get__(value)
