@@ -450,10 +450,10 @@ def _slots_of(kind: type) -> _Slots:
 
 
 def _attributes_of(value: Any, slots: _Slots) -> dict[str, Any]:
+    own: dict[str, Any] = getattr(value, "__dict__", {})
     if not slots:
-        own: dict[str, Any] = vars(value)
         return own
-    found = dict(getattr(value, "__dict__", ()))
+    found = dict(own)
     for name, slot in slots.items():
         with contextlib.suppress(AttributeError):  # it is empty
             found[name] = slot.__get__(value)
