@@ -54,7 +54,7 @@ def send_all_shapes(here: Pair) -> list[torch.Tensor]:
 
 
 def communicate_conjugates_and_negatives(here: Pair) -> list[torch.Tensor]:
-    """PyTorch notes in a bit that a tensor is one, and leaves its memory as it was: they are sent, received into, and in collectives."""
+    """PyTorch notes in a bit that a tensor is one, and leaves its memory as it was."""
     platform, found = here.platform, []
     calls: list[Callable[[torch.Tensor], Any]] = [
         lambda x: _around(here, x, torch.zeros_like(x)),
@@ -203,8 +203,8 @@ def go_on_after_a_refusal(here: Pair) -> list[torch.Tensor]:
 
 
 CALLS: list[Callable[[Pair], list[torch.Tensor]]] = [
-    send_all_dtypes, send_all_shapes, communicate_conjugates_and_negatives, send_many_at_once, receive_over_other_streams, exchange_with_gradients,
-    exchange_in_backward_thread, launch_collectives, differentiate_collectives, send_objects, go_on_after_a_refusal,
+    send_all_dtypes, send_all_shapes, communicate_conjugates_and_negatives, send_many_at_once,
+    receive_over_other_streams, exchange_with_gradients, exchange_in_backward_thread, launch_collectives, differentiate_collectives, send_objects, go_on_after_a_refusal,
 ]  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def _gradients(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
 
 
 def steps_that_one_rank_wants() -> int:
-    """How many more steps each rank takes to time what regions cost, where the first was seen to wait for the host, and the others were not."""
+    """How many more steps each rank takes to time what regions cost, where only the first was seen to wait for the host."""
     model, batch = _made("fully_shard")
     profiled = ProfiledModel(model, batch, _loss)
     taken: list[Any] = []

@@ -1,7 +1,8 @@
 """One profile for ranks that hold parts of one model, so that they make one plan of it.
 
-They take all their steps together: a collective waits for every rank, in forward and where a block runs again. But they need not run the same ops.
-Where sizes are uneven results look otherwise, and of a bias that is added once one rank has the values and the others have zeros, which is an op more.
+They take all their steps together: a collective waits for every rank, in forward and where a block runs again. But they
+need not run the same ops. Where sizes are uneven results look otherwise; and of a bias that is added once, one rank has
+the values and the others have zeros, which is an op more.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def common_profile(profiles: Sequence[StepProfile]) -> StepProfile | None:
 def _common_region(region: Region, of_ranks: Sequence[Region]) -> Region:
     """The region with the ops of all ranks.
 
-    What only some ranks run is run again by these, and costs nothing here. Where backward does not need results of the same ops on all ranks, all of
-    a block is run again or nothing: its collectives are repeated on the ranks where anything is.
+    What only some ranks run is run again by these, and costs nothing here. Where backward does not need results of the
+    same ops on all ranks, all of a block is run again or nothing: its collectives are repeated wherever anything is.
     """
     ranks = [{op.key: op for op in each.ops} for each in of_ranks]
     needed = [{key for key, op in each.items() if op.is_needed} for each in ranks]

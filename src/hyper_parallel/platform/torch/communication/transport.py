@@ -291,7 +291,10 @@ _naming = threading.Lock()
 
 
 def _as_in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory has its values: PyTorch only notes of a conjugate or a negative that it is one, and what communicates does not look."""
+    """A tensor whose memory has its values.
+
+    PyTorch only notes of a conjugate or a negative that it is one, and what communicates does not look.
+    """
     return tensor.resolve_conj().resolve_neg()
 
 

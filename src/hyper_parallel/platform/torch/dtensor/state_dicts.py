@@ -1,4 +1,4 @@
-"""PyTorch's own way to whole tensors is refused: it gathers PyTorch's distributed tensors, and would hand on the parts of ours without a word.
+"""PyTorch's own way to whole tensors is refused: of distributed tensors that are ours it hands on the parts.
 
 It calls nothing of a tensor that would tell, but `detach` while the state dict is made. So that looks who has asked.
 """

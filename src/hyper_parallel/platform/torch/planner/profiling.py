@@ -151,9 +151,9 @@ class ProfiledModel:
         return None if None in peaks else max(peaks)
 
     def agreed(self, profile: Any) -> Any:
-        """What ranks plan by that hold parts of one model: see `common_profile`. What it says of model and batch stays this rank's.
+        """What ranks plan by that hold parts of one model: see `common_profile`. Model and batch in it are this rank's.
 
-        They take all their steps together, so that a plan that one of them refuses is to be refused by all, after as many steps.
+        They take all their steps together: a plan that one of them refuses is to be refused by all, after as many steps.
         """
         from hyper_parallel.core.planner.agreement import common_profile
 

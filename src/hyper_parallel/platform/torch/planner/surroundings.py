@@ -214,8 +214,10 @@ def is_alone() -> bool:
 
 
 def groups_of(model: nn.Module) -> list[Any]:
-    """The groups of ranks that hold parts of a model, or train copies of it together: one for each axis of the meshes that its parameters lie on,
-    and those of `DistributedDataParallel`. Every rank of them has to ask.
+    """The groups of ranks that hold parts of a model, or train copies of it together.
+
+    There is one for each axis of the meshes that its parameters lie on, and that of each `DistributedDataParallel`.
+    Every rank of them has to ask.
     """
     meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if is_distributed(each))
     found = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
