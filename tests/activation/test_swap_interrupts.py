@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.core.swap import engines
 from hyper_parallel.core.swap.arena import PinnedArena
 from hyper_parallel.core.swap.disk import DiskTier
@@ -23,13 +24,14 @@ from hyper_parallel.core.swap.disk_stream import DiskStream, HostComputeStream
 from hyper_parallel.core.swap.engine import Limits, SwapEngine
 from hyper_parallel.core.swap.staged import StagedDevice, StagedDisk
 from hyper_parallel.platform.torch.activation_checkpoint.activation_swap import swap_wrapper
+from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from hyper_parallel.platform.torch.activation_checkpoint.swap_device import memory_of
 from support.ctrl_c import CtrlC
 from support.interrupts import differing, thread_state
 from support.region_programs import flush_aborted_backward
 from support.swapping import Swapping
 
-NUM_MOMENTS = None if os.environ.get("HYPER_PARALLEL_CAMPAIGN") == "full" else 150
+NUM_MOMENTS = None if os.environ.get("HYPER_PARALLEL_CAMPAIGN") == "full" else 100
 DEADLINE_S = 20
 MIB = 1024**2
 
@@ -160,9 +162,24 @@ def deadline() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def swapped_in_region(block: nn.Module) -> nn.Module:
+    """A region whose policy swaps the products, and which swaps its input; the rest runs again."""
+    return checkpoint_wrapper(block, policy_fn=_swaps_products, swap_inputs=True)
+
+
+def _swaps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SWAP if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("wrap", [swap_wrapper, swapped_in_region])
 @pytest.mark.parametrize("way", ["the device's own tier", "pinned memory and disk"])
 def test_ctrl_c_anywhere_in_a_step_that_swaps_costs_that_step_alone(
-    swapping: Swapping, one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    swapping: Swapping,
+    one_thread: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    wrap: Callable[[nn.Module], nn.Module],
 ) -> None:
     """Reliability: Ctrl-C. At every place of the engine at which Python looks for it; in every run at a random part of them."""
     monkeypatch.setattr(
@@ -172,7 +189,7 @@ def test_ctrl_c_anywhere_in_a_step_that_swaps_costs_that_step_alone(
         pytest.skip("this tier is made of threads, on the CPU")
     expected = Step(swapping.kind, lambda block: block)()
     with of_the_device(swapping) if way == "the device's own tier" else own_tiers(tmp_path) as place:
-        step = Step(swapping.kind)
+        step = Step(swapping.kind, wrap)
         for _ in range(4):
             assert all(map(torch.equal, step(), expected))
         with CtrlC() as all_of_it:
@@ -213,6 +230,8 @@ def test_ctrl_c_anywhere_in_a_step_that_swaps_costs_that_step_alone(
                 failures.append(f"{interrupt.where}: {type(error).__name__} {str(error).splitlines()[:1]}")
                 if isinstance(error, TimeoutError) or len(failures) > 40:
                     break
-        print(f"{way}, {swapping.kind}: {num_moments} moments, {len(moments)} interrupts, {len(failures)} failures")
+        print(
+            f"{wrap.__name__}, {way}, {swapping.kind}: {num_moments} moments, {len(moments)} interrupts, {len(failures)} failures"
+        )
         assert failures == []
         del step

@@ -54,7 +54,7 @@ class CtrlC:
     def _note_instruction(self, frame: Any, event: str, _arg: Any) -> Any:
         if event == "opcode":
             last, self._last[frame] = self._last.get(frame, -1), frame.f_lasti
-            if last in _looks(frame.f_code):
+            if frame.f_lasti in _looks(frame.f_code).get(last, ()):
                 self._note(frame, "a call or a jump in")
         elif event == "exception":
             self._last[frame] = -1  # a call that raises is no such place
@@ -79,10 +79,28 @@ def _is_below(frame: Any) -> bool:
 
 
 @functools.cache
-def _looks(code: Any) -> frozenset[int]:
-    """The instructions of a function after which Python looks for Ctrl-C."""
-    return frozenset(
-        each.offset
-        for each in dis.get_instructions(code)
-        if each.opname.startswith("CALL") or "JUMP_BACKWARD" in each.opname or each.opname == "JUMP_ABSOLUTE"
-    )
+def _looks(code: Any) -> dict[int, tuple[int, ...]]:
+    """The instructions of a function after which Python looks for Ctrl-C, and where the next one may be.
+
+    A trace function raises at the next instruction, Python at the one before. Where a `with` or `try` ends in between, that would be a lock
+    that Python itself gives back: those are left out.
+    """
+    instructions = list(dis.get_instructions(code))
+    offsets = [each.offset for each in instructions]
+    found: dict[int, tuple[int, ...]] = {}
+    for each, following in zip(instructions, [*offsets[1:], -1], strict=True):
+        if each.opname.startswith("CALL"):
+            found[each.offset] = (following,)
+        elif "JUMP_BACKWARD" in each.opname or each.opname == "JUMP_ABSOLUTE":
+            found[each.offset] = (following, each.argval)
+    return {
+        last: tuple(each for each in then if _handler(code, each) == _handler(code, last))
+        for last, then in found.items()
+    }
+
+
+def _handler(code: Any, offset: int) -> int | None:
+    """Where an exception at an instruction goes; None: out of the function."""
+    parse = getattr(dis, "_parse_exception_table", None)  # before Python 3.11 there is no table
+    entries = [] if parse is None else parse(code)
+    return next((each.target for each in entries if each.start <= offset < each.end), None)
