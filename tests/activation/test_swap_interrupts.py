@@ -23,9 +23,9 @@ from hyper_parallel.core.swap.disk import DiskTier
 from hyper_parallel.core.swap.disk_stream import DiskStream, HostComputeStream
 from hyper_parallel.core.swap.engine import Limits, SwapEngine
 from hyper_parallel.core.swap.staged import StagedDevice, StagedDisk
-from hyper_parallel.platform.torch.activation_checkpoint.activation_swap import swap_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.swap_device import memory_of
+from hyper_parallel.platform.torch.swap.device import memory_of
+from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import checkpoint_wrapper
+from hyper_parallel.platform.torch.wrappers.swap_wrapper import swap_wrapper
 from support.ctrl_c import CtrlC
 from support.interrupts import differing, thread_state
 from support.region_programs import flush_aborted_backward
@@ -127,7 +127,7 @@ def own_tiers(directory: Path) -> Iterator[Place]:
     inner = DeviceOfThreads()
     device = StagedDevice(inner, load_staging, memory_of)
     engine = SwapEngine(device, [host, StagedDisk(disk, staging)], Limits(2_048, 4_096))
-    target = "hyper_parallel.platform.torch.activation_checkpoint.swap_engines.engine_of"
+    target = "hyper_parallel.platform.torch.swap.engines.engine_of"
     streams = [inner.offload, inner.load, device._disk]
     with mock.patch(target, return_value=(engine, 1)):
         yield Place(engine, [host, load_staging, staging, disk], streams)
