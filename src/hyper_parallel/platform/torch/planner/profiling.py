@@ -161,7 +161,7 @@ class ProfiledModel:
 
         They take all their steps together: a plan that one of them refuses is to be refused by all, after as many steps.
         """
-        from hyper_parallel.core.planner.agreement import common_profile
+        from hyper_parallel.core.planner.plan.agreement import common_profile
 
         common = common_profile(self._of_all(profile))
         if common is None:
