@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from hyper_parallel.core.planner.model.agreement import common_profile
 from hyper_parallel.core.planner.model.choices import plain
 from hyper_parallel.core.planner.model.problem import Problem, evaluate
 from hyper_parallel.core.planner.model.profile import Input, Op, Region, StepProfile, Value
-from hyper_parallel.core.planner.plan.agreement import common_profile
 
 _ALL = ("save", "swap", "recompute")
 

@@ -27,6 +27,7 @@ from torch import nn
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.activation_checkpoint.replacement import replace
+from hyper_parallel.core.planner.model.agreement import common_profile
 from hyper_parallel.core.planner.model.choices import SAVE, SWAP, plain, recompute_all, recompute_ms
 from hyper_parallel.core.planner.model.measured_span import Span
 from hyper_parallel.core.planner.model.problem import Problem, evaluate
@@ -161,8 +162,6 @@ class ProfiledModel:
 
         They take all their steps together: a plan that one of them refuses is to be refused by all, after as many steps.
         """
-        from hyper_parallel.core.planner.plan.agreement import common_profile
-
         common = common_profile(self._of_all(profile))
         if common is None:
             self._groups = []  # each plans by itself
