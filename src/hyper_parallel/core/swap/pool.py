@@ -58,7 +58,7 @@ class _Out(weakref.ref["PoolBlock"]):
 class PoolBlock:
     """A range of a slab, or several. Abstract: each tier has its own final class of blocks."""
 
-    __slots__ = ("__weakref__", "_out", "_pool", "_ticket", "num_bytes", "parts")
+    __slots__ = ("__weakref__", "_is_out", "_out", "_pool", "num_bytes", "parts")
 
     def __init__(
         self, parts: tuple[Part, ...], last_uses: tuple[Event, ...], pool: BlockPool[Any], pieces: Pieces
@@ -66,9 +66,9 @@ class PoolBlock:
         self.parts = parts  # in the order of the block's bytes
         self.num_bytes = sum(part.num_bytes for part in parts)
         self._pool = pool
-        self._out = _Out(self, pool._given.append)
+        self._out = _Out(self, pool._note_gone)
         self._out.last_uses, self._out.num_bytes, self._out.pieces = last_uses, self.num_bytes, pieces
-        self._ticket = [None]  # popped by `give`: a list's pop is atomic, so that of two calls one is found out
+        self._is_out = True  # deleted by `give`: that is one step of the interpreter, so that of two calls one is found out
 
     @property
     def last_uses(self) -> tuple[Event, ...]:
@@ -176,6 +176,7 @@ class BlockPool(Generic[AnyBlock]):
         self._retries_after_give = retries_after_give
         # Given back, or gone, and not yet free: the only field touched without the lock. One may be here twice.
         self._given: deque[_Out] = deque()
+        self._note_gone = self._given.append  # what a block that is gone calls; one object for all
         self._outs: set[_Out] = set()  # what is not free; the truth about it, with the slabs
         self._is_changing = False  # what follows is being changed; with nobody inside: a call was cut off there
         self._lock = threading.Lock()
@@ -207,8 +208,8 @@ class BlockPool(Generic[AnyBlock]):
 
     def give(self, block: AnyBlock) -> None:
         try:
-            block._ticket.pop()
-        except IndexError:
+            del block._is_out
+        except AttributeError:
             raise StateError("A block was given back twice.", got=repr(block)) from None
         self._given.append(block._out)
 
