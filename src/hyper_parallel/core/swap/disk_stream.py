@@ -242,9 +242,8 @@ class DiskStream:
                     continue
                 with self._lock:
                     if self._jobs.empty():
-                        self._is_started = (
-                            False  # in the same breath as the look at the queue: the next job starts a new thread
-                        )
+                        # In the same breath as the look at the queue: the next job starts a new thread.
+                        self._is_started = False
                         return
 
     def _do(self, job: _Job) -> None:
