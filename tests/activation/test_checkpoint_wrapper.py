@@ -62,7 +62,7 @@ def region_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[Any, 
         return function(*args, **{name: value for name, value in options.items() if name not in own})
 
     real = region.checkpoint
-    monkeypatch.setattr(region, "checkpoint", run)
+    monkeypatch.setattr("hyper_parallel.platform.torch.wrappers.checkpoint_wrapper.checkpoint", run)
     return calls
 
 
@@ -808,8 +808,8 @@ for _ in range(2):
     result.append([type(getattr(part, name)).__name__ for name in (
         "CheckpointImpl", "CheckpointWrapper", "checkpoint_wrapper", "apply_activation_checkpointing", "checkpoint",
         "create_selective_checkpoint_contexts")])
-    for name in ("checkpoint_wrapper", "replacement", "region", "selective_contexts"):
-        importlib.import_module(part.__name__ + "." + name)
+    for name in ("activation_checkpoint.activation_swap", "wrappers.checkpoint_wrapper", "regions.checkpoint", "compat.selective_contexts"):
+        importlib.import_module("hyper_parallel.platform.torch." + name)
 """
     expected = ["EnumType", "type", *["function"] * 4]
     assert [["EnumType" if "Enum" in name else name for name in row] for row in run_fresh(program)] == [expected] * 2
