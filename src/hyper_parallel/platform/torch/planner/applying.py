@@ -24,10 +24,10 @@ from hyper_parallel.platform.torch.planner.signature import autocast_now, look_o
 from hyper_parallel.platform.torch.planner.steps import device_of
 from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
 from hyper_parallel.platform.torch.regions.compiled_code import is_in_compiled_call
+from hyper_parallel.platform.torch.regions.op_traits import traits_of
 from hyper_parallel.platform.torch.regions.repeated_call import checkpoint_by_framework
 from hyper_parallel.platform.torch.regions.surroundings import is_replaying
 from hyper_parallel.platform.torch.regions.unwatched_region import UnwatchedRegion
-from hyper_parallel.platform.torch.regions.values import traits_of
 from hyper_parallel.platform.torch.wrappers.replacement import TREE
 
 Key = tuple[str, int, str, int]

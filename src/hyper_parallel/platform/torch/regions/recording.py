@@ -32,26 +32,22 @@ from hyper_parallel.platform.torch.regions.module_paths import (
     has_sharded_modules,
     is_sharding,
 )
+from hyper_parallel.platform.torch.regions.op_traits import CAST, TRAITS, OpTraits, traits_of, trimmed
 from hyper_parallel.platform.torch.regions.placeholders import View
 from hyper_parallel.platform.torch.regions.random_state import GeneratorState, drawing, generator_of
 from hyper_parallel.platform.torch.regions.saved_values import Saved, Swappable, aliased, copied
 from hyper_parallel.platform.torch.regions.surroundings import call_uncompiled
 from hyper_parallel.platform.torch.regions.values import (
-    CAST,
-    TRAITS,
     Argument,
     Arguments,
     Constant,
     KnownOp,
     Origin,
     RecordedOp,
-    Traits,
     Value,
     WeakStorages,
     is_available,
     sort,
-    traits_of,
-    trimmed,
 )
 
 _MADE, _INPUT, _OUTSIDE, _WRITTEN = Origin.MADE, Origin.INPUT, Origin.OUTSIDE, Origin.WRITTEN
@@ -167,7 +163,7 @@ class Record:
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
-    def run(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and note it."""
         if traits.is_view:
             return self._run_view(traits, args, kwargs)
@@ -224,7 +220,7 @@ class Record:
             self._choices, self._has_names = None, False
             self._calls.catch_up((op.func, op.where) for op in self.ops)
 
-    def _run_special(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_special(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op that writes, or does something else that most do not."""
         func = traits.func
         arguments = Arguments(args, kwargs, traits.writes)
@@ -331,12 +327,12 @@ class Record:
             if value is not None and value.is_empty and position not in written:
                 self.runs_everything = True
 
-    def _run_view(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_view(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A view is no value. A policy that saves it saves what it looks at."""
         result = traits.call(*args, **kwargs)
         return self.noted_view(traits, result, args, kwargs)
 
-    def noted_view(self, traits: Traits, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def noted_view(self, traits: OpTraits, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(result) is not _Tensor and _has_communicated(result, args):
             arguments = Arguments(args, kwargs, traits.writes)
             op = self._new_op(traits.func, arguments, args, kwargs)

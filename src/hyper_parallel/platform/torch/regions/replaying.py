@@ -22,6 +22,7 @@ from hyper_parallel.platform.torch.regions.local_parts import (
     version_of,
 )
 from hyper_parallel.platform.torch.regions.module_paths import is_sharding
+from hyper_parallel.platform.torch.regions.op_traits import TRAITS, OpTraits, traits_of, trimmed
 from hyper_parallel.platform.torch.regions.placeholders import (
     NeedsEverything,
     View,
@@ -33,20 +34,16 @@ from hyper_parallel.platform.torch.regions.random_state import drawing
 from hyper_parallel.platform.torch.regions.recording import Record, RegionMode, ask
 from hyper_parallel.platform.torch.regions.saved_values import aliased, copied
 from hyper_parallel.platform.torch.regions.values import (
-    TRAITS,
     Argument,
     Arguments,
     Constant,
     Origin,
     RecordedOp,
-    Traits,
     Value,
     WeakStorages,
     replaced,
     same_rest,
     sort,
-    traits_of,
-    trimmed,
 )
 
 _MADE, _OUTSIDE, _WRITTEN = Origin.MADE, Origin.OUTSIDE, Origin.WRITTEN
@@ -178,7 +175,7 @@ class Replay:
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
-    def run(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func = traits.func
         if traits.is_view and func not in self.record.views_that_communicate:
             return self._run_view(traits, args, kwargs)
@@ -221,7 +218,7 @@ class Replay:
             raise AllFound
         return result
 
-    def _run_view(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_view(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if has_placeholder(args):
             return view_of_placeholder(traits.func, args, kwargs)
         result = traits.call(*args, **kwargs)
@@ -240,7 +237,7 @@ class Replay:
     def _run_again(
         self,
         op: RecordedOp,
-        traits: Traits,
+        traits: OpTraits,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[torch.Tensor],
@@ -340,7 +337,7 @@ class Replay:
             return outputs.value  # rule 7
         return type(outputs)([self._leave_out(each, tensors) for each in outputs])
 
-    def _run_unknown(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_unknown(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op that forward did not run with these values (rule 4)."""
         func = traits.func
         arguments = Arguments(args, kwargs, traits.writes)
