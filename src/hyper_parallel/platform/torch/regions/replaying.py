@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hyper_parallel._base.errors import StateError, describe
+from hyper_parallel.core.regions.policy import RegionPolicy
 from hyper_parallel.core.regions.questions import PolicyContext
 from hyper_parallel.platform.torch.regions.checksums import find_difference, storage_checksum
 from hyper_parallel.platform.torch.regions.local_parts import (
@@ -83,7 +84,7 @@ class Replay:
         runs: Collection[int],
         takes: Collection[Any],
         wanted: set[Value],
-        policy: Any,
+        policy: RegionPolicy | None,
         *,
         check_outputs: bool,
         early_stop: bool,
@@ -98,7 +99,7 @@ class Replay:
         self._runs = runs
         self._takes = takes
         self._wanted = wanted
-        self._policy = None if getattr(policy, "is_pure", False) else policy
+        self._policy = None if policy is None or policy.is_pure else policy
         self._check_outputs = check_outputs
         self._early_stop = early_stop
         self._restores_random_state = restores_random_state
@@ -213,7 +214,7 @@ class Replay:
                 if value in self._takes:
                     self._elsewhere[value] = value.kept.memory()
         if self._policy is not None:
-            self._ask_again(op, result, args, kwargs)
+            self._ask_again(self._policy, op, result, args, kwargs)
         if self._early_stop and len(self.found) == len(self._wanted):
             raise AllFound
         return result
@@ -510,16 +511,18 @@ class Replay:
 
     # -- checks -----------------------------------------------------------------------------------------------------------
 
-    def _ask_again(self, op: RecordedOp, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if op.policy is None or id(op.func) in getattr(self._policy, "answers", ()):
+    def _ask_again(
+        self, policy: RegionPolicy, op: RecordedOp, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if op.policy is None or id(op.func) in policy.answers:
             return
         context = PolicyContext(True, op.module, op.occurrence, result, op.call, op.occurrence_in_call)
-        policy = ask(self._policy, context, op.func, args, kwargs)
-        if policy is not op.policy:
+        answer = ask(policy, context, op.func, args, kwargs)
+        if answer is not op.policy:
             raise StateError(
                 "A policy changed its mind between forward and recomputation.",
                 expected=f"{op.policy.name}, as in forward",
-                got=policy.name,
+                got=answer.name,
                 where=str(op),
                 do="Let the policy decide by the op, ctx.module and ctx.occurrence; what it counts itself differs in the two runs.",
             )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hyper_parallel.core.regions.module_calls import Occurrence
+from hyper_parallel.core.regions.policy import Answer
 from hyper_parallel.platform.torch.regions.call_template import CallTemplate
 from hyper_parallel.platform.torch.regions.local_parts import PLAIN_TYPES
 from hyper_parallel.platform.torch.regions.placeholders import View
@@ -129,7 +130,7 @@ class RecordedOp:
         self.outputs: Any = None  # its result, with Value, Argument and Constant in place of what they stand for
         self.targets: tuple[tuple[int, Value], ...] = ()  # (which tensor argument it wrote, the value it has since)
         self.must_run = False
-        self.policy: Any = None
+        self.policy: Answer | None = None  # what a policy said about it; None: it was not asked
         self.known: KnownOp | None = None  # the same op of an earlier call, whose `rest` this one has
         self.template: CallTemplate | None = None  # how to call it again; that of `known`, if there is one
         self._several: tuple[Value, ...] | None = None  # what it makes, if that is not the one value of `outputs`
