@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from hyper_parallel.core.activation_checkpoint.options import CheckpointImpl
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
+from hyper_parallel.core.regions.policy import RegionPolicy
 from hyper_parallel.platform.torch.regions.unwatched_region import UnwatchedRegion
 from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import checkpoint_wrapper
 from hyper_parallel.platform.torch.wrappers.swap_wrapper import swap_wrapper
@@ -68,13 +69,13 @@ class Unwatched(nn.Module):
         return self.observer.call(self.block, _SavesProducts(self.observer), (x,), {})
 
 
-class _SavesProducts:
+class _SavesProducts(RegionPolicy):
     is_pure = True
 
     def __init__(self, observer: UnwatchedRegion) -> None:
         self.observer = observer
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def answer(self, context: Any, op: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op is aten.addmm.default else CheckpointPolicy.MUST_RECOMPUTE
 
 

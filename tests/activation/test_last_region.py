@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from hyper_parallel import policies as p
+from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.core.regions.functions import engine_key
+from hyper_parallel.core.regions.policy import RegionPolicy
 from hyper_parallel.core.swap.engine import SwapEngine
 from hyper_parallel.platform.torch.activation_checkpoint import checkpoint_wrapper
 from hyper_parallel.platform.torch.regions.saved_values import Saved
@@ -111,13 +113,13 @@ def test_when_a_region_has_run_again_the_engine_hears_of_that_high_point(
     assert happened == ["ran", "told", "ran", "told"]
 
 
-class Told:
+class Told(RegionPolicy):
     """A policy that says that its region is the last one of a forward that swaps."""
 
     ends_forward = True
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-        return True
+    def answer(self, context: Any, op: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE
 
 
 def test_a_region_that_says_that_it_is_the_last_empties_the_window_in_the_first_step(

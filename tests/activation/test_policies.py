@@ -527,7 +527,7 @@ def test_what_an_op_alone_decides_is_not_asked_again() -> None:
         asked(policy, "Add")
     plain = choose(save(matmuls), swap(attention))
     asked(plain, "Add")
-    assert plain._by_op["Add"] == ((), DEFAULT)
+    assert plain.by_op._known == {"Add": ((), DEFAULT)}
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -17,6 +17,7 @@ from torch import nn
 
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.core.planner.plan.python_state import PythonState, as_then
+from hyper_parallel.core.regions.policy import RegionPolicy
 from hyper_parallel.platform.torch.regions.attributes import TORCH
 from hyper_parallel.platform.torch.regions.unwatched_region import UnwatchedRegion
 from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -64,13 +65,13 @@ class Moving(nn.Module):
         return [repr(attributes), *states, self.generator.get_state().tolist()]
 
 
-class _Policy:
+class _Policy(RegionPolicy):
     is_pure = True
 
     def __init__(self) -> None:
         self.observer = UnwatchedRegion(is_dynamic=False)
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def answer(self, context: Any, op: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op is aten.addmm.default else CheckpointPolicy.MUST_RECOMPUTE
 
 

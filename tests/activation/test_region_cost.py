@@ -19,7 +19,8 @@ from hyper_parallel.core.swap.by_hand.manager import SwapManager  # noqa: E402
 from hyper_parallel.platform.torch.activation_checkpoint import swap_wrapper  # noqa: E402
 from hyper_parallel.platform.torch.regions import attributes, frame, placeholders, region_function, saved_tensors  # noqa: E402
 from hyper_parallel.platform.torch.regions.checkpoint import checkpoint  # noqa: E402
-from hyper_parallel.platform.torch.regions.values import KnownOp, Value, traits_of  # noqa: E402
+from hyper_parallel.platform.torch.regions.op_traits import traits_of  # noqa: E402
+from hyper_parallel.platform.torch.regions.values import KnownOp, Value  # noqa: E402
 from hyper_parallel.platform.torch.wrappers import quiet_calls as quiet_swap  # noqa: E402
 from support.swapping import Swapping  # noqa: E402
 

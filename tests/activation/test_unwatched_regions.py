@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyper_parallel import configure_swap
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
+from hyper_parallel.core.regions.policy import RegionPolicy
 from hyper_parallel.platform.torch.regions import unwatched_region, unwatched_second_run
 from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
 from hyper_parallel.platform.torch.regions.unwatched_region import UnwatchedRegion
@@ -33,7 +34,7 @@ MATMULS = (aten.mm.default, aten.addmm.default)
 Grads = list[torch.Tensor]
 
 
-class Saving:
+class Saving(RegionPolicy):
     """A policy that saves some ops and recomputes the others, for a region that need not be watched."""
 
     is_pure = True
@@ -42,7 +43,7 @@ class Saving:
         self.saved = saved
         self.observer = UnwatchedRegion(is_dynamic=is_dynamic)
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def answer(self, context: Any, op: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in self.saved else CheckpointPolicy.MUST_RECOMPUTE
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

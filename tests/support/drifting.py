@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
+from hyper_parallel.core.regions.policy import RegionPolicy
 from hyper_parallel.platform.torch.regions.repeated_call import checkpoint_by_framework
 from hyper_parallel.platform.torch.regions.unwatched_region import UnwatchedRegion
 from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -237,7 +238,7 @@ class Reading(nn.Module):
 # -- regions of each kind ----------------------------------------------------------------------------------------------------
 
 
-class _Policy:
+class _Policy(RegionPolicy):
     is_pure = True
 
     def __init__(self, *saved: Any, unwatched: UnwatchedRegion | None = None) -> None:
@@ -245,7 +246,7 @@ class _Policy:
         if unwatched is not None:
             self.observer = unwatched
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def answer(self, context: Any, op: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in self.saved else CheckpointPolicy.MUST_RECOMPUTE
 
 

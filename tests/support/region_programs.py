@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
+from hyper_parallel.core.regions.policy import UserPolicy
 from hyper_parallel.platform.torch.activation_checkpoint import AsyncSaveOnCpu, swap_wrapper
 from hyper_parallel.platform.torch.regions.unwatched_region import UnwatchedRegion
 from support.region_ops import DIFFERENTIABLE_TWICE, FEATURE, OPS, SIZE, Cache, State
@@ -271,6 +272,12 @@ class Runner:
         return self.checkpoint(function, *args, **options, **kwargs)
 
 
+class _Pure(UserPolicy):
+    """A function that answers the same each time."""
+
+    is_pure = True
+
+
 class ModuleRunner(Runner):
     """Runs programs whose regions are modules, the same ones in each run: from the second on their recorded ops may run in backward.
 
@@ -283,9 +290,7 @@ class ModuleRunner(Runner):
 
     def policy(self, manner: Manner) -> Any:
         policy = super().policy(manner)
-        if callable(policy):
-            policy.is_pure = True
-        return policy
+        return _Pure(policy) if callable(policy) else policy
 
     def run(
         self, program: Program, *, managed: bool, inside: contextlib.AbstractContextManager[Any] | None = None
@@ -335,9 +340,9 @@ class UnwatchedRunner(ModuleRunner):
             saves = given is not None and op in given
             return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.MUST_RECOMPUTE
 
-        policy.is_pure = True  # type: ignore[attr-defined]
-        policy.observer = UnwatchedRegion(is_dynamic=self._is_dynamic)  # type: ignore[attr-defined]
-        return policy
+        pure = _Pure(policy)
+        pure.observer = UnwatchedRegion(is_dynamic=self._is_dynamic)
+        return pure
 
 
 class _Called(nn.Module):

@@ -13,7 +13,46 @@ if TYPE_CHECKING:
 
 __all__ = ["Policy"]
 
-_Rules: TypeAlias = "tuple[tuple[Matcher, CheckpointPolicy], ...]"
+Rules: TypeAlias = "tuple[tuple[Matcher, CheckpointPolicy], ...]"
+
+
+class RulesByOp:
+    """Rules, by the ops that they are asked about: most ops are decided by their name alone. Lives with a `Policy` and with what asks it in regions.
+
+    Guarantees: each op is looked up by its name once. It is held from then on, so that no other op gets its id. No reference leads from
+    here to the policy.
+    """
+
+    __slots__ = ("_known", "_otherwise", "_rules")
+
+    def __init__(self, rules: Rules, otherwise: CheckpointPolicy) -> None:
+        self._rules = rules
+        self._otherwise = otherwise
+        self._known: dict[Any, tuple[Rules, CheckpointPolicy]] = {}
+
+    def about(self, op: Any) -> tuple[Rules, CheckpointPolicy]:
+        """The rules that the name of an op leaves open, and the answer if none of them matches.
+
+        Raises:
+            ArgumentTypeError: this is no op.
+        """
+        try:
+            known = self._known.get(op)
+        except TypeError:  # what cannot be a key
+            raise no_op(op) from None
+        if known is None:
+            known = self._known[op] = self._by_name(op)
+        return known
+
+    def _by_name(self, op: Any) -> tuple[Rules, CheckpointPolicy]:
+        left_open: list[tuple[Matcher, CheckpointPolicy]] = []
+        for matcher, answer in self._rules:
+            known = matcher.of_op(op)
+            if known:
+                return tuple(left_open), answer
+            if known is None:
+                left_open.append((matcher, answer))
+        return tuple(left_open), self._otherwise
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,48 +65,27 @@ class Policy:
         swap attention; save matmuls; recompute the rest
     """
 
-    rules: _Rules
+    rules: Rules
     otherwise: CheckpointPolicy
-    # Per op: the rules that its name leaves open, and the answer if none of them matches. Most ops are decided by name.
-    _by_op: dict[Any, tuple[_Rules, CheckpointPolicy]] = field(default_factory=dict, init=False, compare=False)
-    # The answers that hold for every call of an op, by the op's id (`_by_op` has the op, so that no other gets it): who
-    # looks here need not ask.
-    answers: dict[int, CheckpointPolicy] = field(default_factory=dict, init=False, compare=False)
-    # The ops that the name alone does not decide.
-    asked: list[Any] = field(default_factory=list, init=False, compare=False)
-    # For whoever asks: the views among those ops that need nothing done, and what runs them.
-    passes: dict[int, Any] = field(default_factory=dict, init=False, compare=False)
+    by_op: RulesByOp = field(init=False, compare=False)
+    # What regions ask in place of this policy: one `RulePolicy` of core.regions, from the first region on. It is kept here because it remembers
+    # what holds for all their calls. It does not lead back here: a policy that is made for one call is gone with it.
+    in_regions: list[Any] = field(default_factory=list, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_op", RulesByOp(self.rules, self.otherwise))
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        try:
-            known = self._by_op.get(op)
-        except TypeError:  # what cannot be a key
-            raise no_op(op) from None
-        if known is None:
-            known = self._by_op[op] = self._of_op(op)
-            if known[0]:
-                self.asked.append(op)
-            else:
-                self.answers[id(op)] = known[1]
-        for matcher, answer in known[0]:
+        left_open, answer = self.by_op.about(op)
+        for matcher, own in left_open:
             if matcher(ctx, op, *args, **kwargs):
-                return answer
-        return known[1]
+                return own
+        return answer
 
     @property
     def is_pure(self) -> bool:
         """Whether the same op at the same place surely gets the same answer: no function of a user is asked."""
         return all(matcher.is_pure for matcher, _ in self.rules)
-
-    def _of_op(self, op: Any) -> tuple[_Rules, CheckpointPolicy]:
-        is_open: list[tuple[Matcher, CheckpointPolicy]] = []
-        for matcher, answer in self.rules:
-            known = matcher.of_op(op)
-            if known:
-                return tuple(is_open), answer
-            if known is None:
-                is_open.append((matcher, answer))
-        return tuple(is_open), self.otherwise
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Policy, (self.rules, self.otherwise)

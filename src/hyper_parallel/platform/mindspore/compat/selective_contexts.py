@@ -12,6 +12,7 @@ from typing import Any
 
 from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
 from hyper_parallel.core.regions.functions import engine_key
+from hyper_parallel.core.regions.policy import RegionPolicy, region_policy
 from hyper_parallel.platform.mindspore.regions.cell_paths import paths_here
 from hyper_parallel.platform.mindspore.regions.planning import ReplayEntries
 from hyper_parallel.platform.mindspore.regions.random_ops import SeedState
@@ -32,14 +33,14 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
     Raises:
         TypeError: neither a function nor a list of ops.
     """
-    kept = _KeptValues(as_policy_fn(policy_fn_or_list))
+    kept = _KeptValues(region_policy(as_policy_fn(policy_fn_or_list)))
     return kept.forward(), kept.recompute()
 
 
 class _KeptValues:
     """What the two contexts share."""
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: RegionPolicy | None) -> None:
         self._policy = policy
         self._seeds: SeedState | None = None
         self._record = Record(policy, paths_here(None), keeps_random_state=True)

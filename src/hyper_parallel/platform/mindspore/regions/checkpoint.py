@@ -9,8 +9,8 @@ from mindspore import Tensor, nn
 from mindspore.graph.api import _pynative_executor
 
 from hyper_parallel.core.activation_checkpoint.options import check_call, in_own_words, options_of
-from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
 from hyper_parallel.core.regions.arguments import SavedArguments, kinds_of
+from hyper_parallel.core.regions.policy import region_policy
 from hyper_parallel.platform.mindspore.regions.frame import Frame
 from hyper_parallel.platform.mindspore.regions.graph_mode import refuse_graph_mode
 from hyper_parallel.platform.mindspore.regions.replays import is_replaying
@@ -56,7 +56,7 @@ def checkpoint(
         kwargs["policy_fn"] = policy_fn
         in_own_words("checkpoint", kwargs)
         policy_fn = kwargs.pop("policy_fn")
-    policy = None if policy_fn is None else as_policy_fn(policy_fn)
+    policy = region_policy(policy_fn)
     # Inside a replay the ops are those of the region that is replayed: see "Nesting".
     if not _pynative_executor.requires_grad() or is_replaying():
         return function(*args, **kwargs)

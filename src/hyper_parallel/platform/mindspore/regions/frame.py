@@ -23,6 +23,7 @@ from hyper_parallel.core.regions.arguments import SavedArguments
 from hyper_parallel.core.regions.functions import bare, engine_key, identity, region_name
 from hyper_parallel.core.regions.host_randomness import HostRandomness
 from hyper_parallel.core.regions.passes import Pass
+from hyper_parallel.core.regions.policy import RegionPolicy
 from hyper_parallel.core.regions.rerun_errors import other_ops, other_values
 from hyper_parallel.core.regions.value_check import is_due
 from hyper_parallel.platform.mindspore.regions.attributes import as_noted, note_attributes
@@ -69,7 +70,9 @@ class Frame:
         _passes: number of the backward -> what it has recomputed; guarded by `_lock`, as are replays
     """
 
-    def __init__(self, function: Callable[..., Any], arguments: SavedArguments, policy: Any, options: Options) -> None:
+    def __init__(
+        self, function: Callable[..., Any], arguments: SavedArguments, policy: RegionPolicy | None, options: Options
+    ) -> None:
         cell = _cell_of(function)
         paths = paths_here(cell)
         self.name = region_name(function, cell, paths)

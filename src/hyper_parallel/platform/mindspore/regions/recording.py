@@ -14,8 +14,10 @@ from mindspore import MsDispatchMode, Tensor
 from mindspore.ops.primitive import Primitive
 
 from hyper_parallel.core.activation_checkpoint.op_names import is_random
+from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.core.regions.module_calls import ModuleCalls, Occurrence
-from hyper_parallel.core.regions.questions import PolicyContext, asked
+from hyper_parallel.core.regions.policy import RegionPolicy
+from hyper_parallel.core.regions.questions import PolicyContext
 from hyper_parallel.platform.mindspore.regions.cell_paths import CALL, CellPaths
 from hyper_parallel.platform.mindspore.regions.random_ops import (
     SEED_NAMES,
@@ -154,7 +156,7 @@ class RecordedOp:
         self.redo: Callable[[Any], Any] | None = None  # gives the results without the kernel
         self.outputs: Any = None  # its result, with Node and Constant in place of what they stand for
         self.nodes: list[Node] = []
-        self.policy: Any = None
+        self.policy: CheckpointPolicy | None = None  # what a policy said about it; None: it was not asked
         self.before_write: dict[int, Tensor] = {}  # which tensor it writes -> what was in it
 
     def __str__(self) -> str:
@@ -188,7 +190,7 @@ class Record:
     memory, and back again.
     """
 
-    def __init__(self, policy: Any, paths: CellPaths | None, keeps_random_state: bool) -> None:
+    def __init__(self, policy: RegionPolicy | None, paths: CellPaths | None, keeps_random_state: bool) -> None:
         self.ops: list[RecordedOp] = []
         self.inputs: list[Node] = []
         self.runs_everything = False
@@ -281,7 +283,7 @@ class Record:
         if _is_random(call.name):
             self._note_random(op, call, result)
         if self._policy is not None and op.nodes:
-            self._ask(op, call, result)
+            self._ask(self._policy, op, call, result)
         return result
 
     def _note_writes(self, op: RecordedOp, tensors: list[Tensor], writes: tuple[int, ...]) -> None:
@@ -333,11 +335,11 @@ class Record:
 
     # -- policy -------------------------------------------------------------------------------------------------------
 
-    def _ask(self, op: RecordedOp, call: Call, result: Any) -> None:
+    def _ask(self, policy: RegionPolicy, op: RecordedOp, call: Call, result: Any) -> None:
         where = op.where
         context = PolicyContext(False, where.module, where.occurrence, result, where.call, where.occurrence_in_call)
-        op.policy = asked(self._policy, context, call.name, call.args, call.kwargs)
-        if not op.policy.keeps:
+        op.policy = answer = policy.answer(context, call.name, call.args, call.kwargs)
+        if not answer.keeps:
             return
         for node, tensor in _pairs(op.outputs, result):
             # A policy that keeps a view keeps what it looks at.
@@ -346,7 +348,7 @@ class Record:
                 continue
             if node.source is not None:
                 tensor = base.look.on(whole(tensor))
-            base.kept = Swappable(tensor) if op.policy.swaps else Saved(tensor)
+            base.kept = Swappable(tensor) if answer.swaps else Saved(tensor)
 
 
 def outside_sums(tensors: list[Tensor], nodes: list[Node | None]) -> dict[int, bytes]:

@@ -14,7 +14,9 @@ from mindspore import Tensor, mint
 from mindspore.graph.api import _no_grad
 
 from hyper_parallel._base.errors import StateError, describe
-from hyper_parallel.core.regions.questions import PolicyContext, asked
+from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
+from hyper_parallel.core.regions.policy import RegionPolicy
+from hyper_parallel.core.regions.questions import PolicyContext
 from hyper_parallel.platform.mindspore.regions.cell_paths import num_casting_cells
 from hyper_parallel.platform.mindspore.regions.random_ops import seeds_of, stand_in
 from hyper_parallel.platform.mindspore.regions.recording import (
@@ -65,7 +67,7 @@ class Replay:
         runs: Collection[int],
         takes: Collection[Any],
         wanted: dict[Wanted, int],
-        policy: Any,
+        policy: RegionPolicy | None,
         *,
         check_outputs: bool,
         early_stop: bool,
@@ -80,7 +82,7 @@ class Replay:
         self._takes = takes
         self._wanted = wanted
         self._last_saved = max(wanted.values(), default=-1)
-        self._policy = None if getattr(policy, "is_pure", False) else policy
+        self._policy = None if policy is None or policy.is_pure else policy
         self._check_outputs = check_outputs
         self._early_stop = early_stop
         self._preserves_random_state = preserves_random_state
@@ -155,7 +157,7 @@ class Replay:
         else:
             result = self._leave_out(op, call, tensors)
         if self._policy is not None and op.policy is not None:
-            self._ask_again(op, call, result)
+            self._ask_again(self._policy, op, op.policy, call, result)
         return result
 
     def may_raise(self, call: Call) -> bool:
@@ -334,15 +336,17 @@ class Replay:
 
     # -- checks -----------------------------------------------------------------------------------------------------------
 
-    def _ask_again(self, op: RecordedOp, call: Call, result: Any) -> None:
+    def _ask_again(
+        self, policy: RegionPolicy, op: RecordedOp, expected: CheckpointPolicy, call: Call, result: Any
+    ) -> None:
         where = op.where
         context = PolicyContext(True, where.module, where.occurrence, result, where.call, where.occurrence_in_call)
-        policy = asked(self._policy, context, call.name, call.args, call.kwargs)
-        if policy is not op.policy:
+        answer = policy.answer(context, call.name, call.args, call.kwargs)
+        if answer is not expected:
             raise StateError(
                 "A policy changed its mind between forward and recomputation.",
-                expected=f"{op.policy.name}, as in forward",
-                got=policy.name,
+                expected=f"{expected.name}, as in forward",
+                got=answer.name,
                 where=str(op),
                 do="Let the policy decide by the op, ctx.module and ctx.occurrence; what it counts itself differs in the two runs.",
             )

@@ -13,6 +13,7 @@ import torch
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
 from hyper_parallel.core.regions.functions import engine_key
+from hyper_parallel.core.regions.policy import RegionPolicy, region_policy
 from hyper_parallel.platform.torch.regions.module_paths import paths_here
 from hyper_parallel.platform.torch.regions.recording import Record, RecordingMode
 from hyper_parallel.platform.torch.regions.region_swap import RegionSwap, Swapped
@@ -40,7 +41,7 @@ def create_selective_checkpoint_contexts(
         >>> x = torch.randn(4, 4, requires_grad=True)
         >>> checkpoint(lambda y: (y @ y).exp().sum(), x, use_reentrant=False, context_fn=contexts).backward()
     """
-    policy = as_policy_fn(policy_fn_or_list)
+    policy = region_policy(as_policy_fn(policy_fn_or_list))
     kept = _KeptValues(policy, allow_cache_entry_mutation)
     return _Forward(kept), _Recompute(kept)
 
@@ -48,7 +49,7 @@ def create_selective_checkpoint_contexts(
 class _KeptValues:
     """What the two contexts share."""
 
-    def __init__(self, policy: Any, allows_changes: bool) -> None:
+    def __init__(self, policy: RegionPolicy | None, allows_changes: bool) -> None:
         self.policy = policy
         self.allows_changes = allows_changes
         # PyTorch collects residuals from the tensors of the second run, so an in-place op must really write there.

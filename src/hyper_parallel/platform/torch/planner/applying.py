@@ -18,16 +18,19 @@ from hyper_parallel.core.activation_checkpoint.replacement import replace
 from hyper_parallel.core.planner.model.blocks import check_unplanned
 from hyper_parallel.core.planner.model.mismatches import MismatchError, Mismatches
 from hyper_parallel.core.planner.plan.batch_fit import UNKNOWN_BATCH, BatchCheck, Fit, PlannedBatch
+from hyper_parallel.core.regions.module_calls import Occurrence
+from hyper_parallel.core.regions.policy import Answer, RegionPolicy
+from hyper_parallel.core.regions.questions import PolicyContext
 from hyper_parallel.platform.torch.planner.blocks import COMPILE_BLOCKS, check_called
 from hyper_parallel.platform.torch.planner.planned_block import PlannedBlock, planned_blocks
 from hyper_parallel.platform.torch.planner.signature import autocast_now, look_of
 from hyper_parallel.platform.torch.planner.steps import device_of
 from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
 from hyper_parallel.platform.torch.regions.compiled_code import is_in_compiled_call
+from hyper_parallel.platform.torch.regions.op_traits import traits_of
 from hyper_parallel.platform.torch.regions.repeated_call import checkpoint_by_framework
 from hyper_parallel.platform.torch.regions.surroundings import is_replaying
 from hyper_parallel.platform.torch.regions.unwatched_region import UnwatchedRegion
-from hyper_parallel.platform.torch.regions.values import traits_of
 from hyper_parallel.platform.torch.wrappers.replacement import TREE
 
 Key = tuple[str, int, str, int]
@@ -36,14 +39,13 @@ _LARGER = (
 )
 
 
-class PlannedPolicy:
+class PlannedPolicy(RegionPolicy):
     """The policy of one region. What it is asked about an op and does not know is recomputed, and counted.
 
     `ahead_bytes`: what the region leaves room for in its backward, to be loaded for others; None: the engine decides.
     """
 
     is_pure = True  # it answers by the key alone
-    asked = True  # about every call of an op that is no view
 
     def __init__(self, region: Any, decision: Any, mismatches: Mismatches, ahead_bytes: int | None = None) -> None:
         self._policies = {
@@ -71,35 +73,32 @@ class PlannedPolicy:
         }
         self._looks: dict[Key, tuple[str, ...]] = {op.key: op.looks for op in region.ops if op.looks}
         # About views, which are never kept; `passes`: what runs them, as the region found out. See `Record`.
-        self.answers: dict[int, Any] = {}
-        self.passes: dict[int, Any] = {}
+        self.answers = {}
+        self.passes = {}
         self._names: dict[Any, str] = {}
-        self.unwatched: UnwatchedRegion | None = None
-        self._has_unplanned = False
+        # What calls the region, if it need not be watched: not where ops come that nobody planned, which are counted.
+        self.observer: UnwatchedRegion | None = None
         self.met: set[Key] | None = set()  # None when the first call with a batch like the plan's is over
         self.is_compared = True  # is this such a call?
         self.is_as_planned = True  # so far: every op that it was asked about was one of the plan
 
-    @property
-    def observer(self) -> UnwatchedRegion | None:
-        """What calls the region, if it need not be watched: not where ops come that nobody planned, which are counted."""
-        return None if self._has_unplanned else self.unwatched
+    def answer(
+        self, context: PolicyContext, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CheckpointPolicy:
+        """Asked about views alone: all else is asked by `planned_answer`."""
+        return self._of_view(op)
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.planned_answer(op, ctx.module, ctx, ctx.op_output)
-
-    def planned_answer(self, op: Any, module: str, where: Any, output: Any) -> Any:
+    def planned_answer(self, op: Any, module: str, where: Occurrence, output: Any) -> Answer:
         """`module`: its path below the block; `where`: which call of that this is, and which of the op in that call."""
         name = self._names.get(op)
         if name is None:
             name = self._names[op] = "" if traits_of(op).is_view else str(op)
         if not name:
-            self.answers[id(op)] = self._default  # `_names` holds the op, so that no other gets its id
-            return self._default
+            return self._of_view(op)
         key = (module, where.call, name, where.occurrence_in_call)
         choice = self._choices.get(key, "")
         if choice == "":
-            self.is_as_planned, self._has_unplanned = False, True
+            self.is_as_planned, self.observer = False, None
             self._mismatches.note("ops that were not planned", expected="", got="", where="", may_raise=False)
             return self._policies["save"] if self._saves_all else self._default
         if self.met is not None and self.is_compared:
@@ -110,6 +109,12 @@ class PlannedPolicy:
         if choice is None:
             return self._by_output.get(key, self._default)
         return self._policies[choice]
+
+    def _of_view(self, op: Any) -> CheckpointPolicy:
+        """No plan has choices for views: none is kept, and none is asked about again."""
+        self._names[op] = ""
+        self.answers[id(op)] = self._default  # `_names` holds the op, so that no other gets its id
+        return self._default
 
     def _looks_right(self, key: Key, output: Any) -> bool:
         expected = self._looks.get(key)
@@ -171,7 +176,7 @@ class PlannedCall:
                 policy = PlannedPolicy(region, decision, mismatches, ahead)
                 policy.ends_forward = is_announced and region is regions[-1]
                 if is_unwatched and not decision.is_plain:
-                    policy.unwatched = UnwatchedRegion(is_dynamic=region.is_dynamic)
+                    policy.observer = UnwatchedRegion(is_dynamic=region.is_dynamic)
                 self._calls.append((policy, "swap" in decision.inputs))
         self._number = 0
         self._is_larger = False  # the batch of this step, than the plan's

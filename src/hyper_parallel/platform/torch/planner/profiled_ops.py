@@ -10,7 +10,8 @@ import torch
 from hyper_parallel.core.planner.model.profile import Op, Value
 from hyper_parallel.platform.torch.planner import signature
 from hyper_parallel.platform.torch.planner.traced_steps import RecordedCall, is_made
-from hyper_parallel.platform.torch.regions.values import Argument, Constant, Fresh, traits_of
+from hyper_parallel.platform.torch.regions.op_traits import traits_of
+from hyper_parallel.platform.torch.regions.values import Argument, Constant, Fresh
 
 
 def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, min_bytes: int | None) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.activation_checkpoint.options import check_call, in_own_words, options_of
-from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
+from hyper_parallel.core.regions.policy import region_policy
 from hyper_parallel.platform.torch.regions.arguments import saved_arguments
 from hyper_parallel.platform.torch.regions.compiled_code import not_compiled, prepare_for_compiled_code
 from hyper_parallel.platform.torch.regions.frame import Frame
@@ -55,7 +55,7 @@ def checkpoint(
         kwargs["policy_fn"] = policy_fn
         in_own_words("checkpoint", kwargs)
         policy_fn = kwargs.pop("policy_fn")
-    policy = None if policy_fn is None else as_policy_fn(policy_fn)
+    policy = region_policy(policy_fn)
     # Inside a replay the ops are those of the region that is replayed: see "Nesting".
     if not torch.is_grad_enabled() or is_replaying():
         return function(*args, **kwargs)

@@ -19,6 +19,7 @@ from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.activation_checkpoint.options import Options
 from hyper_parallel.core.regions.arguments import SavedArguments
 from hyper_parallel.core.regions.passes import Pass
+from hyper_parallel.core.regions.policy import Observer, RegionPolicy
 from hyper_parallel.platform.torch.regions.inputs import Inputs
 from hyper_parallel.platform.torch.regions.leaving import (
     forget_waiting,
@@ -58,15 +59,17 @@ class Frame:
 
     _is_planned = False
 
-    def __init__(self, function: Callable[..., Any], arguments: SavedArguments, policy: Any, options: Options) -> None:
-        is_planned = self._is_planned or hasattr(policy, "planned_answer")
+    def __init__(
+        self, function: Callable[..., Any], arguments: SavedArguments, policy: RegionPolicy | None, options: Options
+    ) -> None:
+        is_planned = self._is_planned or (policy is not None and policy.planned_answer is not None)
         self._function = RegionFunction(function, policy, is_planned=is_planned)
         self.name = self._function.name
         self._options = options
         self._swap = RegionSwap(
             self._function.key,
-            getattr(policy, "ahead_bytes", None),
-            ends_forward=getattr(policy, "ends_forward", False),
+            None if policy is None else policy.ahead_bytes,
+            ends_forward=policy is not None and policy.ends_forward,
         )
         self._record: Record | None = self._function.new_record(options.preserve_rng_state)
         self._inputs = Inputs(arguments, self.name)
@@ -74,9 +77,7 @@ class Frame:
         self._recomputation = Recomputation(self._function, self._inputs, self._second_call, policy, options)
         self._recomputed: list[weakref.ref[Recomputed]] = []
         self._from_inputs: list[weakref.ref[FromInput]] = []
-        self._observer: Any = getattr(
-            policy, "observer", None
-        )  # who wants to know what a call does: see `unwatched_region`
+        self._observer: Observer | None = None if policy is None else policy.observer
         self._lock = threading.RLock()  # in backward every device has a thread of its own
         self._passes: dict[int, Pass] = {}
 
@@ -90,11 +91,12 @@ class Frame:
             record.add_input(tensor)
         if self._options.preserve_rng_state:
             self._second_call.note_random_states()
-        looks = None if self._observer is None else looks_of(self._inputs.tensors)
-        held = [] if self._observer is None else tensors_held(self._function.modules)
+        observer = self._observer
+        looks = None if observer is None else looks_of(self._inputs.tensors)
+        held = [] if observer is None else tensors_held(self._function.modules)
         begun = num_begun()
         launch_waiting()  # of a block around this region, which would wait for the end of this one
-        packer = _Packer(self) if self._observer is None else _NotingPacker(self)
+        packer = _Packer(self) if observer is None else _NotingPacker(self)
         try:
             with (
                 torch.autograd.graph.saved_tensors_hooks(packer.pack, _unpack),
@@ -110,12 +112,14 @@ class Frame:
             packer.frame = None  # autograd keeps the hooks as long as the graph
         with torch.no_grad():
             self._finish(record)
-            if isinstance(packer, _NotingPacker):
+            if observer is not None and isinstance(packer, _NotingPacker):
                 has_put = tensors_held(self._function.modules) != held
-                self._tell(record, packer, looks, is_ordinary=num_begun() == begun and not has_put)
+                self._tell(observer, record, packer, looks, is_ordinary=num_begun() == begun and not has_put)
         return result
 
-    def _tell(self, record: Record, packer: _NotingPacker, looks: Any, *, is_ordinary: bool) -> None:
+    def _tell(
+        self, observer: Observer, record: Record, packer: _NotingPacker, looks: Any, *, is_ordinary: bool
+    ) -> None:
         """What this call has shown, while its record is there. `is_ordinary`: no region is inside, and no module got another tensor."""
         around = self._second_call.surroundings
         call = Watched(
@@ -129,7 +133,7 @@ class Frame:
             begin=self._second_call.random_states,
             is_ordinary=around.transform is None and not around.is_compiling and is_ordinary,
         )
-        self._observer.observe(call)
+        observer.observe(call)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps in place of a residual."""

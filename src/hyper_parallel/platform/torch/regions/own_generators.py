@@ -11,8 +11,8 @@ import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel._base.errors import StateError
+from hyper_parallel.platform.torch.regions.op_traits import traits_of
 from hyper_parallel.platform.torch.regions.random_state import OwnGenerators, drawing
-from hyper_parallel.platform.torch.regions.values import traits_of
 
 
 class _DrawingMode(TorchDispatchMode):

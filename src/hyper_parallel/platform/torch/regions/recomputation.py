@@ -17,6 +17,7 @@ from hyper_parallel._base.errors import StateError
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.activation_checkpoint.options import Options
 from hyper_parallel.core.regions.passes import Pass
+from hyper_parallel.core.regions.policy import RegionPolicy
 from hyper_parallel.core.regions.rerun_errors import other_ops, other_values
 from hyper_parallel.core.regions.rerun_plan import ReplayPlan, plan_replay
 from hyper_parallel.core.regions.value_check import is_due
@@ -58,7 +59,12 @@ class Recomputation:
     """
 
     def __init__(
-        self, function: RegionFunction, inputs: Inputs, second_call: SecondCall, policy: Any, options: Options
+        self,
+        function: RegionFunction,
+        inputs: Inputs,
+        second_call: SecondCall,
+        policy: RegionPolicy | None,
+        options: Options,
     ) -> None:
         self._function = function
         self._inputs = inputs
@@ -169,7 +175,7 @@ class Recomputation:
             and not record.has_news()
             and not self._checksums
             and self._second_call.surroundings.is_ordinary()
-            and (self._policy is None or getattr(self._policy, "is_pure", False))
+            and (self._policy is None or self._policy.is_pure)
             and self._inputs.are_ordinary()
             and not has_sharded_modules()
         )

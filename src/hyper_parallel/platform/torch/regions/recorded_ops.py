@@ -14,6 +14,7 @@ import torch
 from hyper_parallel.platform.torch.regions.call_template import Look, look_of
 from hyper_parallel.platform.torch.regions.left_as_found import left_as_found
 from hyper_parallel.platform.torch.regions.local_parts import version_of
+from hyper_parallel.platform.torch.regions.op_traits import traits_of
 from hyper_parallel.platform.torch.regions.placeholders import View
 from hyper_parallel.platform.torch.regions.random_state import drawing, set_back
 from hyper_parallel.platform.torch.regions.saved_values import Saved
@@ -24,7 +25,6 @@ from hyper_parallel.platform.torch.regions.values import (
     Origin,
     RecordedOp,
     Value,
-    traits_of,
 )
 
 _Tensor = torch.Tensor

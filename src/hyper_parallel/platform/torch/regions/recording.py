@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hyper_parallel.core.activation_checkpoint.policy import ByOutput, CheckpointPolicy
 from hyper_parallel.core.regions.module_calls import ModuleCall, ModuleCalls
-from hyper_parallel.core.regions.questions import PolicyContext, asked
+from hyper_parallel.core.regions.policy import NO_ANSWERS, Answer, PlannedAnswer, RegionPolicy
+from hyper_parallel.core.regions.questions import PolicyContext
 from hyper_parallel.platform.torch.regions.call_template import CallTemplate
 from hyper_parallel.platform.torch.regions.compiled_code import (
     check_no_cuda_graph,
@@ -32,26 +33,22 @@ from hyper_parallel.platform.torch.regions.module_paths import (
     has_sharded_modules,
     is_sharding,
 )
+from hyper_parallel.platform.torch.regions.op_traits import CAST, TRAITS, OpTraits, traits_of, trimmed
 from hyper_parallel.platform.torch.regions.placeholders import View
 from hyper_parallel.platform.torch.regions.random_state import GeneratorState, drawing, generator_of
 from hyper_parallel.platform.torch.regions.saved_values import Saved, Swappable, aliased, copied
 from hyper_parallel.platform.torch.regions.surroundings import call_uncompiled
 from hyper_parallel.platform.torch.regions.values import (
-    CAST,
-    TRAITS,
     Argument,
     Arguments,
     Constant,
     KnownOp,
     Origin,
     RecordedOp,
-    Traits,
     Value,
     WeakStorages,
     is_available,
     sort,
-    traits_of,
-    trimmed,
 )
 
 _MADE, _INPUT, _OUTSIDE, _WRITTEN = Origin.MADE, Origin.INPUT, Origin.OUTSIDE, Origin.WRITTEN
@@ -59,7 +56,6 @@ _Tensor, _Parameter, _strided = torch.Tensor, torch.nn.Parameter, torch.strided
 # The views that were met without a policy, by the op's id (TRAITS has the op, so that no other gets it), and what runs them.
 _VIEWS: dict[int, Callable[..., Any]] = {}
 _NOBODY_WAITS = contextlib.nullcontext()
-PolicyFunction = Callable[..., Any]
 
 _CUDNN_RNN = torch.ops.aten._cudnn_rnn.default
 
@@ -73,13 +69,13 @@ class Record:
 
     def __init__(
         self,
-        policy: PolicyFunction | None,
+        policy: RegionPolicy | None,
         paths: ModulePaths | None,
         keeps_random_state: bool,
         keeps_writes: bool = True,
         known: list[KnownOp | None] | None = None,
         has_names: bool = False,
-        choices: list[Any] | None = None,
+        choices: list[Answer] | None = None,
     ) -> None:
         self.ops: list[RecordedOp] = []
         self.inputs: list[Value | None] = []
@@ -96,11 +92,11 @@ class Record:
         self.has_launches = False
         self._policy = policy
         # A plan is asked directly: its answers need no check, and nothing in it can be compiled.
-        self._planned: Callable[..., Any] | None = getattr(policy, "planned_answer", None)
+        self._planned: PlannedAnswer | None = None if policy is None else policy.planned_answer
         # What a policy answers about every call of an op, by the op's id: it need not be asked about each.
-        self._answers: dict[int, Any] = getattr(policy, "answers", {})
+        self._answers: dict[int, CheckpointPolicy] = NO_ANSWERS if policy is None else policy.answers
         # Views about which there is nothing to do but to run them, by the op's id.
-        self.passes: dict[int, Callable[..., Any]] = _VIEWS if policy is None else getattr(policy, "passes", {})
+        self.passes: dict[int, Callable[..., Any]] = _VIEWS if policy is None else policy.passes
         self.paths = paths
         self._calls = ModuleCalls(paths, CALL)
         self._known = known or []  # what the ops of the last call looked like
@@ -167,7 +163,7 @@ class Record:
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
-    def run(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and note it."""
         if traits.is_view:
             return self._run_view(traits, args, kwargs)
@@ -208,13 +204,13 @@ class Record:
         )
         ops.append(op)
         if self._choices is not None:
-            op.policy = policy = self._choices[index]
-            if policy.keeps:
-                self._keep_results(op, result, tensors)
+            op.policy = answer = self._choices[index]
+            if answer.keeps:
+                self._keep_results(op, answer, result, tensors)
         elif self._policy is not None:
-            policy = self._answers.get(id(func))
-            if policy is None or policy.keeps:
-                self._ask(op, result, tensors, args, kwargs)
+            known_answer = self._answers.get(id(func))
+            if known_answer is None or known_answer.keeps:
+                self._ask(self._policy, op, result, tensors, args, kwargs)
         return result
 
     def _note_news(self) -> None:
@@ -224,7 +220,7 @@ class Record:
             self._choices, self._has_names = None, False
             self._calls.catch_up((op.func, op.where) for op in self.ops)
 
-    def _run_special(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_special(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op that writes, or does something else that most do not."""
         func = traits.func
         arguments = Arguments(args, kwargs, traits.writes)
@@ -260,7 +256,7 @@ class Record:
                 value.is_weight_cast = True
         self.ops.append(op)
         if self._policy is not None and not traits.is_launch:  # what it will write is not there to be kept yet
-            self._ask(op, result, arguments.tensors, args, kwargs)
+            self._ask(self._policy, op, result, arguments.tensors, args, kwargs)
         return result
 
     def _keep_made(self, op: RecordedOp, result: tuple[torch.Tensor, ...]) -> None:
@@ -331,12 +327,12 @@ class Record:
             if value is not None and value.is_empty and position not in written:
                 self.runs_everything = True
 
-    def _run_view(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_view(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A view is no value. A policy that saves it saves what it looks at."""
         result = traits.call(*args, **kwargs)
         return self.noted_view(traits, result, args, kwargs)
 
-    def noted_view(self, traits: Traits, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def noted_view(self, traits: OpTraits, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(result) is not _Tensor and _has_communicated(result, args):
             arguments = Arguments(args, kwargs, traits.writes)
             op = self._new_op(traits.func, arguments, args, kwargs)
@@ -345,30 +341,24 @@ class Record:
             op.outputs = self._note_outputs(op, result, arguments.tensors)
             self.ops.append(op)
             if self._policy is not None:
-                self._ask(op, result, arguments.tensors, args, kwargs)
+                self._ask(self._policy, op, result, arguments.tensors, args, kwargs)
             return result
         if self._policy is not None:
-            policy = self._answers.get(id(traits.func))
-            if policy is None:
-                policy = self._ask_about_view(traits.func, self._calls.innermost(4), result, args, kwargs)
-            elif not policy.keeps:
+            answer = self._answers.get(id(traits.func))
+            if answer is None:
+                where = self._calls.innermost(4)
+                answer = _answer_about_view(self._policy, traits.func, where, result, args, kwargs)
+            elif not answer.keeps:
                 self.passes[id(traits.func)] = traits.call
-            if policy.keeps:
+            if answer.keeps:
                 # Of what it looks at, not of the view: that gets its version counter only when this mode is done.
                 source = next((each for each in args if isinstance(each, torch.Tensor)), None)
                 value = None if source is None else self.current(source)
                 if source is not None and value is not None and value.origin is _MADE:
-                    self._keep(value, source, policy)
+                    self._keep(value, source, answer)
         else:
             _VIEWS[id(traits.func)] = traits.call
         return result
-
-    def _ask_about_view(
-        self, func: Any, call: ModuleCall, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        where = call.count(func)
-        context = PolicyContext(False, call.name, where.occurrence, result, call.number, where.occurrence_in_call)
-        return ask(self._policy, context, func, args, kwargs)
 
     def _state_before(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
@@ -467,45 +457,44 @@ class Record:
 
     def _ask(
         self,
+        policy: RegionPolicy,
         op: RecordedOp,
         result: Any,
         tensors: list[torch.Tensor],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        policy = self._answers.get(id(op.func)) if self._choices is None else self._choices[op.index]
-        if policy is None and self._planned is not None:
+        answer: Answer | None = self._answers.get(id(op.func)) if self._choices is None else self._choices[op.index]
+        if answer is None and self._planned is not None:
             module = op.where.module if self.paths is None else self.paths.below(op.where.module)
-            policy = self._planned(op.func, module, op.where, result)
-        elif policy is None:
+            answer = self._planned(op.func, module, op.where, result)
+        elif answer is None:
             context = PolicyContext(False, op.module, op.occurrence, result, op.call, op.occurrence_in_call)
-            policy = ask(self._policy, context, op.func, args, kwargs)
-        op.policy = policy
-        if policy.keeps:
-            self._keep_results(op, result, tensors)
+            answer = ask(policy, context, op.func, args, kwargs)
+        op.policy = answer
+        if answer.keeps:
+            self._keep_results(op, answer, result, tensors)
 
-    def _keep_results(self, op: RecordedOp, result: Any, tensors: list[torch.Tensor]) -> None:
-        """As its policy says."""
-        policy = op.policy
-        if type(op.outputs) is Value and not op.targets:  # as most ops have
-            self._keep(op.outputs, result, policy)
+    def _keep_results(self, op: RecordedOp, answer: Answer, result: Any, tensors: list[torch.Tensor]) -> None:
+        """Keep what an op gave, as its policy says."""
+        if type(op.outputs) is Value and not op.targets and type(answer) is CheckpointPolicy:  # as most ops have
+            self._keep(op.outputs, result, answer)
             return
         found: list[tuple[Value, torch.Tensor]] = []
         _pair(op.outputs, result, found)
         if op.targets and self._keeps_writes:
             found += [(value, tensors[position]) for position, value in op.targets]
-        of_output = getattr(policy, "of_output", None)
         for value, tensor in found:
-            own = policy if of_output is None else of_output(op.makes.index(value))
+            own = answer.of_output(op.makes.index(value)) if isinstance(answer, ByOutput) else answer
             if own.keeps:
                 self._keep(value, tensor, own)
 
-    def _keep(self, value: Value, tensor: torch.Tensor, policy: Any) -> None:
+    def _keep(self, value: Value, tensor: torch.Tensor, answer: CheckpointPolicy) -> None:
         if value.kept is not None or not is_plain(tensor):
             return
         if value.num_bytes == 0 and not is_distributed(tensor):  # other ranks may have more: all keep it, or none
             return
-        if not policy.swaps:
+        if not answer.swaps:
             self._hold(value, Saved(aliased(tensor)))
         elif not value.is_weight_cast:
             self._hold(value, Swappable(aliased(tensor)))
@@ -515,9 +504,20 @@ class Record:
         self.kept.append(value)
 
 
-def ask(policy: Any, context: PolicyContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the policy says about an op, as a CheckpointPolicy."""
-    return asked(functools.partial(call_uncompiled, policy), context, func, args, kwargs)
+def ask(
+    policy: RegionPolicy, context: PolicyContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CheckpointPolicy:
+    """Ask a policy about an op. A function of the user's may run in it."""
+    answer: CheckpointPolicy = call_uncompiled(policy.answer, context, func, args, kwargs)
+    return answer
+
+
+def _answer_about_view(
+    policy: RegionPolicy, func: Any, call: ModuleCall, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CheckpointPolicy:
+    where = call.count(func)
+    context = PolicyContext(False, call.name, where.occurrence, result, call.number, where.occurrence_in_call)
+    return ask(policy, context, func, args, kwargs)
 
 
 class RegionMode(TorchDispatchMode):

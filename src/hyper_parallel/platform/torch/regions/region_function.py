@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.core.regions.functions import bare, engine_key, identity, region_name
+from hyper_parallel.core.regions.policy import NO_ANSWERS, Answer, RegionPolicy
 from hyper_parallel.platform.torch.regions.compiled_code import is_compiled
 from hyper_parallel.platform.torch.regions.module_paths import (
     ModulePaths,
@@ -37,12 +39,12 @@ class _Known(NamedTuple):
     """What the ops of a function's last call looked like, and what the names of their modules depend on."""
 
     paths: ModulePaths | None
-    answers: Any  # of the policy, which itself may lead to anything
+    answers: dict[int, CheckpointPolicy]  # of the policy, which itself may lead to anything
     ops: list[KnownOp | None]
     proof: Proof  # of these ops
-    choices: list[Any] | None = None  # of a plan about these ops; None: there is none, or it must be asked
+    choices: list[Answer] | None = None  # of a plan about these ops; None: there is none, or it must be asked
 
-    def names(self, paths: ModulePaths | None, answers: Any) -> bool:
+    def names(self, paths: ModulePaths | None, answers: dict[int, CheckpointPolicy]) -> bool:
         """Whether the names hold for a call under these."""
         return self.paths is paths and self.answers is answers
 
@@ -63,7 +65,7 @@ class RegionFunction:
     `is_planned`: ops are told apart by where they are in the module, whatever is around it.
     """
 
-    def __init__(self, call: Callable[..., Any], policy: Any, *, is_planned: bool = False) -> None:
+    def __init__(self, call: Callable[..., Any], policy: RegionPolicy | None, *, is_planned: bool = False) -> None:
         module = module_of(call)
         self.call = call
         self.module = module
@@ -75,13 +77,13 @@ class RegionFunction:
         self._identity = identity(call, module)
         self.key = engine_key(self.name, self._identity)
         self._policy = policy
-        self._answers = getattr(policy, "answers", None)
-        self._known = _known.get(self._identity) or _Known(None, None, [], Proof())
+        self._answers = NO_ANSWERS if policy is None else policy.answers
+        self._known = _known.get(self._identity) or _Known(None, NO_ANSWERS, [], Proof())
         self.proof = self._known.proof
 
     def new_record(self, keeps_random_state: bool) -> Record:
         policy, known = self._policy, self._known
-        asks = policy is not None and (self._answers is None or bool(policy.asked))
+        asks = policy is not None and policy.is_asked
         has_names = known.names(self._paths, self._answers)
         choices = known.choices if has_names else None
         has_names &= not asks or choices is not None
@@ -95,12 +97,12 @@ class RegionFunction:
             known = known_ops(record.ops)
             _known[self._identity] = _Known(self._paths, self._answers, known, proof, self._choices(record))
 
-    def _choices(self, record: Record) -> list[Any] | None:
+    def _choices(self, record: Record) -> list[Answer] | None:
         """What a plan said about each op, if it would say the same about any op that looks so: it knew all, and no module was called twice."""
-        if not getattr(self._policy, "is_as_planned", False) or any(op.where.call for op in record.ops):
+        if self._policy is None or not self._policy.is_as_planned or any(op.where.call for op in record.ops):
             return None
-        choices = [op.policy for op in record.ops]
-        return None if None in choices else choices
+        choices = [op.policy for op in record.ops if op.policy is not None]
+        return choices if len(choices) == len(record.ops) else None
 
     def note_left_out(self, is_missed: bool) -> None:
         """Ops were left out of a replay, and something read what they would have made, or nothing did."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hyper_parallel._base.errors import StateError, describe
+from hyper_parallel.core.regions.policy import RegionPolicy
 from hyper_parallel.core.regions.questions import PolicyContext
 from hyper_parallel.platform.torch.regions.checksums import find_difference, storage_checksum
 from hyper_parallel.platform.torch.regions.local_parts import (
@@ -22,6 +23,7 @@ from hyper_parallel.platform.torch.regions.local_parts import (
     version_of,
 )
 from hyper_parallel.platform.torch.regions.module_paths import is_sharding
+from hyper_parallel.platform.torch.regions.op_traits import TRAITS, OpTraits, traits_of, trimmed
 from hyper_parallel.platform.torch.regions.placeholders import (
     NeedsEverything,
     View,
@@ -33,20 +35,16 @@ from hyper_parallel.platform.torch.regions.random_state import drawing
 from hyper_parallel.platform.torch.regions.recording import Record, RegionMode, ask
 from hyper_parallel.platform.torch.regions.saved_values import aliased, copied
 from hyper_parallel.platform.torch.regions.values import (
-    TRAITS,
     Argument,
     Arguments,
     Constant,
     Origin,
     RecordedOp,
-    Traits,
     Value,
     WeakStorages,
     replaced,
     same_rest,
     sort,
-    traits_of,
-    trimmed,
 )
 
 _MADE, _OUTSIDE, _WRITTEN = Origin.MADE, Origin.OUTSIDE, Origin.WRITTEN
@@ -86,7 +84,7 @@ class Replay:
         runs: Collection[int],
         takes: Collection[Any],
         wanted: set[Value],
-        policy: Any,
+        policy: RegionPolicy | None,
         *,
         check_outputs: bool,
         early_stop: bool,
@@ -101,7 +99,7 @@ class Replay:
         self._runs = runs
         self._takes = takes
         self._wanted = wanted
-        self._policy = None if getattr(policy, "is_pure", False) else policy
+        self._policy = None if policy is None or policy.is_pure else policy
         self._check_outputs = check_outputs
         self._early_stop = early_stop
         self._restores_random_state = restores_random_state
@@ -178,7 +176,7 @@ class Replay:
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
-    def run(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func = traits.func
         if traits.is_view and func not in self.record.views_that_communicate:
             return self._run_view(traits, args, kwargs)
@@ -216,12 +214,12 @@ class Replay:
                 if value in self._takes:
                     self._elsewhere[value] = value.kept.memory()
         if self._policy is not None:
-            self._ask_again(op, result, args, kwargs)
+            self._ask_again(self._policy, op, result, args, kwargs)
         if self._early_stop and len(self.found) == len(self._wanted):
             raise AllFound
         return result
 
-    def _run_view(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_view(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if has_placeholder(args):
             return view_of_placeholder(traits.func, args, kwargs)
         result = traits.call(*args, **kwargs)
@@ -240,7 +238,7 @@ class Replay:
     def _run_again(
         self,
         op: RecordedOp,
-        traits: Traits,
+        traits: OpTraits,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[torch.Tensor],
@@ -340,7 +338,7 @@ class Replay:
             return outputs.value  # rule 7
         return type(outputs)([self._leave_out(each, tensors) for each in outputs])
 
-    def _run_unknown(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_unknown(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op that forward did not run with these values (rule 4)."""
         func = traits.func
         arguments = Arguments(args, kwargs, traits.writes)
@@ -513,16 +511,18 @@ class Replay:
 
     # -- checks -----------------------------------------------------------------------------------------------------------
 
-    def _ask_again(self, op: RecordedOp, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if op.policy is None or id(op.func) in getattr(self._policy, "answers", ()):
+    def _ask_again(
+        self, policy: RegionPolicy, op: RecordedOp, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if op.policy is None or id(op.func) in policy.answers:
             return
         context = PolicyContext(True, op.module, op.occurrence, result, op.call, op.occurrence_in_call)
-        policy = ask(self._policy, context, op.func, args, kwargs)
-        if policy is not op.policy:
+        answer = ask(policy, context, op.func, args, kwargs)
+        if answer is not op.policy:
             raise StateError(
                 "A policy changed its mind between forward and recomputation.",
                 expected=f"{op.policy.name}, as in forward",
-                got=policy.name,
+                got=answer.name,
                 where=str(op),
                 do="Let the policy decide by the op, ctx.module and ctx.occurrence; what it counts itself differs in the two runs.",
             )

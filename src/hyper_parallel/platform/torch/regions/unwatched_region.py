@@ -20,6 +20,7 @@ from hyper_parallel._base.errors import StateError
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.regions.arguments import SavedArguments
 from hyper_parallel.core.regions.host_randomness import HostRandomness
+from hyper_parallel.core.regions.policy import RegionPolicy
 from hyper_parallel.core.swap.config import current_config
 from hyper_parallel.platform.torch.regions.arguments import saved_arguments
 from hyper_parallel.platform.torch.regions.asked import Asked, Asking, AskingAgain
@@ -88,7 +89,9 @@ class UnwatchedRegion:
         self._pattern = None
         self._num_misses += 1
 
-    def call(self, function: Callable[..., Any], policy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, function: Callable[..., Any], policy: RegionPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         pattern = self._pattern
         if pattern is not None and _may_be_unwatched():
             with left_as_found():

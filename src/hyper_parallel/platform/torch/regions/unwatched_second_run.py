@@ -12,6 +12,7 @@ import torch
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.platform.torch.regions.local_parts import PLAIN_TYPES, storage_key, version_of
+from hyper_parallel.platform.torch.regions.op_traits import TRAITS, OpTraits, traits_of
 from hyper_parallel.platform.torch.regions.placeholders import (
     NeedsEverything,
     View,
@@ -35,12 +36,9 @@ from hyper_parallel.platform.torch.regions.unwatched_pattern import (
     Taken,
 )
 from hyper_parallel.platform.torch.regions.values import (
-    TRAITS,
     Argument,
     Arguments,
     Constant,
-    Traits,
-    traits_of,
 )
 
 
@@ -87,7 +85,7 @@ class SecondRun:
     def is_over(self) -> bool:
         return len(self.found) == len(self._wanted) and not self._unmet
 
-    def op(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def op(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = self._num_ops
         self._num_ops = number + 1
         if not self._has_pattern:
@@ -103,7 +101,7 @@ class SecondRun:
             step.generator.set_offset(self._offsets[step.generator] + step.offset)
             return self._run(traits, args, kwargs)
 
-    def _run(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._versions:
             self._check_versions(traits, (*args, *kwargs.values()))
         if traits.writes:
@@ -119,7 +117,7 @@ class SecondRun:
             self._own.update(storage_key(each) for each in result if isinstance(each, torch.Tensor))
         return result
 
-    def _check_versions(self, traits: Traits, arguments: Iterable[Any]) -> None:
+    def _check_versions(self, traits: OpTraits, arguments: Iterable[Any]) -> None:
         """Parameters and buffers that an op reads are as the forward saw them."""
         versions = self._versions
         for each in arguments:
@@ -131,7 +129,7 @@ class SecondRun:
             elif kind is list or kind is tuple:
                 self._check_versions(traits, each)
 
-    def _check_writes(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_writes(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Only memory of this run is written: what the forward wrote elsewhere it has written."""
         arguments = Arguments(args, kwargs, traits.writes)
         if all(storage_key(arguments.tensors[place]) in self._own for place in arguments.written):
@@ -146,7 +144,7 @@ class SecondRun:
             do="Run the step again: from now on the region is watched.",
         )
 
-    def _check_generator(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_generator(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
         if all(each in self._generators for each in given):
             return

@@ -1,4 +1,4 @@
-"""What a record is made of: values, ops, and what is known about operators."""
+"""What a record is made of: values, ops, and the arguments of ops."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hyper_parallel.core.regions.module_calls import Occurrence
+from hyper_parallel.core.regions.policy import Answer
 from hyper_parallel.platform.torch.regions.call_template import CallTemplate
 from hyper_parallel.platform.torch.regions.local_parts import PLAIN_TYPES
 from hyper_parallel.platform.torch.regions.placeholders import View
@@ -129,7 +130,7 @@ class RecordedOp:
         self.outputs: Any = None  # its result, with Value, Argument and Constant in place of what they stand for
         self.targets: tuple[tuple[int, Value], ...] = ()  # (which tensor argument it wrote, the value it has since)
         self.must_run = False
-        self.policy: Any = None
+        self.policy: Answer | None = None  # what a policy said about it; None: it was not asked
         self.known: KnownOp | None = None  # the same op of an earlier call, whose `rest` this one has
         self.template: CallTemplate | None = None  # how to call it again; that of `known`, if there is one
         self._several: tuple[Value, ...] | None = None  # what it makes, if that is not the one value of `outputs`
@@ -252,113 +253,6 @@ class Constant(NamedTuple):
     """An output that is no tensor."""
 
     value: Any
-
-
-class Traits(NamedTuple):
-    """What is known about an operator before it runs."""
-
-    is_view: bool
-    is_random: bool
-    writes: frozenset[int | str]  # arguments it writes, by position and name
-    must_run: bool
-    has_schema: bool
-    is_empty: bool  # its result has memory and no contents
-    is_out: bool  # it writes into a result that it is given
-    is_invisible: bool  # what autograd and checkpointing itself do around ops: no policy is asked and nothing is made
-    is_launch: bool  # it writes its first argument later: whoever waits for what it returns may read that
-    is_common: bool  # nothing of all this, but it may be random
-    defaults: tuple[
-        Any, ...
-    ]  # of its positional arguments, if PyTorch gives some of them in one call and not in another
-    func: Any  # keeps its id from being given to another one
-    call: Callable[..., Any]  # runs it
-
-
-TRAITS: dict[int, Traits] = {}  # by the operator's id: its hash is written in Python
-
-CAST = torch.ops.aten._to_copy.default
-_INVISIBLE = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
-# `recording` does more about them than about others.
-_LOOKED_AT = {CAST, torch.ops.aten._cudnn_rnn.default}
-
-# They share their input's memory and their schema does not say so.
-_UNANNOTATED_VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::alias"}
-# They update the running statistics and their schema does not say so.
-_BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
-_RUNNING_STATISTICS: frozenset[int | str] = frozenset({3, 4, "running_mean", "running_var"})
-# They change a tensor's storage itself, which no copy can stand for.
-_CHANGES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set", "inductor::resize_storage_bytes_"}
-_EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
-# Every rank must take part, whatever this one needs.
-_COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::", "_dtensor::", "symm_mem::")
-# What `torch.distributed` calls. All but these write what comes first, and their schema does not say so.
-_LAUNCHES = "c10d::"
-_WRITE_NOTHING = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_"}
-
-
-def traits_of(func: Any) -> Traits:
-    found = TRAITS.get(id(func))
-    if found is None:
-        found = TRAITS[id(func)] = _read_traits(func)
-    return found
-
-
-def _read_traits(func: Any) -> Traits:
-    schema = getattr(func, "_schema", None)
-    if schema is None:  # a higher order operator, such as a compiled region: it may draw random numbers, nobody says
-        return Traits(False, True, frozenset(), False, False, False, False, False, False, False, (), func, func)
-    name = schema.name
-    writes: set[int | str] = set()
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            writes |= {argument.name} if argument.kwarg_only else {position, argument.name}
-    if name in _BATCH_NORMS:
-        writes |= _RUNNING_STATISTICS
-    is_launch = name.startswith(_LAUNCHES)
-    if is_launch and name not in _WRITE_NOTHING:
-        writes |= {0, schema.arguments[0].name}
-    aliases = [output.alias_info for output in schema.returns]
-    is_view = not writes and (name in _UNANNOTATED_VIEWS or any(alias is not None for alias in aliases))
-    is_random = torch.Tag.nondeterministic_seeded in func.tags
-    must_run = name in _CHANGES_STORAGE or name.startswith(_COLLECTIVES)
-    is_empty = name in _EMPTY
-    return Traits(
-        is_view,
-        is_random,
-        frozenset(writes),
-        must_run,
-        True,
-        is_empty,
-        any(argument.is_out for argument in schema.arguments),
-        func in _INVISIBLE,
-        is_launch,
-        not (is_view or writes or must_run or is_empty or func in _INVISIBLE or func in _LOOKED_AT),
-        _defaults_of(schema),
-        func,
-        func._op if type(func) is torch._ops.OpOverload else func,  # what its __call__ calls
-    )
-
-
-_NO_DEFAULT = object()
-
-
-def _defaults_of(schema: Any) -> tuple[Any, ...]:
-    """None in place of an optional tensor comes as an argument or not at all, depending on who calls: all before it then come or not, too."""
-    arguments = [each for each in schema.arguments if not each.kwarg_only]
-    if not any(str(each.type) == "Optional[Tensor]" and each.has_default_value() for each in arguments):
-        return ()
-    return tuple(each.default_value if each.has_default_value() else _NO_DEFAULT for each in arguments)
-
-
-def trimmed(args: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments without those at the end that are as if they had not been given."""
-    length = len(args)
-    while length > 0:
-        last, default = args[length - 1], defaults[length - 1]
-        if isinstance(last, torch.Tensor) or type(last) is not type(default) or last != default:
-            break
-        length -= 1
-    return args[:length]
 
 
 class Arguments:
