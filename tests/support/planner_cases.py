@@ -8,12 +8,12 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from hyper_parallel.core.planner.model.choices import Decision, Load, RegionDecision, allowed, load
+from hyper_parallel.core.planner.model.choices import Choice, Decision, Load, RegionDecision, allowed, load
 from hyper_parallel.core.planner.model.problem import Cost, Problem, cost
 from hyper_parallel.core.planner.model.profile import Input, Link, Op, Region, StepProfile, Turn, Value
 
 MB = 1_000_000
-CHOICES = ("save", "swap", "recompute")
+CHOICES = tuple(Choice)
 NO_HURRY = 600.0  # seconds for a solver: what it finds must not depend on how busy the machine is
 
 

@@ -11,6 +11,7 @@ from hyper_parallel.core.planner.model.choices import (
     RECOMPUTE,
     SAVE,
     SWAP,
+    Choice,
     RegionDecision,
     kept_bytes,
     recompute_ms,
@@ -192,7 +193,7 @@ def _of_modules(region: Region, decision: RegionDecision) -> list[Row]:
     """By module of the block, in the order of their first op; what the block was given comes first."""
     rows: dict[str, Row] = {}
 
-    def add(name: str, choice: str | None, num_bytes: int, residual_bytes: int, ms: float) -> None:
+    def add(name: str, choice: Choice | None, num_bytes: int, residual_bytes: int, ms: float) -> None:
         row = rows.get(name, Row(name, "", 0, 0, 0, 0.0))
         if choice == SAVE:
             row = row._replace(saved_bytes=row.saved_bytes + num_bytes)

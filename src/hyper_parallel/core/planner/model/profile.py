@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hyper_parallel._base.errors import describe
+from hyper_parallel.core.planner.model.choices import SWAP, Choice, choices_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Op:
         reads: indices of ops whose results it reads, each once, ascending
         reads_inputs: indices of inputs it reads
         temporary_bytes: what it allocates beside its results while it runs
-        choices: of "save", "swap", "recompute"; never empty
+        choices: what can be done with it; never empty
         looks: dtype and shape of each result, to recognise it: "float32[2, 8]"
         part: not None: no op of its own but one residual of the op it reads, by its place among all of them; it comes right after that op and its
             other parts. It has a choice of its own, but for one thing: what runs again makes all of its parts again
@@ -66,7 +67,7 @@ class Op:
     reads: tuple[int, ...] = ()
     reads_inputs: tuple[int, ...] = ()
     temporary_bytes: int = 0
-    choices: tuple[str, ...] = ("save", "swap", "recompute")
+    choices: tuple[Choice, ...] = tuple(Choice)
     looks: tuple[str, ...] = ()
     part: int | None = None
 
@@ -145,7 +146,7 @@ class Region:
 
     @property
     def may_swap(self) -> bool:
-        return any("swap" in op.choices for op in self.ops) or any(each.may_swap for each in self.inputs)
+        return any(SWAP in op.choices for op in self.ops) or any(each.may_swap for each in self.inputs)
 
     def shape(self) -> tuple[Any, ...]:
         """Equal for regions that differ in their times alone: they share one decision."""
@@ -199,7 +200,11 @@ class StepProfile:
         return self.peak_bytes - self.base_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        data = dataclasses.asdict(self)
+        for region in data["regions"]:
+            for op in region["ops"]:
+                op["choices"] = tuple(map(str, op["choices"]))
+        return data
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> StepProfile:
@@ -214,7 +219,7 @@ class StepProfile:
 
 
 _MOST = 2**53  # bytes, or ms: more than any machine has, and a float still has each of them
-_PLAIN = {"str": str, "bool": bool, "dict": dict}
+_PLAIN = {"str": str, "bool": bool, "dict": dict, "Choice": str}  # which word is a choice is told where it stands
 _Data = TypeVar("_Data")
 
 
@@ -267,7 +272,8 @@ def _region(data: dict[str, Any]) -> Region:
 
 
 def _op(data: dict[str, Any]) -> Op:
-    lists: dict[str, Any] = {name: tuple(data[name]) for name in ("reads", "reads_inputs", "choices", "looks")}
+    lists: dict[str, Any] = {name: tuple(data[name]) for name in ("reads", "reads_inputs", "looks")}
+    lists["choices"] = choices_of(data["choices"])
     rest = {name: value for name, value in data.items() if name not in lists and name != "makes"}
     return checked(Op(makes=tuple(checked(Value(**each)) for each in data["makes"]), **lists, **rest))
 
@@ -283,7 +289,7 @@ def _check_wiring(region: Region) -> None:
             raise ValueError(f"`reads` of {where} of {region.path} is {describe(op.reads)}")
         if not all(each < num_inputs for each in op.reads_inputs):
             raise ValueError(f"`reads_inputs` of {where} of {region.path} is {describe(op.reads_inputs)}")
-        if not op.choices or not {*op.choices} <= {"save", "swap", "recompute"}:
+        if not op.choices or not {*op.choices} <= {*Choice}:
             raise ValueError(f"`choices` of {where} of {region.path} is {describe(op.choices)}")
         if op.part is not None and (not op.reads or region.ops[op.reads[0]].part is not None):
             raise ValueError(f"`part` of {where} of {region.path}: it reads {describe(op.reads)}, no op with parts")

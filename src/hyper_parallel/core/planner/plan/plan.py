@@ -17,7 +17,7 @@ from hyper_parallel._base.errors import (
     StateError,
     describe,
 )
-from hyper_parallel.core.planner.model.choices import Decision, RegionDecision
+from hyper_parallel.core.planner.model.choices import Decision, RegionDecision, choices_of, words_of
 from hyper_parallel.core.planner.model.choices import check as check_decision
 from hyper_parallel.core.planner.model.profile import StepProfile, checked
 from hyper_parallel.core.planner.plan import plan_file
@@ -109,7 +109,7 @@ class MemoryPlan:
 
     @property
     def has_swaps(self) -> bool:
-        return any("swap" in each.ops or "swap" in each.inputs for each in self.decision)
+        return any(each.swaps for each in self.decision)
 
     @property
     def base_bytes(self) -> int:
@@ -178,7 +178,7 @@ class MemoryPlan:
             "decision": [
                 {"plain": True}
                 if each.is_plain
-                else {"plain": False, "ops": list(each.ops), "inputs": list(each.inputs)}
+                else {"plain": False, "ops": words_of(each.ops), "inputs": words_of(each.inputs)}
                 for each in self.decision
             ],
             "profile": {**self.profile.as_dict(), "facts": {}},
@@ -428,7 +428,7 @@ class MemoryPlan:
             decision = tuple(
                 RegionDecision(True, (None,) * len(region.ops), (None,) * len(region.inputs))
                 if each["plain"] is True
-                else checked(RegionDecision(each["plain"], tuple(each["ops"]), tuple(each["inputs"])))
+                else checked(RegionDecision(each["plain"], choices_of(each["ops"]), choices_of(each["inputs"])))
                 for each, region in zip(data["decision"], profile.regions, strict=True)
             )
             for region, each in zip(profile.regions, decision, strict=True):

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from hyper_parallel.core.planner.model.choices import kept_bytes, recompute_ms, recomputed_bytes, swapped_bytes
+from hyper_parallel.core.planner.model.choices import (
+    RECOMPUTE,
+    SAVE,
+    SWAP,
+    Choice,
+    kept_bytes,
+    recompute_ms,
+    recomputed_bytes,
+    swapped_bytes,
+)
 from hyper_parallel.core.planner.model.profile import Link, Region, StepProfile
 from hyper_parallel.core.swap.sizes import format_size
 
@@ -275,16 +284,16 @@ def _again_ms(region: Region, index: int) -> float:
 _SMALL_BYTES = 64 * 1024  # of one value: keeping it costs less than thinking about it
 
 
-def suits(num_bytes: int, count: int, recompute_ms: float | None, link: Link | None) -> str:
+def suits(num_bytes: int, count: int, recompute_ms: float | None, link: Link | None) -> Choice:
     """Which choice costs least for values of one kind, each taken by itself: a plan weighs them against each other."""
     if num_bytes < count * _SMALL_BYTES:
-        return "save"
+        return SAVE
     if recompute_ms is None:  # an input of the block: nothing that could be run again
-        return "save" if link is None else "swap"
+        return SAVE if link is None else SWAP
     if link is None:
-        return "recompute"
+        return RECOMPUTE
     copy_ms = num_bytes / link.out_bytes_per_ms + num_bytes / link.in_bytes_per_ms
-    return "recompute" if recompute_ms <= copy_ms else "swap"
+    return RECOMPUTE if recompute_ms <= copy_ms else SWAP
 
 
 def _name(region: Region) -> str:

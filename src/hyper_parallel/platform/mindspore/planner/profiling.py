@@ -24,7 +24,7 @@ from mindspore.graph.api import _pynative_executor
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.core.activation_checkpoint.replacement import replace
-from hyper_parallel.core.planner.model.choices import recompute_all
+from hyper_parallel.core.planner.model.choices import RECOMPUTE, SWAP, recompute_all
 from hyper_parallel.core.planner.model.measured_span import Span
 from hyper_parallel.core.planner.model.profile import Input, Op, Region, StepProfile, Turn, Value
 from hyper_parallel.core.planner.model.spans import with_common_times, with_peaks
@@ -405,11 +405,11 @@ def _region(
     """
     forward_ms, backward_ms = (times[f"{which} {index}"] for which in ("forward", "backward"))
     again_ms = sum(times_again[f"{which} {index}"] for which in ("forward", "backward"))
-    choices = ["recompute"]
+    choices = [RECOMPUTE]
     rest = kept_bytes - sum(call.swappable)
     made = [kept_bytes]
     if min_bytes is not None and call.swappable and 0 <= rest <= (1 - _ALL) * kept_bytes:
-        choices.insert(0, "swap")
+        choices.insert(0, SWAP)
         made = [*call.swappable, rest]
     op = Op(
         module="",
