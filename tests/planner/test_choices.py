@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from hyper_parallel.core.planner.model.choices import Choice, RegionDecision, choices_of, words_of
-from hyper_parallel.core.planner.model.profile import Op
+from hyper_parallel.core.planner.model.profile import Op, step_as_dict
 from hyper_parallel.core.planner.plan.table import table
 from support.made_plans import profile_of
 
@@ -55,6 +55,6 @@ def test_a_decision_is_shown_with_words() -> None:
 
 
 def test_a_profile_as_a_dict_has_plain_words() -> None:
-    words = [word for region in profile_of().as_dict()["regions"] for op in region["ops"] for word in op["choices"]]
+    words = [word for region in step_as_dict(profile_of())["regions"] for op in region["ops"] for word in op["choices"]]
     assert {*words} == {*WORDS}
     assert {type(word) for word in words} == {str}

@@ -107,11 +107,11 @@ class Numbers:
 
     def as_dict(self) -> dict[str, Any]:
         plan = self.plan
-        facts = plan.profile.facts
+        identity = plan.profile.identity
         return {
-            "model": facts.get("model"),
-            "device": facts.get("device"),
-            "framework": f"{facts.get('framework', '')} {facts.get('version', '')}".strip(),
+            "model": identity.model,
+            "device": identity.device,
+            "framework": f"{identity.framework or ''} {identity.version or ''}".strip(),
             "budget_bytes": plan.budget_bytes,
             "base_bytes": plan.base_bytes,
             "plain": {"peak_bytes": plan.profile.peak_bytes, "step_ms": plan.profile.step_ms},

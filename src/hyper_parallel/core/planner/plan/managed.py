@@ -131,9 +131,9 @@ class ManagedModel:
         self.current = plan
 
     def _sized(self, plan: MemoryPlan) -> _Sized:
-        facts, part = plan.profile.facts, self._part
-        batch = PlannedBatch(facts.get("batch"), part.look, part.forward_of(self._model()))
-        return _Sized(int(facts.get("batch_bytes", 0)), plan, batch)
+        identity, part = plan.profile.identity, self._part
+        batch = PlannedBatch(identity.batch, part.look, part.forward_of(self._model()))
+        return _Sized(identity.batch_bytes or 0, plan, batch)
 
     # -- a whole step -----------------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class ManagedModel:
         state.close()
 
     def _step_state(self, *, with_gradients: bool) -> Any:
-        written = self.current.profile.facts.get("written", ())
+        written = self.current.profile.written
         return self._part.StepState(self._model(), with_gradients=with_gradients, written=written)
 
     def _until_it_fits(self, function: Callable[[], Any], state: Any, inputs: Callable[[], Any], what: str) -> Any:
@@ -193,24 +193,22 @@ class ManagedModel:
         finally:
             self._is_planning = False
         plan.origin = self._first.origin
-        others = [
-            each for each in self._plans if each.plan.profile.facts.get("batch") != plan.profile.facts.get("batch")
-        ]
+        others = [each for each in self._plans if each.plan.profile.identity.batch != plan.profile.identity.batch]
         self._plans = sorted([*others, self._sized(plan)], key=lambda each: each.batch_bytes)
         self._attach(plan)
         self.num_replans += 1
 
     def _planned(self, model: Any, batch: Any, part_of_room: float) -> MemoryPlan:
         first = self._first
-        origin, facts = first.origin, first.profile.facts
+        origin = first.origin
         profiled = self._part.ProfiledModel(
             model,
             batch,
             (origin and origin.loss_fn) or self._part.some_loss,
-            regions=facts.get("blocks"),
+            regions=first.profile.identity.blocks,
             optimizer=origin and origin.optimizer,
             reserve_bytes=origin.reserve_bytes if origin else 0,
-            keeps_output=facts.get("keeps_output", False),
+            keeps_output=bool(first.profile.keeps_output),
         )
         with profiled.preserved() as block, block:
             profile: StepProfile = profiled.profile()

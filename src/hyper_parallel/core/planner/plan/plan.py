@@ -19,6 +19,7 @@ from hyper_parallel._base.errors import (
 )
 from hyper_parallel.core.planner.model.choices import Decision, RegionDecision, choices_of, words_of
 from hyper_parallel.core.planner.model.choices import check as check_decision
+from hyper_parallel.core.planner.model.identity import Identity
 from hyper_parallel.core.planner.model.profile import StepProfile, checked
 from hyper_parallel.core.planner.plan import plan_file
 from hyper_parallel.core.planner.plan.batch_fit import PlannedBatch
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 _ON_MISMATCH = ("error", "recompute")
 _ON_OOM = ("error", "replan")
-_MADE_FOR = {"batch": "batch", "device": "device", "framework": "framework"}  # fact -> what differs then
+_COMPARED = ("framework", "model", "parameters", "device", "batch")  # of an identity; the first difference is told
+_MADE_FOR = {"batch": "batch", "device": "device", "framework": "framework"}  # what it begins with -> what differs then
 _PLAN_AGAIN = "Plan again, and save the new plan."
 
 
@@ -157,9 +159,7 @@ class MemoryPlan:
             words.append(f"{self.predicted_to_plain:.2f} of the plain step's time predicted")
         else:
             words.append(f"{to_plain:.2f} of the plain step's time measured")
-        return (
-            f"<MemoryPlan for {self.profile.facts.get('model', 'a model')}: {', '.join(words)}; print it for the table>"
-        )
+        return f"<MemoryPlan for {self.profile.identity.model_words}: {', '.join(words)}; print it for the table>"
 
     def _repr_html_(self) -> str:
         return html_of(plan_parts(self))
@@ -174,14 +174,14 @@ class MemoryPlan:
             "gap": self.gap,
             "setting": self.setting._asdict(),
             "host": self.host._asdict(),
-            "facts": self.profile.facts,
+            "facts": plan_file.facts_of(self.profile),
             "decision": [
                 {"plain": True}
                 if each.is_plain
                 else {"plain": False, "ops": words_of(each.ops), "inputs": words_of(each.inputs)}
                 for each in self.decision
             ],
-            "profile": {**self.profile.as_dict(), "facts": {}},
+            "profile": {**plan_file.profile_as_dict(self.profile), "facts": {}},
         }
 
     # -- on a model -----------------------------------------------------------------------------------------------------
@@ -298,19 +298,19 @@ class MemoryPlan:
     def attach(self, model: Any, on_mismatch: str) -> Any:
         """Put this very plan on the model, and nothing around it; what carries it out."""
         part = _part(model, "MemoryPlan.apply")
-        self._check_facts(part.model_facts(model))
-        facts = self.profile.facts
-        ways: dict[str, Any] = {"was_training": facts.get("training", True)}
-        ways["batch"] = PlannedBatch(facts.get("batch"), part.look, part.forward_of(model))
+        self._check_identity(part.identity(model))
+        identity = self.profile.identity
+        ways: dict[str, Any] = {"was_training": identity.is_training is not False}
+        ways["batch"] = PlannedBatch(identity.batch, part.look, part.forward_of(model))
         # What the profile of this framework speaks of.
         if self.setting.ahead_bytes:
             ways["ahead_bytes"] = self.setting.ahead_bytes
-        if self.profile.facts.get("region_overhead_ms"):
+        if self.profile.host is not None and self.profile.host.region_ms:
             ways["by_framework"] = True
-        if "autocast" in self.profile.facts:
-            ways["autocast"] = self.profile.facts["autocast"]
+        if identity.autocast is not None:
+            ways["autocast"] = identity.autocast
         applied = part.Applied(model, self.profile.regions, self.decision, on_mismatch, **ways)
-        applied.mismatches.is_in_another_mode = self.profile.facts.get("training") is False and bool(model.training)
+        applied.mismatches.is_in_another_mode = identity.is_training is False and bool(model.training)
         setting = None
         try:
             setting = self._configure() if self.has_swaps else None
@@ -360,16 +360,19 @@ class MemoryPlan:
             check=config.check,
         )
 
-    def _check_facts(self, facts: dict[str, Any]) -> None:
-        expected = {name: self.profile.facts[name] for name in facts if name in self.profile.facts}
-        difference = plan_file.first_difference(expected, facts)
+    def _check_identity(self, found: Identity) -> None:
+        """`found` is compared as far as it says something."""
+        own = self.profile.identity
+        got = {name: value for name in _COMPARED if (value := getattr(found, name)) is not None}
+        expected = {name: value for name in got if (value := getattr(own, name)) is not None}
+        difference = plan_file.first_difference(expected, got)
         if difference is not None:
-            where, wanted, got = difference
-            what = next((words for name, words in _MADE_FOR.items() if where.startswith(name)), "model")
+            where, wanted, words = difference
+            what = next((kind for name, kind in _MADE_FOR.items() if where.startswith(name)), "model")
             raise ArgumentError(
                 f"The plan was made for another {what}.",
                 expected=wanted,
-                got=got,
+                got=words,
                 where=where,
                 do="Plan this model: `hp.plan_memory(model, batch, budget=...)`.",
             )
@@ -423,8 +426,7 @@ class MemoryPlan:
         """
         data = plan_file.read(path)
         try:
-            plan_file.check_facts(data["facts"])
-            profile = StepProfile.from_dict({**data["profile"], "facts": data["facts"]})
+            profile = plan_file.profile_from_dict({**data["profile"], "facts": data["facts"]})
             decision = tuple(
                 RegionDecision(True, (None,) * len(region.ops), (None,) * len(region.inputs))
                 if each["plain"] is True
@@ -456,7 +458,7 @@ class MemoryPlan:
         Raises:
             ValueError: it was not; the first difference is named.
         """
-        self._check_facts(_part(model, "MemoryPlan.check").all_facts(model, batch))
+        self._check_identity(_part(model, "MemoryPlan.check").identity(model, batch))
 
 
 def check_choices(*, on_mismatch: Any = "error", on_oom: Any = "error") -> None:

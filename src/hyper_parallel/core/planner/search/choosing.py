@@ -11,6 +11,7 @@ import time
 from typing import NamedTuple
 
 from hyper_parallel.core.planner.model.choices import SWAP, Decision, Load, load, plain, recompute_all, save_all
+from hyper_parallel.core.planner.model.identity import DeviceKind
 from hyper_parallel.core.planner.model.problem import Problem, evaluate, peak, room_for_copies
 from hyper_parallel.core.planner.model.profile import Input, Op, Region, StepProfile
 from hyper_parallel.core.planner.model.timeline import Timeline, run_step
@@ -100,17 +101,19 @@ def choose(
 
 
 def _is_cpu(profile: StepProfile) -> bool:
-    return profile.facts.get("device") == "cpu"
+    return profile.device_kind is DeviceKind.CPU
 
 
 def overhead_ms(profile: StepProfile) -> float:
     """What a region costs beside the ops that it runs again: where the host is the slower one, its own Python."""
-    return float(profile.facts.get("region_overhead_ms", 0.0))
+    return 0.0 if profile.host is None else profile.host.region_ms
 
 
 def overhead_without_copies_ms(profile: StepProfile) -> float:
     """The same in a plan that swaps nothing: its regions need not watch every op of a forward that they have seen."""
-    return float(profile.facts.get("unwatched_overhead_ms", overhead_ms(profile)))
+    if profile.host is None or profile.host.without_copies_ms is None:
+        return overhead_ms(profile)
+    return profile.host.without_copies_ms
 
 
 def unmanaged(profile: StepProfile, budget_bytes: int, margin_bytes: int) -> Candidate | None:
@@ -224,7 +227,7 @@ def problem_of(
 
 def _tells_engine(profile: StepProfile) -> bool:
     """Whether the engine hears of the last region, which swaps nothing: by residuals of its ops."""
-    if not profile.facts.get("turn_is_clear"):
+    if not profile.abilities.turn_is_clear:
         return False
     last = profile.regions[-1]
     return not last.may_swap and any(op.residual_bytes for op in last.ops)
@@ -284,7 +287,7 @@ def timeline_under(profile: StepProfile, decision: Decision, setting: Setting) -
         profile,
         decision,
         Limits(setting.window_bytes, setting.prefetch_bytes),
-        min_bytes=int(profile.facts.get("min_swap_bytes", 0)),
+        min_bytes=profile.min_swap_bytes,
         host_lead_ms=0.0 if _is_cpu(profile) else _HOST_LEAD_MS,
         ahead_bytes=setting.ahead_bytes,
     )
@@ -298,5 +301,5 @@ def _widened(problem: Problem, decision: Decision) -> Setting:
     most = _MOST_WINDOWS * max(swapped_sizes(problem.profile), default=0)
     window, *ahead = (min(room, most) for room in room_for_copies(problem, loads))
     ahead = [max(room, problem.prefetch_bytes) for room in ahead]
-    by_region = tuple(ahead) if problem.profile.facts.get("loads_by_region") else ()
+    by_region = tuple(ahead) if problem.profile.abilities.loads_by_region else ()
     return Setting(max(window, problem.window_bytes), min(ahead), by_region)

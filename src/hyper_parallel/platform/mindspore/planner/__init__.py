@@ -4,19 +4,17 @@ from hyper_parallel.platform.mindspore.planner.applying import Applied
 from hyper_parallel.platform.mindspore.planner.memory import free_bytes
 from hyper_parallel.platform.mindspore.planner.profiling import ProfiledModel
 from hyper_parallel.platform.mindspore.planner.signature import (
-    all_facts,
     batch_bytes,
     check_model,
     forward_of,
+    identity,
     look,
-    model_facts,
 )
 from hyper_parallel.platform.mindspore.planner.steps import attempt, check_alone, device_of
 
 __all__ = [
     "Applied",
     "ProfiledModel",
-    "all_facts",
     "attempt",
     "batch_bytes",
     "check_alone",
@@ -24,6 +22,6 @@ __all__ = [
     "device_of",
     "forward_of",
     "free_bytes",
+    "identity",
     "look",
-    "model_facts",
 ]

@@ -205,7 +205,9 @@ class ProfiledModel:
             step_ms=turn_ms + sum(each.before_ms + each.forward_ms + each.backward_ms for each in regions),
             turn=Turn(turn_ms, turn_bytes),
             link=link,
-            facts={**signature.facts(self), "min_swap_bytes": min_bytes, "shared_input_bytes": shared},
+            identity=signature.identity(self.model, self.batch, self.blocks),
+            min_swap_bytes=min_bytes,
+            shared_input_bytes=tuple(shared),
         )
 
     def _timed(self, blocks: dict[str, nn.Cell]) -> Times:

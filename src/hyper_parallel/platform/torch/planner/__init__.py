@@ -7,12 +7,11 @@ from hyper_parallel.platform.torch.planner.memory import free_bytes
 from hyper_parallel.platform.torch.planner.out_of_memory import attempt, said_in_backward
 from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
 from hyper_parallel.platform.torch.planner.signature import (
-    all_facts,
     batch_bytes,
     check_model,
     forward_of,
+    identity,
     look,
-    model_facts,
 )
 from hyper_parallel.platform.torch.planner.step_state import StepState
 from hyper_parallel.platform.torch.planner.steps import (
@@ -31,7 +30,6 @@ __all__ = [
     "PatchedForward",
     "ProfiledModel",
     "StepState",
-    "all_facts",
     "attempt",
     "batch_bytes",
     "batch_of",
@@ -40,9 +38,9 @@ __all__ = [
     "device_of",
     "forward_of",
     "free_bytes",
+    "identity",
     "is_first_forward",
     "look",
-    "model_facts",
     "said_in_backward",
     "some_loss",
     "surroundings_of",
