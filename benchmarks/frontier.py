@@ -13,6 +13,9 @@ A model is profiled once, and all of its plans are made from that profile. Every
 their mean; the peak is the highest of all steps, the time their median. A plan for `min` also takes turns with full checkpoint: it may be the same, and machines drift by more
 than a hundredth in the minutes between two rows. What is promised is checked at the end.
 
+`--profiles FOLDER` keeps the profile of each model there, compressed: from it plans can be made again, by other rules, on any machine.
+`hyper_parallel.core.planner.plan.plan_file.profile_from_dict` takes what is in the file.
+
 `--out` is written anew after each row; `--add` keeps the rows that an earlier file has of other models, each with its own commit. `--minutes`: what would begin later is
 left out.
 """
@@ -23,6 +26,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import gzip
 import json
 import os
 import re
@@ -45,8 +49,9 @@ from solving_ahead import Solver
 import hyper_parallel as hp
 from activation import Meter, applied, measure, under
 from hyper_parallel.core.planner.plan.budget import budget_bytes
+from hyper_parallel.core.planner.plan.plan_file import profile_as_dict
 from hyper_parallel.core.planner.plan.proof import planned
-from hyper_parallel.platform.torch.planner import ProfiledModel
+from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
 
 GIB = 2**30
 COMPILED = {"compiled": NAME}  # what `--models` calls it, and what its rows are called
@@ -94,14 +99,18 @@ class Bench:
 
         return self._fill({"way": name, "kind": kind}, fill)
 
-    def profile_once(self) -> bool:
-        """Whether plans can be made."""
+    def profile_once(self, about: str = "") -> bool:
+        """Whether plans can be made. `about`: which of several profiles of the model it is, for the name of its file."""
 
         def fill(row: Row) -> None:
             begin = time.perf_counter()
             self._profiled = ProfiledModel(self.built.model, self.built.batch, self.built.loss_fn)
             self.profile = self._profiled.profile()
             row["seconds"] = time.perf_counter() - begin
+            if self._options.profiles is not None:
+                data = json.dumps(profile_as_dict(self.profile), separators=(",", ":")).encode()
+                path = self._options.profiles / f"{file_name(f'{self.name} {about}'.strip())}.json.gz"
+                path.write_bytes(gzip.compress(data, mtime=0))
             print(f"{self.name}: profiled in {row['seconds']:.1f} s", file=sys.stderr, flush=True)
 
         return "seconds" in self._fill({"way": "profile", "kind": "profile"}, fill, is_shown=False)
@@ -139,7 +148,7 @@ class Bench:
             )
             prove_s = time.perf_counter() - begin - waited_s
             if self._options.plans is not None:
-                plan.save(self._options.plans / f"{re.sub(r'[^0-9a-z.]+', '_', f'{self.name} {name}')}.json")
+                plan.save(self._options.plans / f"{file_name(f'{self.name} {name}')}.json")
             with under(plan, model):
                 measured = self._measured(self._options.steps, self._options.warm)
                 fallbacks = plan.stats(model)
@@ -214,6 +223,10 @@ class Bench:
         return {
             **compared, "ratio": measured["step_ms"] / beside, "of_plain": measured["peak_gib"] / self._plain_gib, "plain_step_ms": beside,
         }  # fmt: skip
+
+
+def file_name(words: str) -> str:
+    return re.sub(r"[^0-9a-z.]+", "_", words)
 
 
 def tidy() -> None:
@@ -317,16 +330,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--add", type=Path, action="append", default=[], help="a file with rows of other models to keep"
     )
     parser.add_argument("--plans", type=Path, help="a folder for the plans, each with its profile")
+    parser.add_argument("--profiles", type=Path, help="a folder for the profiles that plans are made from, as .json.gz")
     parser.add_argument("--picture", type=Path, help="an SVG of all models that were measured")
     options = parser.parse_args(arguments)
     if options.draw and not options.draw.is_file():
         parser.error(f"there is no file {options.draw}; --out writes one")
-    if options.plans and options.plans.exists() and not options.plans.is_dir():
-        parser.error(f"{options.plans} is no folder")
+    for folder in filter(None, (options.plans, options.profiles)):
+        if folder.exists() and not folder.is_dir():
+            parser.error(f"{folder} is no folder")
     if options.turns < 0:
         parser.error(f"--turns is a number of turns, got {options.turns}; 0 leaves them out")
-    if options.plans:
-        options.plans.mkdir(parents=True, exist_ok=True)
+    for folder in filter(None, (options.plans, options.profiles)):
+        folder.mkdir(parents=True, exist_ok=True)
     for name in options.models:
         if name not in {**MODELS, **COMPILED}:
             parser.error(f"no such model: {name}; there are {', '.join([*MODELS, *COMPILED])}")

@@ -42,7 +42,7 @@ def run_compiled(options: argparse.Namespace, results: Results, solver: Solver, 
         # In the memory of its own budget there is nothing to do for a plan: it must not cost anything then.
         smaller = [each for each in BUDGETS if each < 1.0 and each <= budget]
         with compiled(built.blocks, budget, options.backend):
-            if not bench.profile_once():
+            if not bench.profile_once(f"budget {budget}"):
                 continue
             allowed = {each: bench.allowed("min", least_gib=rivals[each].get("peak_gib")) for each in smaller}
             bench.begin(list(allowed.values()))

@@ -19,7 +19,7 @@ from frontier_results import Results, Row
 
 import hyper_parallel as hp
 from activation import Meter, measure, under
-from hyper_parallel.platform.torch.planner import ProfiledModel
+from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
 
 GIB = 2**30
 

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from activation_modes import MATMULS, SELECTIVE, Mode, each, torch_checkpoint
 from results_state import WATCHED, digest
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import hyper_parallel as hp
 from activation import commit
@@ -36,7 +35,7 @@ from hyper_parallel.core.planner.model.profile import Op, StepProfile
 from hyper_parallel.core.planner.plan.plan import MemoryPlan, Predicted
 from hyper_parallel.core.planner.search.settings import Setting
 from hyper_parallel.core.planner.solve.block import base_of
-from hyper_parallel.platform.torch.planner import ProfiledModel
+from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
 
 MODES: dict[str, Mode | None] = {
     "plain": None,
@@ -97,6 +96,8 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    from transformers import GPT2Config, GPT2LMHeadModel  # here: others use the plans by hand without it
+
     torch.manual_seed(0)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     model = GPT2LMHeadModel(GPT2Config(use_cache=False)).to(options.device, dtype).train()

@@ -33,6 +33,7 @@ SHOWN = [
     Shown("an exception leaves something behind", "activation/test_campaigns.py", "test_an_exception_at_any_engine_call_leaks_nothing_and_the_next_step_is_right", "programs, failed at every engine call"),
     Shown("the same, in regions", "activation/test_region_campaigns.py", "test_an_exception_anywhere_leaks_nothing_and_the_next_step_is_right", "programs, failed at every op and call"),
     Shown("Ctrl-C leaves something behind", "activation/test_interrupts.py", "test_ctrl_c_anywhere_leaves_nothing_on_the_thread_and_the_next_step_is_right", "moments of a step, in five ways", "each place at a stack", "1,500 or more each"),
+    Shown("the same, in the swap engine", "activation/test_swap_interrupts.py", "test_ctrl_c_anywhere_in_a_step_that_swaps_costs_that_step_alone", "places at which Python looks for it, in each way to swap", "100", "all, about 4,800"),
     Shown("the same, in planning", "planner/test_interrupts.py", "test_ctrl_c_in_planning_leaves_the_model_and_the_thread_as_they_were", "moments of planning", "a share of the places at a stack", "1,500 or more"),
     Shown("memory runs out", "swap/test_engine_programs.py", "test_a_failed_allocation_is_survived_or_reaches_the_user_and_the_next_step_is_right", "every allocation of random programs", "all", "all"),
     Shown("memory grows", "activation/test_campaigns.py", "test_bytes_stay_the_same_over_many_steps_with_the_collector_off", "steps"),

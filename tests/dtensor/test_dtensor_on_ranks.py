@@ -90,6 +90,8 @@ def test_pytorchs_ways_of_saving_work_or_say_what_to_use(tmp_path: Path) -> None
         assert "another rank's part" in found.pop("another rank's file")
         assert "`hp.distribute_tensor(tensor, mesh, placements)` of a whole tensor" in found.pop("whole tensors")
         assert "get_model_state_dict" in found.pop("save_checkpoint")
+        (said,) = found.pop("PyTorch's whole tensors")
+        assert "`platform.get_model_state_dict(model, options=options)`" in said
         assert all(found.values()), found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -66,10 +67,12 @@ def frontier(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     done = run(
         "frontier.py", "--device=cpu", "--models=gpt2,moe", "--budgets=60,min", "--budgets=moe:70,min", "--sizes=gpt2:blocks=3,length=64",
         "--sizes=moe:blocks=2", "--steps=1", "--warm=1", "--beside=1",
-        "--commit=0123abc", f"--out={folder / 'f.json'}", f"--picture={folder / 'f.svg'}",
+        "--commit=0123abc", f"--out={folder / 'f.json'}", f"--picture={folder / 'f.svg'}", f"--profiles={folder / 'profiles'}",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "f.json").read_text()), done.stdout, (folder / "f.svg").read_text()
+    result = json.loads((folder / "f.json").read_text())
+    result["profiles"] = folder / "profiles"
+    return result, done.stdout, (folder / "f.svg").read_text()
 
 
 def test_frontier_py_has_a_row_for_every_way_and_every_budget(frontier: tuple[dict[str, Any], str, str]) -> None:
@@ -85,6 +88,24 @@ def test_frontier_py_has_a_row_for_every_way_and_every_budget(frontier: tuple[di
     assert picture.startswith("<svg")
     assert "GPT-2" in picture
     assert "Mixture of experts" in picture
+
+
+def test_frontier_py_keeps_the_profiles_from_which_its_plans_can_be_made_again(
+    frontier: tuple[dict[str, Any], str, str],
+) -> None:
+    from hyper_parallel.core.planner.model.profile import StepProfile
+    from hyper_parallel.core.planner.plan.proof import first_margin, solved
+
+    result, _, _ = frontier
+    assert sorted(path.name for path in result["profiles"].iterdir()) == ["gpt2.json.gz", "moe.json.gz"]
+    for row in result["rows"]:
+        if row["kind"] == "plan" and "predicted_peak_gib" in row:
+            data = json.loads(gzip.decompress((result["profiles"] / f"{row['model']}.json.gz").read_bytes()))
+            profile = StepProfile.from_dict(data)
+            assert len(profile.regions) == result["setting"][row["model"]]["blocks"]
+            budget = profile.base_bytes + round(row["budget_gib"] * 2**30)
+            plan = solved(profile, budget, margin_bytes=first_margin(profile))
+            assert plan.predicted.peak_bytes <= budget
 
 
 def test_frontier_py_tells_the_truth_about_budgets(frontier: tuple[dict[str, Any], str, str]) -> None:

@@ -18,7 +18,7 @@ from hyper_parallel._base.errors import StateError  # noqa: E402
 from hyper_parallel.core.planner.model.choices import recompute_all, save_all  # noqa: E402
 from hyper_parallel.core.planner.plan.plan import Predicted  # noqa: E402
 from hyper_parallel.core.planner.search.settings import candidates  # noqa: E402
-from hyper_parallel.platform.torch.planner import ProfiledModel  # noqa: E402
+from hyper_parallel.platform.torch.planner.profiling import ProfiledModel  # noqa: E402
 from support import planned_models as models  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_disk")

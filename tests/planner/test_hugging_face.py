@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 
 import hyper_parallel as hp  # noqa: E402
 from hyper_parallel.integrations.accelerate import fit_in_memory as fit_in_accelerate  # noqa: E402
@@ -29,14 +30,23 @@ class Stopping(hf.TrainerCallback):  # type: ignore[misc]
         raise ZeroDivisionError
 
 
-def trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
-    tokens = torch.arange(models.LENGTH) % models.VOCABULARY
+class InOrder(hf.Trainer):  # type: ignore[misc]
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def of_length(length: int) -> dict[str, Any]:
+    tokens = torch.arange(length) % models.VOCABULARY
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def trainer(folder: Path, *callbacks: Any, kind: Any = hf.Trainer, data: Any = None, **options: Any) -> Any:
     args = hf.TrainingArguments(
-        output_dir=str(folder), max_steps=1, per_device_train_batch_size=2, report_to=[], save_strategy="no", disable_tqdm=True,
-        use_cpu=True, dataloader_pin_memory=False, logging_strategy="no", **options,
+        output_dir=str(folder), per_device_train_batch_size=2, report_to=[], save_strategy="no", disable_tqdm=True,
+        use_cpu=True, dataloader_pin_memory=False, logging_strategy="no", **{"max_steps": 1, **options},
     )  # fmt: skip
-    data = [{"input_ids": tokens, "labels": tokens}] * 4
-    return hf.Trainer(models.make("llama"), args, train_dataset=data, callbacks=list(callbacks))
+    data = data or [of_length(models.LENGTH)] * 4
+    return kind(models.make("llama"), args, train_dataset=data, callbacks=list(callbacks))
 
 
 @pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}], ids=["not reentrant", "reentrant"])
@@ -81,7 +91,9 @@ def test_the_state_of_any_optimizer_is_counted_and_a_second_call_replaces_the_fi
     assert callback.plan is not None
     said = capsys.readouterr().err
     assert said.count("hyper_parallel: planned to fit in") == 1
-    assert "predicted peak" in said
+    words = r"predicted peak .* \(measured .*\), predicted step \d+ ms \(measured \d+ ms\), predicted \d\.\d\d of the plain step's time \(measured \d"
+    assert re.search(words, said)
+    assert "made anew" not in said
     assert callback.plan.stats(trained.model) == callback.stats == {}
     held = trained.optimizer.optimizer if hasattr(trained.optimizer, "optimizer") else trained.optimizer
     state_bytes = sum(each.nbytes for own in held.state.values() for each in own.values() if torch.is_tensor(each))
@@ -91,9 +103,41 @@ def test_the_state_of_any_optimizer_is_counted_and_a_second_call_replaces_the_fi
     assert callback.plan.base_bytes == 2 * parameter_bytes + state_bytes + batch_bytes + buffers + 2**20
 
 
+WRONG = [
+    ({"on_oom": "replam"}, "`on_oom` has no such choice"),
+    ({"budget": 60}, 'Did you mean "60%"'),
+    ({"loss_fn": 3}, "`loss_fn` gives the loss"),
+    ({"reserve": -1}, "reserve is negative"),
+    ({"keeps_output": "no"}, "`keeps_output` is yes or no"),
+    ({"verify": None}, "`verify` is yes or no"),
+    ({"progress": "bar"}, "`progress` says whether"),
+    ({"longest": 3}, "longest"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG, ids=[next(iter(options)) for options, _ in WRONG])
+def test_a_wrong_option_is_told_when_the_callback_is_made(options: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        MemoryPlanCallback(**options)
+    trained = trainer(tmp_path)
+    with pytest.raises((TypeError, ValueError), match=said):
+        fit_in_memory(trained, **options)
+    assert "train" not in vars(trained)
+
+
+def test_a_batch_that_is_given_is_planned_with_in_place_of_the_first(tmp_path: Path) -> None:
+    lengths = (48, 48, 64, 64)
+    trained = trainer(tmp_path, kind=InOrder, max_steps=2, data=[of_length(n) for n in lengths])
+    callback = fit_in_memory(
+        trained, "60%", batch={name: torch.stack([each] * 2) for name, each in of_length(64).items()}
+    )
+    trained.train()
+    assert callback.plan is not None
+    assert callback.plan.profile.identity.batch == {"input_ids": "int64[2, 64]", "labels": "int64[2, 64]"}
+    assert callback.stats == {}
+
+
 def test_a_wrong_choice_is_told_before_anything_is_planned() -> None:
-    with pytest.raises(ValueError, match="`on_oom` has no such choice"):
-        MemoryPlanCallback("60%", on_oom="replam")
     with pytest.raises(ValueError, match="`on_oom` has no such choice"):
         fit_in_accelerate(None, None, None, on_oom="replam")
 
@@ -140,6 +184,39 @@ def test_a_model_that_moves_its_own_state_trains_as_without_a_plan(tmp_path: Pat
     assert losses == planned[0]
     assert seen == planned[1] == [0]
     assert all(map(torch.equal, weights, planned[2]))
+
+
+@pytest.mark.parametrize("budget", ["60%", "1TiB"], ids=["planned", "empty"])
+def test_a_larger_batch_is_told_before_it_trains_and_a_smaller_one_is_not(budget: str, tmp_path: Path) -> None:
+    trained = trainer(tmp_path, kind=InOrder, max_steps=4, data=[of_length(n) for n in (64, 64, 48, 48, 96, 96)])
+    losses: list[float] = []
+    trained.training_step = functools.partial(_noting, trained.training_step, losses)
+    callback = fit_in_memory(trained, budget)
+    with pytest.raises(
+        RuntimeError, match=r"at most int64\[2, 64\], got int64\[2, 96\]; argument `input_ids`(?s:.*)`batch="
+    ):
+        trained.train()
+    assert len(losses) == 2
+    assert callback.stats == {"batches larger than planned": 1}
+    assert hp.wrappers(trained.model) == []
+
+
+@pytest.mark.parametrize("budget", ["60%", "1TiB"], ids=["planned", "empty"])
+def test_accelerate_tells_of_a_larger_batch_or_plans_for_it(budget: str) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(models.make("llama"))
+    inner = accelerator.unwrap_model(model)
+    short, longer = ({name: tokens[None] for name, tokens in of_length(n).items()} for n in (64, 72))
+    plan = fit_in_accelerate(accelerator, model, short, budget, progress=False)
+    accelerator.backward(model(**short).loss)
+    with pytest.raises(RuntimeError, match=r"at most int64\[1, 64\], got int64\[1, 72\]; argument `input_ids`"):
+        model(**longer)
+    plan.remove(inner)
+    accelerator.backward(model(**longer).loss)
+    plan = fit_in_accelerate(accelerator, model, short, "90%", on_oom="replan", progress=False)
+    accelerator.backward(model(**longer).loss)
+    assert plan.stats(inner) == {"plans made anew": 1}
+    plan.remove(inner)
 
 
 def _noting(step: Any, losses: list[float], *args: Any, **kwargs: Any) -> Any:

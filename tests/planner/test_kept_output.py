@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import hyper_parallel as hp  # noqa: E402
-from hyper_parallel.platform.torch.planner import ProfiledModel  # noqa: E402
 from hyper_parallel.platform.torch.planner.meters import memory_meter  # noqa: E402
+from hyper_parallel.platform.torch.planner.profiling import ProfiledModel  # noqa: E402
 from support import planned_models as models  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_disk")

@@ -10,8 +10,8 @@ from torch import nn
 
 from hyper_parallel.core.planner.model.choices import RECOMPUTE, SAVE, RegionDecision, check, kept_bytes, recompute_all
 from hyper_parallel.core.planner.model.profile import Region
-from hyper_parallel.platform.torch.planner import ProfiledModel
 from hyper_parallel.platform.torch.planner.applying import Applied
+from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
 
 ROWS, WIDTH = 16, 64
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
+
 import hyper_parallel as hp  # noqa: E402
 from hyper_parallel._base.errors import DamagedFileError, StateError  # noqa: E402
 from hyper_parallel.core.planner.model.abilities import HostCost  # noqa: E402
@@ -18,7 +21,7 @@ from hyper_parallel.core.planner.model.choices import recompute_all  # noqa: E40
 from hyper_parallel.core.planner.model.profile import Link, Op, Region, StepProfile  # noqa: E402
 from hyper_parallel.core.planner.plan.proof import planned  # noqa: E402
 from hyper_parallel.core.planner.solve.solver import BudgetError  # noqa: E402
-from hyper_parallel.platform.torch.planner import ProfiledModel  # noqa: E402
+from hyper_parallel.platform.torch.planner.profiling import ProfiledModel  # noqa: E402
 from support import planned_models as models  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_disk")
@@ -226,6 +229,42 @@ def test_planning_does_not_end_the_profiler_of_a_user() -> None:
         check_unchanged(model, before)
         models.loss_of(model, inputs)
     assert any(each.key == "aten::convolution" for each in profile.key_averages())
+
+
+@pytest.mark.parametrize(
+    ("runs", "where"), [("whole", "forward"), ("block", "forward"), ("in backward", "backward"), ("left", "forward")]
+)
+def test_a_profiler_that_the_model_runs_in_its_step_is_told_and_nothing_is_changed(runs: str, where: str) -> None:
+    class Measuring(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if runs == "left" and torch.autograd._profiler_enabled():  # only where memory is measured
+                torch.profiler.profile().start()
+            if runs == "in backward":
+                x = x.clone().requires_grad_()
+                x.register_hook(measured)
+            with profiler() if runs == "whole" else contextlib.nullcontext():
+                for number, block in enumerate(self.blocks):
+                    with profiler() if (runs, number) == ("block", 1) else contextlib.nullcontext():
+                        x = block(x)
+            return x
+
+    def profiler() -> Any:
+        return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
+
+    def measured(gradient: torch.Tensor) -> None:
+        with profiler():
+            gradient.sum()
+
+    model = Measuring()
+    before = state_of(model)
+    with pytest.raises(RuntimeError, match=rf"The model's step begins a profiler(.|\n)*; {where}\.\n.*off while"):
+        hp.plan_memory(model, torch.ones(4, 8), loss_fn=lambda y: y.sum(), budget="90%", progress=False)
+    check_unchanged(model, before)
+    assert not torch.autograd._profiler_enabled()
 
 
 @pytest.mark.parametrize("part", ["70%", "40%"])

@@ -27,9 +27,9 @@ from hyper_parallel.core.planner.solve.solver import BudgetError  # noqa: E402
 from hyper_parallel.core.swap.config import configure_swap  # noqa: E402
 from hyper_parallel.platform import selection  # noqa: E402
 from hyper_parallel.platform.mindspore.activation_checkpoint import checkpoint_wrapper, list_wrappers  # noqa: E402
-from hyper_parallel.platform.mindspore.planner import ProfiledModel  # noqa: E402
 from hyper_parallel.platform.mindspore.planner.applying import Applied  # noqa: E402
 from hyper_parallel.platform.mindspore.planner.meters import CpuMemory  # noqa: E402
+from hyper_parallel.platform.mindspore.planner.profiling import ProfiledModel  # noqa: E402
 from hyper_parallel.platform.mindspore.planner.steps import run_step  # noqa: E402
 from support.backends import MindSporeBackend  # noqa: E402
 from support.mindspore_training import (  # noqa: E402

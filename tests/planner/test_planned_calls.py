@@ -14,7 +14,7 @@ import hyper_parallel as hp  # noqa: E402
 from hyper_parallel.core.planner.model.choices import save_all  # noqa: E402
 from hyper_parallel.core.planner.plan.plan import Predicted  # noqa: E402
 from hyper_parallel.core.planner.search.settings import candidates  # noqa: E402
-from hyper_parallel.platform.torch.planner import ProfiledModel  # noqa: E402
+from hyper_parallel.platform.torch.planner.profiling import ProfiledModel  # noqa: E402
 from support import planned_models as models  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_disk")

@@ -20,8 +20,8 @@ from hyper_parallel.core.planner.search.choosing import timeline_under  # noqa: 
 from hyper_parallel.core.planner.search.settings import candidates  # noqa: E402
 from hyper_parallel.core.planner.solve.block import base_of  # noqa: E402
 from hyper_parallel.core.regions.module_calls import ModuleCalls  # noqa: E402
-from hyper_parallel.platform.torch.planner import ProfiledModel  # noqa: E402
 from hyper_parallel.platform.torch.planner.applying import Applied, PlannedPolicy  # noqa: E402
+from hyper_parallel.platform.torch.planner.profiling import ProfiledModel  # noqa: E402
 from hyper_parallel.platform.torch.regions import frame, region_function  # noqa: E402
 from hyper_parallel.platform.torch.regions.module_paths import CALL, ModulePaths  # noqa: E402
 

@@ -432,7 +432,7 @@ def test_each_batch_runs_under_the_smallest_plan_that_was_made_for_one_as_large(
             training.model(batch_of(3, SHORT))
         assert managed.current is longer, "an evaluation changes nothing"
     assert managed.num_replans == 1
-    assert not plan.stats(training.model)
+    assert plan.stats(training.model) == {"plans made anew": 1}
     plan.remove(training.model)
 
 
@@ -501,6 +501,7 @@ def test_hugging_face_trainer_goes_on_where_a_long_sample_runs_out_of_memory(tmp
     limited.add_callback(Look())
     with LimitedMemory(limited.model, budget + 64 * 1024) as room:
         assert losses(limited) == expected
+    assert callback.stats == {"plans made anew": 1}
     assert room.num_failures >= 1
     assert len(replans) == 1
     assert "forward" not in vars(limited.model)

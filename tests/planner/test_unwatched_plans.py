@@ -17,8 +17,8 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.planner.model.choices import RECOMPUTE, SAVE, RegionDecision, plain
 from hyper_parallel.core.planner.solve.block import base_of
-from hyper_parallel.platform.torch.planner import ProfiledModel
 from hyper_parallel.platform.torch.planner.applying import Applied
+from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
 
 
 class Experts(nn.Module):

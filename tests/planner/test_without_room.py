@@ -15,8 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 import hyper_parallel as hp  # noqa: E402
 from hyper_parallel.core.planner.solve.solver import BudgetError  # noqa: E402
-from hyper_parallel.platform.torch.planner import ProfiledModel, link  # noqa: E402
+from hyper_parallel.platform.torch.planner import link  # noqa: E402
 from hyper_parallel.platform.torch.planner.out_of_memory import attempt  # noqa: E402
+from hyper_parallel.platform.torch.planner.profiling import ProfiledModel  # noqa: E402
 from support import planned_models as models  # noqa: E402
 from support.limited_memory import LimitedMemory  # noqa: E402
 

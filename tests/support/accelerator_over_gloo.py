@@ -53,6 +53,34 @@ def send_all_shapes(here: Pair) -> list[torch.Tensor]:
     return [*found, strided, part]
 
 
+def communicate_conjugates_and_negatives(here: Pair) -> list[torch.Tensor]:
+    """PyTorch notes in a bit that a tensor is one, and leaves its memory as it was."""
+    platform, found = here.platform, []
+    calls: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: _around(here, x, torch.zeros_like(x)),
+        lambda x: platform.all_reduce(x, None),
+        lambda x: platform.all_gather_into_tensor(x, None),
+        lambda x: platform.reduce_scatter_tensor(x, None),
+        lambda x: platform.all_to_all_single(x, (4,))[0],
+        lambda x: platform.broadcast(x, 1),
+        lambda x: platform.differentiable_all_gather_concat(x, None, 2, 0),
+    ]
+    for view, real in ((torch.Tensor.conj, False), (torch._neg_view, True)):
+        x = here.make(4) if real else torch.complex(here.make(4), here.make(4) + 1)
+        for call in calls:
+            got, wanted = call(view(x.clone())), call(_plain(view(x)))
+            assert torch.equal(got, wanted), (view, call, got, wanted)
+            found.append(got)
+        into = _around(here, x, view(torch.zeros_like(x)))
+        assert torch.equal(into, _around(here, x, torch.zeros_like(x)))
+        found.append(into)
+    return [_plain(each) for each in found]
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return x.resolve_conj().resolve_neg()
+
+
 def send_many_at_once(here: Pair) -> list[torch.Tensor]:
     """None is waited for before all are launched; the senders' tensors are dropped and their memory is used again."""
     targets = [here.zeros(1000) for _ in range(8)]
@@ -175,8 +203,8 @@ def go_on_after_a_refusal(here: Pair) -> list[torch.Tensor]:
 
 
 CALLS: list[Callable[[Pair], list[torch.Tensor]]] = [
-    send_all_dtypes, send_all_shapes, send_many_at_once, receive_over_other_streams, exchange_with_gradients,
-    exchange_in_backward_thread, launch_collectives, differentiate_collectives, send_objects, go_on_after_a_refusal,
+    send_all_dtypes, send_all_shapes, communicate_conjugates_and_negatives, send_many_at_once,
+    receive_over_other_streams, exchange_with_gradients, exchange_in_backward_thread, launch_collectives, differentiate_collectives, send_objects, go_on_after_a_refusal,
 ]  # fmt: skip
 
 

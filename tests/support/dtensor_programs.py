@@ -566,6 +566,16 @@ def saved_by_pytorch(folder: str) -> dict[str, Any]:
     options = dcp.state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     full = platform.get_model_state_dict(first, options=options)
     found["full"] = type(full["weight"]) is torch.Tensor and torch.equal(full["weight"], whole)
+    parts = dcp.state_dict.get_model_state_dict(first)
+    found["parts"] = torch.equal(parts["weight"].to_local(), first.weight.to_local())
+    for ask in (
+        dcp.state_dict.get_model_state_dict,
+        lambda model, **ways: dcp.state_dict.get_state_dict(model, [], **ways),
+    ):
+        try:
+            ask(nn.Sequential(first), options=options)
+        except RuntimeError as error:
+            found.setdefault("PyTorch's whole tensors", set()).add(str(error))
     try:
         platform.save_checkpoint(first, f"{folder}/x.safetensors")
     except ValueError as error:

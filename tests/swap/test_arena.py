@@ -248,9 +248,10 @@ def test_a_lower_budget_holds_for_new_blocks_although_slabs_stay() -> None:
         arena.give(block)
     reserved_bytes = arena.reserved_bytes
     arena.budget_bytes = 100 * KIB
-    assert taken(arena, 64 * KIB)
+    held = taken(arena, 64 * KIB)
     assert arena.take(64 * KIB) is None
     assert arena.reserved_bytes == reserved_bytes
+    arena.give(held)
 
 
 @pytest.mark.parametrize("failure", [MemoryError("no more"), OSError(12, "Cannot allocate memory")])
@@ -323,10 +324,21 @@ def test_a_block_cannot_be_given_back_twice() -> None:
     arena.give(block)
     with pytest.raises(StateError, match="twice"):
         arena.give(block)
-    arena.take(100)
+    held = taken(arena, 100)
     with pytest.raises(StateError, match="twice"):  # not even when somebody else has the memory by now
         arena.give(block)
-    assert arena.used_bytes == 100
+    assert arena.used_bytes == held.num_bytes == 100
+
+
+def test_a_block_that_is_gone_is_free_and_the_copies_that_used_it_are_known() -> None:
+    """Ctrl-C may come before `give`, or in the finaliser that calls it."""
+    arena = small_arena()
+    block = taken(arena, 100)
+    event = FakeEvent()
+    block.last_uses = (event,)
+    del block
+    assert arena.used_bytes == 0
+    assert taken(arena, 100).last_uses == (event,)
 
 
 def test_a_block_of_another_arena_is_refused() -> None:
@@ -346,9 +358,10 @@ def test_a_block_can_be_given_back_in_the_middle_of_a_call_of_the_same_thread() 
     waiting: list[HostBlock] = []
     arena = small_arena(new_slab=new_slab)
     waiting.append(taken(arena, 4 * KIB))
-    within(10, lambda: arena.take(8 * KIB))
+    held: list[HostBlock] = []
+    within(10, lambda: held.append(taken(arena, 8 * KIB)))
     assert not waiting
-    assert arena.used_bytes == 8 * KIB
+    assert arena.used_bytes == held[0].num_bytes == 8 * KIB
 
 
 def test_finalisers_that_run_anywhere_inside_the_arena_give_blocks_back_safely() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import gc
 import os
@@ -671,6 +672,7 @@ def test_an_idle_thread_ends_and_the_next_job_starts_another(tier: DiskTier) -> 
     gate = Gate(b"abc")
     block = taken(tier, 3)
     event = stream.launch_write(block, gate)
+    assert gate.is_reached.wait(10)
     assert len(threads()) == 1
     assert threads()[0].daemon
     gate.is_open.set()
@@ -695,17 +697,29 @@ def test_jobs_and_idle_ends_of_the_thread_do_not_miss_each_other(tier: DiskTier)
 def test_where_no_thread_can_be_started_nothing_was_launched(
     tier: DiskTier, stream: DiskStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(thread: threading.Thread) -> None:
+    def refuse(function: Callable[..., object], args: tuple[object, ...]) -> None:
         raise RuntimeError("can't start new thread")
 
     block = taken(tier, 3)
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(_thread, "start_new_thread", refuse)
         with pytest.raises(RuntimeError, match="start new thread"):
             stream.launch_write(block, giving(b"abc"))
     assert stream.record_event().query()
     stream.launch_write(block, giving(b"xyz")).join(10)
     assert contents(stream, block) == b"xyz"
+
+
+def test_where_only_one_thread_can_be_started_it_does_the_jobs(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    stream = DiskStream("lonely-stream", idle_s=0.01)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    block = taken(tier, 3)
+    stream.launch_write(block, giving(b"xyz")).join(10)
+    assert contents(stream, block) == b"xyz"
+    stream.close(10)
 
 
 def test_the_compute_of_a_cpu_waits_by_joining_and_has_always_happened(
@@ -762,7 +776,7 @@ pending = stream.launch_write(held, slow)
 reached.wait(10)
 receive, send = os.pipe()
 tier._pool._lock.acquire()      # another thread is inside the tier and the stream when the process forks
-stream._changed.acquire()
+stream._lock.acquire()
 pid = os.fork()
 if pid == 0:
     own = [tier.take(6) for _ in range(8)]
@@ -781,7 +795,7 @@ if pid == 0:
     os.write(send, json.dumps(answers).encode())
     os._exit(0)
 tier._pool._lock.release()
-stream._changed.release()
+stream._lock.release()
 os.close(send)
 with os.fdopen(receive) as pipe:
     answers = json.load(pipe)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from rich.console import Console
 from rich.table import Table
 
 from hyper_parallel.cli.build import check_budget_option, users_stdout
+from hyper_parallel.cli.demo import DemoTrainer
+from hyper_parallel.core.planner.plan.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import plan_memory
 from hyper_parallel.core.swap.config import configure_swap
 from hyper_parallel.core.swap.sizes import format_size
 from hyper_parallel.platform import get_torch_platform
-from hyper_parallel.platform.selection import part_of
+from hyper_parallel.platform.selection import backend
 
 
 class Row(NamedTuple):
@@ -29,18 +32,44 @@ class Row(NamedTuple):
         return self._asdict()
 
 
+class Way(Protocol):
+    """One way to train the demo's model, with a model of its own."""
+
+    def measured(self) -> tuple[int, list[Any]]:
+        """The highest point of a step above its beginning, and its gradients."""
+
+    def step_ms(self) -> float: ...
+
+    def end(self) -> None: ...
+
+
+class BenchBackend(Protocol):
+    """What the benchmark asks of a framework."""
+
+    folder: ClassVar[str] = "demo.baselines"
+
+    def is_cpu(self) -> bool: ...
+
+    def trainer(self) -> DemoTrainer: ...
+
+    def ways(self, plan: MemoryPlan) -> Mapping[str, Way]:
+        """By name, the plain one first."""
+
+    def are_equal(self, left: list[Any], right: list[Any]) -> bool: ...
+
+
 def run_bench(console: Console, num_rounds: int, budget: str) -> list[Row]:
     """Every way takes one step per round; the median counts."""
     check_budget_option(budget)
-    part = part_of(get_torch_platform(), "demo.baselines", "hyper-parallel bench")
+    bench = backend(get_torch_platform(), BenchBackend, "hyper-parallel bench")
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-bench-") as directory:
         # On a CPU activations are swapped to files, so that swapping is real there, too.
-        setting = configure_swap(disk_dir=directory) if part.is_cpu() else None
+        setting = configure_swap(disk_dir=directory) if bench.is_cpu() else None
         try:
             with console.status("planning …"), users_stdout():
-                trainer = part.trainer()
+                trainer = bench.trainer()
                 plan = plan_memory(trainer.model, trainer.batch(), budget=budget, progress=False)
-            ways = part.ways(plan)
+            ways = bench.ways(plan)
             times: dict[str, list[float]] = {name: [] for name in ways}
             peaks, gradients = {}, {}
             for number in range(num_rounds + 1):
@@ -64,7 +93,7 @@ def run_bench(console: Console, num_rounds: int, budget: str) -> list[Row]:
             peaks[name] / max(peaks[plain], 1),
             middle[name],
             middle[name] / middle[plain],
-            part.are_equal(gradients[name], gradients[plain]),
+            bench.are_equal(gradients[name], gradients[plain]),
         )
         for name in ways
     ]

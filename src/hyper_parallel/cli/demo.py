@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -15,7 +15,8 @@ from hyper_parallel.core.planner.plan.plan import MemoryPlan
 from hyper_parallel.core.planner.planning import plan_memory
 from hyper_parallel.core.swap.sizes import format_size
 from hyper_parallel.platform import get_torch_platform
-from hyper_parallel.platform.selection import part_of
+from hyper_parallel.platform.opaque import Module
+from hyper_parallel.platform.selection import backend
 from hyper_parallel.report.page import write_report
 
 
@@ -46,20 +47,44 @@ class Outcome(NamedTuple):
         }
 
 
+class DemoTrainer(Protocol):
+    """A small transformer with its optimizer, always the same."""
+
+    model: Module
+    optimizer: Any
+
+    def batch(self) -> Any: ...
+
+    def describe(self) -> str: ...
+
+    def begin(self) -> None: ...
+
+    def step(self) -> float:
+        """One training step; the loss."""
+
+
+class DemoBackend(Protocol):
+    """What the demo asks of a framework."""
+
+    folder: ClassVar[str] = "demo.transformer"
+
+    def trainer(self) -> DemoTrainer: ...
+
+
 def run_demo(console: Console, budget: str, num_steps: int, report: Path, swap_dir: Path | None = None) -> Outcome:
     """Plan, train twice, show."""
     check_target(report)
     check_swap_dir(swap_dir)
     check_budget_option(budget)
-    part = part_of(get_torch_platform(), "demo.transformer", "hyper-parallel demo")
-    trainer = part.Trainer()
+    demo = backend(get_torch_platform(), DemoBackend, "hyper-parallel demo")
+    trainer = demo.trainer()
     console.print(f"[bold]{trainer.describe()}[/]")
     with swap_directory(swap_dir):
         with users_stdout():
             plan = plan_memory(trainer.model, trainer.batch(), budget=budget, optimizer=trainer.optimizer)
         console.print(f"\n{plan}\n", markup=False)
-        plain = _trained(part.Trainer(), None, num_steps, "training as it is", console)
-        planned = _trained(part.Trainer(), plan, num_steps, "training with the plan", console)
+        plain = _trained(demo.trainer(), None, num_steps, "training as it is", console)
+        planned = _trained(demo.trainer(), plan, num_steps, "training with the plan", console)
     outcome = Outcome(plan, plain, planned, report)
     same = "equal, bit for bit" if outcome.is_equal else "DIFFERENT"
     write_report(plan, report, notes=[("losses of both runs", same)])
@@ -67,7 +92,7 @@ def run_demo(console: Console, budget: str, num_steps: int, report: Path, swap_d
     return outcome
 
 
-def _trained(trainer: Any, plan: MemoryPlan | None, num_steps: int, what: str, console: Console) -> Trained:
+def _trained(trainer: DemoTrainer, plan: MemoryPlan | None, num_steps: int, what: str, console: Console) -> Trained:
     if plan is not None:
         plan.apply(trainer.model)
     try:

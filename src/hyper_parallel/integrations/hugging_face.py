@@ -12,8 +12,8 @@ from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.plan.plan import MemoryPlan, check_choices
 from hyper_parallel.core.planner.plan.progress import Progress
-from hyper_parallel.core.planner.planning import plan_memory
-from hyper_parallel.integrations.announcement import announce
+from hyper_parallel.core.planner.planning import check_options, plan_memory
+from hyper_parallel.integrations.announcement import announce, announce_replans
 from hyper_parallel.integrations.first_batch import first_batch
 
 __all__ = ["MemoryPlanCallback", "fit_in_memory"]
@@ -25,9 +25,15 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     """Plans when training begins, and takes the plan off when it ends; where training raises, `remove` does (and `fit_in_memory` sees to it).
 
     Args:
-        budget: as of `hp.plan_memory`.
-        on_oom: as of `plan.apply`: "replan" plans a batch anew whose forward runs out of memory.
-        options: more of `hp.plan_memory`'s arguments.
+        budget: as of `hp.plan_memory`; so are `regions`, `reserve`, `verify` and `progress`.
+        on_oom: as of `plan.apply`: with "replan" a larger batch is planned before it trains, and one whose forward runs out of memory is planned anew.
+        batch: the largest that training has, as the data collator would give it; without it the loader's first.
+        loss_fn: the loss in what the model gives; without it the model's own.
+        optimizer: the one whose state counts; without it the trainer's.
+        keeps_output: whether the trainer keeps what the model gave; it does not, unless a `compute_loss` of your own does.
+
+    Raises:
+        ValueError, TypeError: something in the arguments cannot be used.
 
     Attributes:
         plan: the plan, once training has begun.
@@ -37,11 +43,32 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         trainer = Trainer(model, args, train_dataset=data, callbacks=[MemoryPlanCallback("60%")])
     """
 
-    def __init__(self, budget: int | str = "auto", *, on_oom: str = "error", **options: Any) -> None:
+    def __init__(
+        self,
+        budget: int | str = "auto",
+        *,
+        on_oom: str = "error",
+        batch: Any = None,
+        loss_fn: Callable[[Any], Any] | None = None,
+        regions: Sequence[Any] | None = None,
+        optimizer: Any = None,
+        reserve: int | str = 0,
+        keeps_output: bool = False,  # `compute_loss` gives the loss alone
+        verify: bool = True,
+        progress: bool | Progress = False,
+    ) -> None:
         check_choices(on_oom=on_oom)
+        check_options(
+            budget=budget, loss_fn=loss_fn, reserve=reserve, keeps_output=keeps_output, verify=verify, progress=progress
+        )
         self.budget = budget
         self.on_oom = on_oom
-        self.options = options
+        self.batch = batch
+        self.optimizer = optimizer
+        self.options: dict[str, Any] = {
+            "loss_fn": _loss if loss_fn is None else loss_fn, "regions": regions, "reserve": reserve,
+            "keeps_output": keeps_output, "verify": verify, "progress": progress,
+        }  # fmt: skip
         self.plan: MemoryPlan | None = None
         self.stats: dict[str, int] = {}
         self._model: Any = None
@@ -50,16 +77,10 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self.remove()  # what a training that raised has left
         _check_not_compiled(args)
         model = _inner(given["model"])
-        batch = _on_device(first_batch(given.get("train_dataloader"), model, "Trainer"), args.device)
-        # `compute_loss` gives the loss alone.
-        options = {
-            "loss_fn": _loss,
-            "optimizer": given.get("optimizer"),
-            "progress": False,
-            "keeps_output": False,
-            **self.options,
-        }
-        self.plan = plan_memory(model, batch, budget=self.budget, **options)
+        batch = first_batch(given.get("train_dataloader"), model, "Trainer") if self.batch is None else self.batch
+        batch = _on_device(batch, args.device)
+        optimizer = given.get("optimizer") if self.optimizer is None else self.optimizer
+        self.plan = plan_memory(model, batch, budget=self.budget, optimizer=optimizer, **self.options)
         self.plan.apply(model, on_oom=self.on_oom)
         self._model = model
         if state.is_world_process_zero:
@@ -74,6 +95,7 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if self.plan is not None and self._model is not None:
             self.plan.remove(self._model)
             self.stats = self.plan.stats(self._model)
+            announce_replans(self.stats)
             self._model = None
 
 
@@ -82,6 +104,7 @@ def fit_in_memory(
     budget: int | str = "auto",
     *,
     on_oom: str = "error",
+    batch: Any = None,
     loss_fn: Callable[[Any], Any] | None = None,
     regions: Sequence[Any] | None = None,
     optimizer: Any = None,
@@ -96,18 +119,12 @@ def fit_in_memory(
 
     Args:
         trainer: the `Trainer`.
-        budget: as of `hp.plan_memory`; so are `regions`, `reserve`, `verify` and `progress`.
-        on_oom: as of `plan.apply`: "replan" plans a batch anew whose forward runs out of memory.
-        loss_fn: the loss in what the model gives; without it the model's own.
-        optimizer: the one whose state counts; without it the trainer's.
-        keeps_output: whether the trainer keeps what the model gave; it does not, unless a `compute_loss` of your own does.
+        budget, on_oom, batch, loss_fn, regions, optimizer, reserve, keeps_output, verify, progress: as of `MemoryPlanCallback`.
     """
-    options: dict[str, Any] = {
-        "regions": regions, "reserve": reserve, "keeps_output": keeps_output, "verify": verify, "progress": progress,
-    }  # fmt: skip
-    given = {"loss_fn": loss_fn, "optimizer": optimizer}
-    options |= {name: value for name, value in given.items() if value is not None}
-    callback = MemoryPlanCallback(budget, on_oom=on_oom, **options)
+    callback = MemoryPlanCallback(
+        budget, on_oom=on_oom, batch=batch, loss_fn=loss_fn, regions=regions, optimizer=optimizer, reserve=reserve,
+        keeps_output=keeps_output, verify=verify, progress=progress,
+    )  # fmt: skip
     train = trainer.train
     if isinstance(train, functools.partial) and train.func is _train:  # called before
         train, earlier = train.args

@@ -17,7 +17,7 @@ import importlib
 import os
 import sys
 import threading
-from typing import Any, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 from hyper_parallel._base import trace
 from hyper_parallel._base.errors import (
@@ -197,20 +197,31 @@ def chosen_type() -> PlatformType | None:
     return None if chosen is None else chosen.platform_type
 
 
-def part_of(platform: Platform, part: str, call: str) -> Any:
-    """A module of the platform's own folder that the core reaches through the call, such as `activation_checkpoint`.
+class Backend(Protocol):
+    """What a framework does for one part of the core. A part declares its own, with the methods that it calls."""
+
+    folder: ClassVar[str]  # of the platform's own folder; the module there has the object as `BACKEND`
+
+
+B = TypeVar("B", bound=Backend)
+
+
+def backend(platform: Platform, kind: type[B], call: str) -> B:
+    """The framework's object of this kind; its module is imported when it is first asked for. `call` is what the user called.
+
+    Example: `backend(platform_of(model), PlannerBackend, "plan_memory").free_bytes(device)`.
 
     Raises:
         NotImplementedError: this framework does not have that part yet.
     """
-    folder = f"hyper_parallel.platform.{platform.platform_type.value}."
+    module = f"hyper_parallel.platform.{platform.platform_type.value}.{kind.folder}"
     try:
-        return importlib.import_module(folder + part)
+        return cast(B, importlib.import_module(module).BACKEND)
     except ModuleNotFoundError as error:
-        if error.name is None or not (folder + part).startswith(error.name):
+        if error.name is None or not module.startswith(error.name):
             raise
         raise ComesLaterError(
-            f"`{call}` comes with the {part} on {platform.platform_type.display_name}, which this version does not have.",
+            f"`{call}` comes with the {kind.folder} on {platform.platform_type.display_name}, which this version does not have.",
             do="Use PyTorch, or upgrade hyper_parallel once the CHANGELOG lists it.",
         ) from error
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
+from hyper_parallel.core.activation_checkpoint.backend import ActivationsBackend
 from hyper_parallel.platform import Platform, platform_of
-from hyper_parallel.platform.selection import bind, framework_of, part_of
+from hyper_parallel.platform.selection import backend, bind, framework_of
 from hyper_parallel.platform.trees import leaves
 
 
@@ -42,7 +43,7 @@ def checkpoint(
         raise ArgumentTypeError(
             "`checkpoint` runs a function.", expected="a module or a function first", got=describe(function)
         )
-    return part_of(_platform_of_call(function, args, options), "activation_checkpoint", "checkpoint").checkpoint(
+    return backend(_platform_of_call(function, args, options), ActivationsBackend, "checkpoint").checkpoint(
         function, *args, swap_inputs=swap_inputs, policy_fn=policy_fn, **options
     )
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError
+from hyper_parallel.core.activation_checkpoint.backend import ActivationsBackend
 from hyper_parallel.platform import platform_of
-from hyper_parallel.platform.selection import bind, part_of
+from hyper_parallel.platform.selection import backend, bind
 
 
 def checkpoint_wrapper(
@@ -74,8 +75,8 @@ def apply_activation_checkpointing(
     """
     call = "apply_activation_checkpointing"
     _check_given(model, call)
-    part = part_of(platform_of(model, call=call), "activation_checkpoint", call)
-    part.apply_activation_checkpointing(model, checkpoint_wrapper_fn, check_fn, auto_wrap_policy)
+    found = backend(platform_of(model, call=call), ActivationsBackend, call)
+    found.apply(model, checkpoint_wrapper_fn, check_fn, auto_wrap_policy)
 
 
 def swap_wrapper(module: Any, policy_fn: Callable[[Any], Any] | None = None) -> Any:
@@ -112,7 +113,7 @@ def offload_wrapper(module: Any) -> Any:
     return _backend_of(module, "offload_wrapper").offload_wrapper(module)
 
 
-def _backend_of(module: Any, call: str) -> Any:
+def _backend_of(module: Any, call: str) -> ActivationsBackend:
     _check_given(module, call)
     try:
         platform = platform_of(module, call=call)
@@ -120,7 +121,7 @@ def _backend_of(module: Any, call: str) -> Any:
         if not callable(module):
             raise
         platform = bind(f"{call}({getattr(module, '__qualname__', type(module).__name__)})")
-    return part_of(platform, "activation_checkpoint", call)
+    return backend(platform, ActivationsBackend, call)
 
 
 def _check_given(module: Any, call: str) -> None:

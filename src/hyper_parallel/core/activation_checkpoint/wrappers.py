@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hyper_parallel.core.activation_checkpoint.backend import ActivationsBackend
 from hyper_parallel.platform import platform_of
-from hyper_parallel.platform.selection import part_of
+from hyper_parallel.platform.selection import backend
 
 
 def wrappers(model: Any) -> list[tuple[str, Any]]:
@@ -24,6 +25,4 @@ def wrappers(model: Any) -> list[tuple[str, Any]]:
         >>> [(name, type(wrapper).__name__) for name, wrapper in wrappers(model)]
         [('1', 'SwapWrapper')]
     """
-    backend = part_of(platform_of(model, call="wrappers"), "activation_checkpoint", "wrappers")
-    found: list[tuple[str, Any]] = backend.list_wrappers(model)
-    return found
+    return backend(platform_of(model, call="wrappers"), ActivationsBackend, "wrappers").list_wrappers(model)

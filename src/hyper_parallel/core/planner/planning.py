@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.planner.model.profile import StepProfile
+from hyper_parallel.core.planner.plan.backend import planner_of
 from hyper_parallel.core.planner.plan.batch_words import check_loss_fn
 from hyper_parallel.core.planner.plan.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.plan.budget import budget_note, check_budget, reserve_bytes
-from hyper_parallel.core.planner.plan.plan import MemoryPlan, Origin, _part
+from hyper_parallel.core.planner.plan.plan import MemoryPlan, Origin
 from hyper_parallel.core.planner.plan.plan_file import profile_as_dict
-from hyper_parallel.core.planner.plan.progress import Progress, progress_of
+from hyper_parallel.core.planner.plan.progress import Progress, check_progress, progress_of
 from hyper_parallel.core.planner.plan.proof import planned, time_by_turns
 from hyper_parallel.core.planner.plan.table import html_of, residual_parts, text_of
 from hyper_parallel.core.swap.sizes import format_size
@@ -63,11 +64,11 @@ def plan_memory(
         >>> plan.is_empty
         True
     """
-    part = _part(model, "plan_memory")
-    check_budget(budget)
-    check_loss_fn(loss_fn)
-    check_flag(verify, "verify")
-    profiled = part.ProfiledModel(
+    planner = planner_of(model, "plan_memory")
+    check_options(
+        budget=budget, loss_fn=loss_fn, reserve=reserve, keeps_output=keeps_output, verify=verify, progress=progress
+    )
+    profiled = planner.profiled(
         model,
         batch,
         loss_fn,
@@ -106,9 +107,9 @@ def explain(
         >>> len(explanation.profile.regions)
         2
     """
-    part = _part(model, "explain")
+    planner = planner_of(model, "explain")
     check_loss_fn(loss_fn)
-    profiled = part.ProfiledModel(model, batch, loss_fn, regions=regions)
+    profiled = planner.profiled(model, batch, loss_fn, regions=regions)
     with progress_of(progress, "profiling", num_steps=6) as say, profiled.preserved() as block, block:
         profile = profiled.profile(say)
         say("looking at each op")
@@ -137,3 +138,25 @@ class Explanation:
     def as_dict(self) -> dict[str, Any]:
         """Everything that was measured, for JSON."""
         return profile_as_dict(self.profile)
+
+
+def check_options(
+    *,
+    budget: int | str,
+    loss_fn: Callable[[Any], Any] | None,
+    reserve: int | str,
+    keeps_output: bool,
+    verify: bool,
+    progress: bool | Progress,
+) -> None:
+    """Those of `plan_memory` that can be checked without a model.
+
+    Raises:
+        ValueError, TypeError: one cannot be used.
+    """
+    check_budget(budget)
+    check_loss_fn(loss_fn)
+    reserve_bytes(reserve)
+    check_flag(keeps_output, "keeps_output")
+    check_flag(verify, "verify")
+    check_progress(progress)

@@ -61,7 +61,10 @@ class Tier(Protocol):
         """A block of that size, or None past the budget or when the system has no more; it never raises for want of room."""
 
     def give(self, block: Block) -> None:
-        """Take a block back. Called from any thread, also in the middle of another call: it must not block."""
+        """Take a block back. Called from any thread, also in the middle of another call: it must not block.
+
+        A block that is gone without this is free as well: Ctrl-C may come before the call.
+        """
 
     @property
     def used_bytes(self) -> int: ...

@@ -41,9 +41,10 @@ class DiskFile:
         self.pid = os.getpid()
         self._lock = threading.Lock()
         self._num_users = 0  # jobs that read or write it now
-        self._is_closed = True  # until there is a descriptor, for __del__
-        self._fd = open_unnamed(directory)
         self._is_closed = False
+        self._fds: list[int] = []  # the descriptor, for `__del__` from the moment in which it is open
+        open_unnamed(directory, self._fds)
+        self._fd = self._fds[0]
         try:
             _reserve(self._fd, num_bytes)
         except BaseException:
@@ -73,9 +74,8 @@ class DiskFile:
             if self._is_closed:
                 return
             self._is_closed = True
-            is_idle = self._num_users == 0
-        if is_idle:
-            os.close(self._fd)
+            if self._num_users == 0:
+                os.close(self._fd)
 
     def _enter(self) -> None:
         with self._lock:
@@ -94,7 +94,8 @@ class DiskFile:
         # Nobody can hold the lock any more, and a job under way holds the file: so this never blocks and never cuts one off.
         if not getattr(self, "_is_closed", True):
             self._is_closed = True
-            close(self._fd)
+            for fd in getattr(self, "_fds", ()):
+                close(fd)
 
 
 @final
@@ -212,12 +213,14 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
             got=path,
             do="Create it, or name another one.",
         )
+    fds: list[int] = []
     try:
-        fd = open_unnamed(path)
         try:
-            os.write(fd, bytes(1))
+            open_unnamed(path, fds)
+            os.write(fds[0], bytes(1))
         finally:
-            os.close(fd)
+            for fd in fds:
+                os.close(fd)
     except OSError as error:
         raise ArgumentError(
             "disk_dir cannot be written.",
@@ -227,17 +230,16 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def open_unnamed(directory: str) -> int:
-    """A descriptor of a new file that no path leads to."""
+def open_unnamed(directory: str, fds: list[int]) -> None:
+    """Add to `fds` a descriptor of a new file that no path leads to."""
     with contextlib.suppress(OSError, AttributeError):  # not every file system, kernel or system has it
-        return os.open(directory, os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+        # From the opened file to the list all is C: no Ctrl-C comes in between, and no descriptor is lost.
+        fds.extend(map(os.open, (directory,), (flags,), (0o600,)))
+        return
     fd, path = tempfile.mkstemp(prefix="hyper-parallel-swap-", dir=directory)
-    try:
-        os.unlink(path)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    fds.append(fd)
+    os.unlink(path)
 
 
 def _reserve(fd: int, num_bytes: int) -> None:

@@ -5,6 +5,8 @@ Guarantees:
     a job's event is done exactly once, after the job has let go of the memory it used
     `join` returns or raises: at the latest when nothing has moved on the stream for `timeout_s`
     a block whose write failed is never read as if it had been written
+    Ctrl-C at any place of a call leaves no lock taken: a job is launched or it is not. So no call from outside uses a lock, an event or a
+        queue that is written in Python; see the README, "Ctrl-C"
 
 Assumes that memory given to a job is not touched until its event is done; that is the window's work (O2, O7).
 
@@ -14,14 +16,17 @@ thread of ours, and none has to be stopped.
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import copy
 import errno
 import os
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from hyper_parallel._base.errors import ArgumentError, DamagedFileError, HyperParallelError, StateError
 from hyper_parallel.core.swap.device import Event
@@ -44,19 +49,18 @@ class DiskEvent:
     `error`: why the job failed, once it is done. `query` is then true as well: nothing will touch its memory any more.
     """
 
-    __slots__ = ("_done", "_pid", "_stream", "error", "what")
+    __slots__ = ("_is_done", "_pid", "_stream", "_waiting", "error", "what")
 
     def __init__(self, stream: DiskStream | None, what: str) -> None:
         self.error: BaseException | None = None
         self.what = what
         self._stream = stream
         self._pid = os.getpid()
-        self._done = threading.Event()
-        if stream is None:
-            self._done.set()
+        self._is_done = stream is None
+        self._waiting: deque[Any] = deque()  # a lock of each thread that waits, which `finish` opens
 
     def query(self) -> bool:
-        return self._done.is_set()
+        return self._is_done
 
     def join(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """Block until the job is done.
@@ -74,12 +78,12 @@ class DiskEvent:
     def join_end(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """As `join`, but a job that failed is only over."""
         stream = self._stream
-        if stream is None or self._done.is_set():
+        if stream is None or self._is_done:
             return
         self.check_process()
         start = time.monotonic()
         left = timeout_s
-        while not self._done.wait(max(left, 0)):
+        while not self.wait_end(max(left, 0)):
             still_s = time.monotonic() - max(start, stream.last_progress)
             left = timeout_s - still_s
             if left <= 0:
@@ -90,6 +94,18 @@ class DiskEvent:
                     where=f"waiting for the {self.what} on {stream.name}",
                     do="Check the disk (a network file system that hangs?), or name another disk_dir.",
                 )
+
+    def wait_end(self, timeout_s: float) -> bool:
+        """Block until the job is done, or so long; whether it is done."""
+        mine = threading.Lock()
+        mine.acquire()
+        self._waiting.append(mine)
+        # Looked at after that: if it was not done then, `finish` comes to this lock.
+        if not self._is_done:
+            mine.acquire(timeout=timeout_s)
+        with contextlib.suppress(ValueError):  # `finish` has taken it out
+            self._waiting.remove(mine)
+        return self._is_done
 
     def check_process(self) -> None:
         """Raise in a forked process: the thread that would do the job is not there."""
@@ -102,7 +118,9 @@ class DiskEvent:
 
     def finish(self, error: BaseException | None) -> None:
         self.error = error  # before the flag: whoever sees the event done sees why
-        self._done.set()
+        self._is_done = True
+        while self._waiting:
+            self._waiting.popleft().release()
 
 
 class _Job:
@@ -124,10 +142,12 @@ class DiskStream:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._changed = threading.Condition(threading.Lock())
-        self._jobs: deque[_Job] = deque()
+        self._lock = threading.Lock()  # of the beginning and the end of the thread
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None: the thread shall end
+        self._is_started = False
+        # Held by the thread that does jobs: if Ctrl-C comes when one was just started, a second one is, and waits for the end of the first.
+        self._working = threading.Lock()
         self._worker: threading.Thread | None = None
-        self._is_closing = False
         self._last = DiskEvent(None, "nothing")  # of the job launched last
         self._broken: BaseException | None = None  # an order that could not be kept; see `wait_event`
         self.running: str | None = None
@@ -168,11 +188,12 @@ class DiskStream:
     def close(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """Do what was launched, end the thread and wait for that, as long as something moves. A later job starts a new one."""
         self._look_for_fork()
-        with self._changed:
-            worker, last = self._worker, self._last
-            self._is_closing = worker is not None
-            self._changed.notify_all()
+        with self._lock:
+            last = self._last
+            if self._is_started:
+                self._jobs.put(None)
         last.join_end(timeout_s)
+        worker = self._worker  # of the last job at least
         if worker is not None:
             worker.join(timeout_s)
 
@@ -181,19 +202,23 @@ class DiskStream:
     def _launch(self, what: str, run: Callable[[], None]) -> DiskEvent:
         self._look_for_fork()
         event = DiskEvent(self, what)
-        with self._changed:
-            if self._worker is None:
-                self._start()  # first: where no thread can be started, nothing was launched
-            self._jobs.append(_Job(event, run))
+        job = _Job(event, run)
+        with self._lock:
+            if not self._is_started:
+                # First: where no thread can be started, nothing was launched.
+                _thread.start_new_thread(self._start, ())
+                self._is_started = True
             self._last = event
-            self._changed.notify_all()
+            self._jobs.put(job)
         return event
 
     def _start(self) -> None:
+        # In a thread: `Thread.start` waits for an event that is written in Python.
         worker = threading.Thread(target=self._work, name=f"hyper-parallel-{self.name}", daemon=True)
-        worker.start()
-        self._worker = worker
-        self._is_closing = False
+        try:
+            worker.start()
+        except RuntimeError:  # there can be no second thread: this one does the work
+            self._work(is_helper=True)
 
     def _look_for_fork(self) -> None:
         # The child of a fork has this object and not its thread; a lock may be held for ever by a thread that is not here.
@@ -202,18 +227,25 @@ class DiskStream:
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._is_closing, timeout=self.idle_s)
-                if not self._jobs:
-                    self._worker = None  # in the same breath as the look at the queue: the next job starts a new thread
-                    self._is_closing = False
-                    return
-                job = self._jobs.popleft()
-                self.running = job.event.what
-                self.last_progress = time.monotonic()
-            self._do(job)
+    def _work(self, *, is_helper: bool = False) -> None:
+        with self._working:
+            self._worker = None if is_helper else threading.current_thread()
+            while True:
+                try:
+                    job = self._jobs.get(timeout=self.idle_s)
+                except queue.Empty:
+                    job = None
+                if job is not None:
+                    self.running = job.event.what
+                    self.last_progress = time.monotonic()
+                    self._do(job)
+                    continue
+                with self._lock:
+                    if self._jobs.empty():
+                        self._is_started = (
+                            False  # in the same breath as the look at the queue: the next job starts a new thread
+                        )
+                        return
 
     def _do(self, job: _Job) -> None:
         error: BaseException | None = self._broken
@@ -271,7 +303,7 @@ class DiskStream:
         other = event._stream
         seen = other.last_progress if other is not None else 0.0
         # Without an end: going on would break the order. Whoever joins has a deadline, and it runs only while nothing moves there.
-        while not event._done.wait(_WATCH_S):
+        while not event.wait_end(_WATCH_S):
             if other is not None and other.last_progress != seen:
                 seen = other.last_progress
                 self.last_progress = time.monotonic()

@@ -48,6 +48,7 @@ class SwapEngine:
         _prefetch: what is loaded ahead
         _turn: how forwards ended so far
         _lost: memory that a copy may still touch and whose end nothing tells; see `_settle`
+        _launching: the stream and the memory of a copy from before its launch until all is noted; see `_settle_cut_off`
         _depth_bytes, _room_bytes: how much of the limits of prefetch and of the window turned out to be of use; see `_learn`
     """
 
@@ -63,6 +64,7 @@ class SwapEngine:
         self._prefetch = Prefetch()
         self._turn = Turn()
         self._lost: list[Any] = []
+        self._launching: tuple[Stream, object, Any] | None = None
         self._thread = threading.local()
         self._depth_bytes = 0
         self._room_bytes = 0
@@ -226,15 +228,18 @@ class SwapEngine:
             offload.wait_event(stream.record_event())  # O1; plant: offload-after-producer
             if self.limits.first_window_bytes < self.limits.window_bytes:
                 self._offloads.begin(offload)
+            self._launching = offload, slot.label, (slot.source, block)
             self.device.launch_offload(block, slot.source, offload)
-        except BaseException:
+        except Exception:
+            self._launching = None
             tier.give(block)  # plant: failed-launch
             raise
         self.stats.offloaded_bytes += slot.num_bytes
         self.stats.num_offloads += 1
         try:
             slot.offloaded = offload.record_event()
-        except BaseException:
+        except Exception:
+            self._launching = None
             if self._settle(offload, slot.label, (slot.source, block)):  # plant: unfollowed-offload
                 tier.give(block)
             raise
@@ -244,6 +249,7 @@ class SwapEngine:
         block.last_uses = (slot.offloaded,)  # O9; plant: block-notes-offload
         slot.move(Change.LAUNCH_OFFLOAD)
         self._window.add(InFlight(slot, stream, slot.source, slot.offloaded, slot.num_bytes))
+        self._launching = None
         self.stats.peak_in_flight_bytes = max(self.stats.peak_in_flight_bytes, self._window.held_bytes)
         trace.emit("swap.offload", label=slot.label, bytes=slot.num_bytes, tier=tier.name)
         return None
@@ -254,12 +260,19 @@ class SwapEngine:
         False if that fails as well: then nothing will ever tell when the memory may be used again, and it stays with us.
         """
         try:
-            stream.record_event().join()
+            _join(stream.record_event())
         except Exception as error:
             _logger.warning("a copy of %s cannot be followed (%s); its memory is not used again", label, error)
             self._lost.append(memory)
             return False
         return True
+
+    def _settle_cut_off(self) -> None:
+        """Ctrl-C came in the middle of a launch: its copy may be under way, and nobody has its event."""
+        launching = self._launching
+        if launching is not None:
+            self._settle(*launching)
+            self._launching = None
 
     def _keep(self, slot: Slot, reason: str) -> None:
         with self._lock:
@@ -283,8 +296,8 @@ class SwapEngine:
         if entry.event.error is not None:
             self._fail_offload(slot, entry.event.error)
             return
-        slot.drop_source()
         slot.move(Change.FINISH_OFFLOAD)
+        slot.drop_source()
 
     def _fail_offload(self, slot: Slot, error: BaseException) -> None:
         """The copy did not happen (a full disk): the source is still here, so it stays."""
@@ -302,6 +315,8 @@ class SwapEngine:
             _logger.warning("%s stays on the device: %s; said once, counted in stats()", slot.label, error)
 
     def _drop_finished(self) -> None:
+        if self._launching is not None:
+            self._settle_cut_off()
         for entry in self._window.pop_finished():
             self._finish_offload(entry)
         for _ in self._loading.pop_finished():
@@ -418,21 +433,28 @@ class SwapEngine:
             self.depth_bytes < self.limits.prefetch_bytes
         )  # else nothing depends on pauses, and moments cost time
         slot.pause = self._loads.begin(load) if is_learning else None
-        self.device.launch_load(buffer, block, load)
+        self._launching = load, slot.label, (buffer, block)
+        try:
+            self.device.launch_load(buffer, block, load)
+        except Exception:
+            self._launching = None
+            raise
         self.stats.loaded_bytes += slot.num_bytes
         self.stats.num_loads += 1
         try:
-            slot.loaded = load.record_event()
-        except BaseException:
+            loaded = load.record_event()
+        except Exception:
+            self._launching = None
             if not self._settle(load, slot.label, (buffer, block)):
                 slot.block = None  # a copy may still read it: it is never given back
             raise
         if is_learning:
             self._loads.end(load)
-        slot.buffer = buffer
-        block.last_uses = (slot.loaded,)  # O3; the load came after the offload (O4); plant: block-notes-load
-        self._loading.add(InFlight(None, stream, buffer, slot.loaded, slot.num_bytes))  # O7; plant: hold-loading
+        self._loading.add(InFlight(None, stream, buffer, loaded, slot.num_bytes))  # O7; plant: hold-loading
         slot.move(Change.LAUNCH_LOAD)
+        slot.buffer, slot.loaded = buffer, loaded
+        block.last_uses = (loaded,)  # O3; the load came after the offload (O4); plant: block-notes-load
+        self._launching = None
         trace.emit("swap.load", label=slot.label, bytes=slot.num_bytes)
 
     def _allocate(self, num_bytes: int, stream: Stream) -> Buffer:

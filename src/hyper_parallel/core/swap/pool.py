@@ -7,6 +7,8 @@ Guarantees:
     reserved_bytes <= budget_bytes, unless the budget was lowered later (then nothing new is reserved)
     a block carries the events of all earlier users of its memory that were not done when it was taken
     `give` takes no lock and calls nothing: a finaliser may call it at any bytecode, also inside `take` of the same thread
+    a block that is gone without `give` (Ctrl-C came in between, or in a finaliser) is free as well: C does that, where no Ctrl-C comes
+    a call that Ctrl-C cuts off leaves a mark, and the next one begins again from what is certain: the slabs and the blocks that are out
 
 Assumes that no finaliser calls anything else of a pool: the lock is not reentrant. It is held while a slab is made, which takes
 about half a second per GiB of pinned memory, so other threads wait for the growth instead of growing as well.
@@ -15,6 +17,7 @@ about half a second per GiB of pinned memory, so other threads wait for the grow
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,21 +41,43 @@ class Part(NamedTuple):
     num_bytes: int
 
 
+class _Out(weakref.ref["PoolBlock"]):
+    """A block that is out: what the pool has to know of it, also when the block is gone."""
+
+    __slots__ = ("last_uses", "num_bytes", "pieces")
+
+    last_uses: tuple[Event, ...]
+    num_bytes: int
+    pieces: Pieces
+
+    # A weak reference is otherwise compared by what it leads to.
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
 class PoolBlock:
     """A range of a slab, or several. Abstract: each tier has its own final class of blocks."""
 
-    __slots__ = ("_pieces", "_pool", "_ticket", "last_uses", "num_bytes", "parts")
+    __slots__ = ("__weakref__", "_out", "_pool", "_ticket", "num_bytes", "parts")
 
     def __init__(
         self, parts: tuple[Part, ...], last_uses: tuple[Event, ...], pool: BlockPool[Any], pieces: Pieces
     ) -> None:
         self.parts = parts  # in the order of the block's bytes
         self.num_bytes = sum(part.num_bytes for part in parts)
-        # Whoever writes the block comes after all of these (O3, O9); then its own copies take their place.
-        self.last_uses = last_uses
         self._pool = pool
-        self._pieces = pieces
+        self._out = _Out(self, pool._given.append)
+        self._out.last_uses, self._out.num_bytes, self._out.pieces = last_uses, self.num_bytes, pieces
         self._ticket = [None]  # popped by `give`: a list's pop is atomic, so that of two calls one is found out
+
+    @property
+    def last_uses(self) -> tuple[Event, ...]:
+        """Whoever writes the block comes after all of these (O3, O9); then its own copies take their place."""
+        return self._out.last_uses
+
+    @last_uses.setter
+    def last_uses(self, events: tuple[Event, ...]) -> None:
+        self._out.last_uses = events
 
     @property
     def slab(self) -> Any:
@@ -149,12 +174,15 @@ class BlockPool(Generic[AnyBlock]):
         self._free_slab = free_slab
         self._growth = growth
         self._retries_after_give = retries_after_give
-        self._given: deque[AnyBlock] = deque()  # given back and not yet free; the only field touched without the lock
+        # Given back, or gone, and not yet free: the only field touched without the lock. One may be here twice.
+        self._given: deque[_Out] = deque()
+        self._outs: set[_Out] = set()  # what is not free; the truth about it, with the slabs
+        self._is_changing = False  # what follows is being changed; with nobody inside: a call was cut off there
         self._lock = threading.Lock()
         self._ranges: RangeAllocator[Event] = RangeAllocator(
             ALIGNMENT, lambda event: not event.query(), max_parts=max_parts, min_part_bytes=MIN_PART_BYTES
         )
-        self._slabs: dict[int, Any] = {}  # by region
+        self._slabs: dict[int, tuple[Any, int]] = {}  # by region, with their bytes
         self._reserved_bytes = 0  # of slabs, also of those that `trim` is about to free
         self._used_bytes = 0  # as asked for
         self._used_aligned_bytes = 0
@@ -172,60 +200,53 @@ class BlockPool(Generic[AnyBlock]):
         with self._lock:
             self._check_open()
             self._drain()
-            size = self._ranges.aligned(num_bytes)
-            if self._used_aligned_bytes + size > self.budget_bytes:
-                self._num_over_budget += 1
-                return None
-            found = self._ranges.take(num_bytes)
-            if found is None and self._grow(size):
-                found = self._ranges.take(num_bytes)
-            if found is None:
-                return None
-            pieces, events = found
-            self._used_bytes += num_bytes
-            self._used_aligned_bytes += size
-            self._peak_used_bytes = max(self._peak_used_bytes, self._used_bytes)
-            return self._block_class(self._parts(pieces, size - num_bytes), events, self, pieces)
+            self._is_changing = True
+            block = self._take(num_bytes)
+            self._is_changing = False
+            return block
 
     def give(self, block: AnyBlock) -> None:
         try:
             block._ticket.pop()
         except IndexError:
             raise StateError("A block was given back twice.", got=repr(block)) from None
-        self._given.append(block)
+        self._given.append(block._out)
 
     def trim(self) -> int:
         """Join the last uses of slabs without a block in use, and free those slabs; the bytes that were freed."""
-        with self._lock:
-            self._drain()
-            self._has_stopped_growing = False
-            # Out of the allocator first: while this thread joins, no other may take a block there.
-            leaving = []
-            for region in self._ranges.free_regions():
-                num_bytes = self._ranges.region_bytes(region)
-                events = self._ranges.remove_region(region)
-                leaving.append((self._slabs.pop(region), num_bytes, events))
+        leaving: dict[int, tuple[Any, int, tuple[Event, ...]]] = {}
         freed_bytes = 0
         try:
-            while leaving:
-                slab, num_bytes, events = leaving[-1]
+            with self._lock:
+                self._drain()
+                self._is_changing = True
+                self._has_stopped_growing = False
+                # Out of the allocator first: while this thread joins, no other may take a block there.
+                for region in self._ranges.free_regions():
+                    events = self._ranges.remove_region(region)
+                    leaving[region] = (*self._slabs[region], events)
+                    del self._slabs[region]
+                self._is_changing = False
+            for region, (slab, num_bytes, events) in list(leaving.items()):
                 for event in events:
                     _join(event)
-                leaving.pop()
-                self._free_slab(slab)
+                del leaving[region]
                 freed_bytes += num_bytes
+                self._free_slab(slab)
         finally:
             with self._lock:
+                self._drain()
                 self._reserved_bytes -= freed_bytes
-                for slab, num_bytes, events in leaving:  # a join failed: a copy may still run there, so it stays ours
-                    self._slabs[self._ranges.add_region(num_bytes, events)] = slab
+                # A join failed: a copy may still run there, so it stays ours.
+                for slab, num_bytes, events in leaving.values():
+                    self._slabs[self._ranges.add_region(num_bytes, events)] = slab, num_bytes
         return freed_bytes
 
     def close(self) -> None:
         """Free every slab, in use or not; what that means for a copy under way is the business of `free_slab`."""
         with self._lock:
             self._is_closed = True
-            slabs = list(self._slabs.values())
+            slabs = [slab for slab, _ in self._slabs.values()]
             self._slabs.clear()
             self._reserved_bytes = 0
         for slab in slabs:
@@ -264,22 +285,54 @@ class BlockPool(Generic[AnyBlock]):
                 "The tier was closed.", expected="an open one", got="a request for a block", do="Configure it anew."
             )
 
+    def _mend(self) -> None:
+        """A call was cut off: begin again from what is certain."""
+        if not self._is_closed:
+            slab_bytes = {region: num_bytes for region, (_, num_bytes) in self._slabs.items()}
+            self._ranges.restore(slab_bytes, [out.pieces for out in self._outs])
+        self._used_bytes = sum(out.num_bytes for out in self._outs)
+        self._used_aligned_bytes = sum(self._ranges.aligned(out.num_bytes) for out in self._outs)
+
+    def _take(self, num_bytes: int) -> AnyBlock | None:
+        size = self._ranges.aligned(num_bytes)
+        if self._used_aligned_bytes + size > self.budget_bytes:
+            self._num_over_budget += 1
+            return None
+        found = self._ranges.take(num_bytes)
+        if found is None and self._grow(size):
+            found = self._ranges.take(num_bytes)
+        if found is None:
+            return None
+        pieces, events = found
+        self._used_bytes += num_bytes
+        self._used_aligned_bytes += size
+        self._peak_used_bytes = max(self._peak_used_bytes, self._used_bytes)
+        block = self._block_class(self._parts(pieces, size - num_bytes), events, self, pieces)
+        self._outs.add(block._out)
+        return block
+
     def _parts(self, pieces: Pieces, padding_bytes: int) -> tuple[Part, ...]:
-        parts = [Part(self._slabs[piece.region], piece.offset, piece.num_bytes) for piece in pieces]
+        parts = [Part(self._slabs[piece.region][0], piece.offset, piece.num_bytes) for piece in pieces]
         parts[-1] = parts[-1]._replace(num_bytes=parts[-1].num_bytes - padding_bytes)
         return tuple(parts)
 
     def _drain(self) -> None:
         """Make what was given back free. `give` may go on meanwhile, also in this thread."""
+        if self._is_changing:
+            self._mend()
+        self._is_changing = True
         while self._given:
-            block = self._given.popleft()
-            self._used_bytes -= block.num_bytes
-            self._used_aligned_bytes -= self._ranges.aligned(block.num_bytes)
-            if self._is_closed:
-                continue
-            self._ranges.give(block._pieces, block.last_uses)
-            if self._retries_after_give:
-                self._has_stopped_growing = False
+            out = self._given[0]  # it leaves the queue last: if this is cut off, it comes again
+            if out in self._outs:
+                self._used_bytes -= out.num_bytes
+                self._used_aligned_bytes -= self._ranges.aligned(out.num_bytes)
+                if not self._is_closed:
+                    self._ranges.give(out.pieces, out.last_uses)
+                    if self._retries_after_give:
+                        self._has_stopped_growing = False
+                self._outs.remove(out)
+            self._given.popleft()
+        self._is_changing = False
 
     def _grow(self, size: int) -> bool:
         """Add a slab with room for `size` bytes; False, counted, if there can be none."""
@@ -295,7 +348,11 @@ class BlockPool(Generic[AnyBlock]):
             except (MemoryError, OSError) as error:
                 self._failure = f"{type(error).__name__}: {error}"
                 continue
-            self._slabs[self._ranges.add_region(num_bytes)] = slab
+            try:
+                self._slabs[self._ranges.add_region(num_bytes)] = slab, num_bytes
+            except BaseException:
+                self._free_slab(slab)  # nobody else knows it
+                raise
             self._reserved_bytes += num_bytes
             self._num_growths += 1
             return True

@@ -15,14 +15,15 @@ request is then met by several of them, the largest first; without that such ste
 Every free range carries *tags* (events of those who used it last); joining ranges joins their tags, and what is cut off has all of
 them. Tags that are not live any more are dropped when a range is taken.
 
-Assumes one caller at a time: whoever shares an allocator brings the lock.
+Assumes one caller at a time: whoever shares an allocator brings the lock. A call that is cut off (Ctrl-C) leaves the lists half changed:
+the owner knows that, and calls `restore`.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from hyper_parallel._base.errors import StateError
@@ -68,6 +69,8 @@ class RangeAllocator(Generic[Tag]):
         self._loose_ending: dict[tuple[int, int], int] = {}  # (region, end) -> offset
         self._kept: dict[int, list[Pieces]] = {}  # bytes -> heap
         self._kept_tags: dict[Pieces, tuple[Tag, ...]] = {}
+        # Tags that a call takes out of the lists above: noted before it does, so that `restore` finds every tag.
+        self._moving: list[tuple[Tag, ...]] = []
 
     def aligned(self, num_bytes: int) -> int:
         """What a request of that size takes."""
@@ -80,6 +83,7 @@ class RangeAllocator(Generic[Tag]):
         region = self._next_region
         self._next_region += 1
         self._region_bytes[region] = self._free_bytes[region] = num_bytes
+        self._moving = [tags]
         self._insert(Piece(region, 0, num_bytes), tags)
         return region
 
@@ -96,6 +100,27 @@ class RangeAllocator(Generic[Tag]):
         tags = self._remove(region, 0)[1]
         del self._region_bytes[region], self._free_bytes[region]
         return tags
+
+    def restore(self, region_bytes: Mapping[int, int], taken: Collection[Pieces]) -> None:
+        """Begin again from what is certain, after a call that was cut off: the regions, and what is taken of them; the rest is loose.
+
+        Nobody knows any more which tags belong to which free range: each of them has all. May be cut off and called again as well.
+        """
+        lost = (*self._kept_tags.values(), *(tags for _, tags in self._loose_at.values()), *self._moving)
+        tags = self._live(tuple({id(tag): tag for each in lost for tag in each}.values()))
+        self._moving = [tags]  # first: from here on it is the only place that has them
+        self._region_bytes, self._free_bytes = dict(region_bytes), dict(region_bytes)
+        self._taken = set(taken)
+        self._loose, self._loose_at, self._loose_ending = [], {}, {}
+        self._kept, self._kept_tags = {}, {}
+        ends = [Piece(region, num_bytes, 0) for region, num_bytes in region_bytes.items()]
+        region, end = -1, 0
+        for piece in sorted([*ends, *(piece for pieces in taken for piece in pieces)]):
+            begin = end if piece.region == region else 0
+            if piece.offset > begin:
+                self._insert(Piece(piece.region, begin, piece.offset - begin), tags)
+            region, end = piece.region, piece.offset + piece.num_bytes
+            self._free_bytes[region] -= piece.num_bytes
 
     def is_free(self, region: int) -> bool:
         return self._free_bytes[region] == self._region_bytes[region]
@@ -142,6 +167,7 @@ class RangeAllocator(Generic[Tag]):
         if not heap:
             return None
         tags = self._live(self._kept_tags[heap[0]])  # asks foreign code, which may raise: before anything changes
+        self._moving = [tags]
         pieces = heapq.heappop(heap)
         del self._kept_tags[pieces]
         return pieces, tags
@@ -152,6 +178,7 @@ class RangeAllocator(Generic[Tag]):
             return None
         # Each list of tags is asked for once, and all of them before anything changes, as above.
         live = {piece: self._live(self._loose_at[piece.region, piece.offset][1]) for piece in pieces}
+        self._moving = [*live.values()]
         tags: tuple[Tag, ...] = ()
         for piece in pieces:
             found_bytes, _ = self._remove(piece.region, piece.offset)
@@ -186,6 +213,7 @@ class RangeAllocator(Generic[Tag]):
         """Join all kept ranges to the loose ones."""
         # Only live tags are joined, or a region of thousands of blocks would carry thousands. Asked before anything changes.
         live = {pieces: self._live(tags) for pieces, tags in self._kept_tags.items()}
+        self._moving = [*live.values(), *(tags for _, tags in self._loose_at.values())]
         self._kept.clear()
         self._kept_tags.clear()
         for pieces, tags in live.items():

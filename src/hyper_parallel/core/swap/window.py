@@ -23,7 +23,10 @@ class InFlight:
 
 
 class Window:
-    """First in, first out. `held_bytes == sum(entry.num_bytes)`."""
+    """First in, first out. `held_bytes == sum(entry.num_bytes)`.
+
+    It is counted first, and then one call of C does it: Ctrl-C comes before both or after both.
+    """
 
     def __init__(self) -> None:
         self._entries: deque[InFlight] = deque()
@@ -33,15 +36,16 @@ class Window:
         return len(self._entries)
 
     def add(self, entry: InFlight) -> None:
-        self._entries.append(entry)
         self.held_bytes += entry.num_bytes
+        self._entries.append(entry)
 
     def oldest(self) -> InFlight | None:
         return self._entries[0] if self._entries else None
 
     def pop_oldest(self) -> InFlight:
-        entry = self._entries.popleft()
+        entry = self._entries[0]
         self.held_bytes -= entry.num_bytes  # plant: window-bytes
+        self._entries.popleft()
         return entry
 
     def pop_finished(self) -> Iterator[InFlight]:
@@ -56,6 +60,6 @@ class Window:
         """Forget the entry of an event that someone has waited for."""
         for entry in self._entries:
             if entry.event is event:
-                self._entries.remove(entry)
                 self.held_bytes -= entry.num_bytes
+                self._entries.remove(entry)
                 return

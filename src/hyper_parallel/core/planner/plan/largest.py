@@ -10,16 +10,18 @@ from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError, describe
 from hyper_parallel.core.planner.model.profile import StepProfile
+from hyper_parallel.core.planner.plan.backend import PlannerBackend, ProfiledModel, planner_of
 from hyper_parallel.core.planner.plan.batch_words import check_loss_fn
 from hyper_parallel.core.planner.plan.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.plan.budget import check_budget, is_percentage, reserve_bytes
-from hyper_parallel.core.planner.plan.plan import Measured, MemoryPlan, Origin, _part
+from hyper_parallel.core.planner.plan.plan import Measured, MemoryPlan, Origin
 from hyper_parallel.core.planner.plan.progress import Progress, progress_of
 from hyper_parallel.core.planner.plan.proof import first_margin, planned, time_by_turns
 from hyper_parallel.core.planner.plan.table import Table, html_of, plan_parts, text_of
 from hyper_parallel.core.planner.search.choosing import smallest_budget
 from hyper_parallel.core.planner.solve.solver import BudgetError
 from hyper_parallel.core.swap.sizes import format_size
+from hyper_parallel.platform.arguments import check_flag
 
 _FIRST = (1, 2, 4)  # are profiled in any case: what grows with n, and with its square
 _FARTHEST = 8  # times the largest size that is known to fit: beyond, a prediction is not worth much
@@ -150,8 +152,9 @@ def largest(
         )
     check_budget(budget)
     check_loss_fn(loss_fn)
+    check_flag(keeps_output, "keeps_output")
     sizes = _Sizes(
-        _part(model, "largest"), model, make_batch, budget, loss_fn,
+        planner_of(model, "largest"), model, make_batch, budget, loss_fn,
         {"regions": regions, "optimizer": optimizer, "reserve_bytes": reserve_bytes(reserve), "keeps_output": keeps_output},
     )  # fmt: skip
     with progress_of(progress, "the largest n", num_steps=60) as say:
@@ -178,16 +181,16 @@ class _Sizes:
     """What is known about the sizes of a model's batches, and how to learn more."""
 
     def __init__(
-        self, part: Any, model: Any, make_batch: Callable[[int], Any], budget: int | str, loss_fn: Any, options: dict[str, Any]
+        self, planner: PlannerBackend, model: Any, make_batch: Callable[[int], Any], budget: int | str, loss_fn: Any, options: dict[str, Any]
     ) -> None:  # fmt: skip
         self.say: Progress = lambda what: None
-        self._part = part
+        self._planner = planner
         self._model = model
         self._make_batch = make_batch
         self._budget = budget
         self._loss_fn = loss_fn
         self._options = options
-        self._device = part.device_of(model)
+        self._device = planner.device_of(model)
         self._looks: dict[int, Any] = {}
 
     def profile(self, n: int) -> tuple[StepProfile, int] | None:
@@ -235,17 +238,17 @@ class _Sizes:
                     time_by_turns(plan, profiled)
                 return plan
 
-    def _profiled(self, n: int) -> Any:
-        batch, said = self._part.attempt(lambda: self._make_batch(n), self._device)
+    def _profiled(self, n: int) -> ProfiledModel | None:
+        batch, said = self._planner.attempt(lambda: self._make_batch(n), self._device)
         if said is not None:
             return None
-        return self._part.ProfiledModel(self._model, batch, self._loss_fn, **self._options)
+        return self._planner.profiled(self._model, batch, self._loss_fn, **self._options)
 
     def _allowed(self, profile: StepProfile) -> int:
-        return parse_budget(self._budget, profile, self._part.free_bytes(self._device))
+        return parse_budget(self._budget, profile, self._planner.free_bytes(self._device))
 
     def _check_grows(self, n: int, batch: Any) -> None:
-        self._looks[n] = self._part.look(batch)
+        self._looks[n] = self._planner.look(batch)
         others = [other for other, look in self._looks.items() if other != n and look == self._looks[n]]
         if others:
             raise ArgumentError(

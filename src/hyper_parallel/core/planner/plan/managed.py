@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hyper_parallel._base.errors import StateError
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.planner.model.profile import StepProfile
+from hyper_parallel.core.planner.plan.backend import PlannerBackend, StepState
 from hyper_parallel.core.planner.plan.batch_fit import Fit, PlannedBatch
 from hyper_parallel.core.planner.plan.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.plan.proof import planned
@@ -55,25 +56,27 @@ class ManagedModel:
         num_replans: how often one was made
     """
 
-    def __init__(self, part: Any, model: Any, plan: MemoryPlan, *, on_mismatch: str, retries_forward: bool) -> None:
-        part.check_alone("Planning anew where memory runs out")
+    def __init__(
+        self, planner: PlannerBackend, model: Any, plan: MemoryPlan, *, on_mismatch: str, retries_forward: bool
+    ) -> None:
+        planner.check_alone("Planning anew where memory runs out")
         self.current = self._first = plan
         self.num_replans = 0
         self.retries_forward = retries_forward
-        self._part = part
+        self._planner = planner
         self._model = weakref.ref(model)  # a plan does not keep a model alive
-        self._device = part.device_of(model)
+        self._device = planner.device_of(model)
         self._plans = [self._sized(plan)]
         self._on_mismatch = on_mismatch
         self._is_planning = False  # M4
         self._inputs: Any = None  # of the last forward in `run`
         self._surroundings: Callable[[], Any] = contextlib.nullcontext  # of that forward: autocast
-        self._run: Any = None  # the state before the step that `run` runs
-        self._forward = part.PatchedForward(model, self.forward)
+        self._run: StepState | None = None  # the state before the step that `run` runs
+        self._forward = planner.patch_forward(model, self.forward)
         self._open = contextlib.ExitStack()
         plan.applied(model).check.tells = False
         if retries_forward:
-            self._open.enter_context(part.said_in_backward(WORDS))
+            self._open.enter_context(planner.said_in_backward(WORDS))
         self._finalizer = weakref.finalize(model, self._open.close)
 
     def close(self) -> None:
@@ -89,13 +92,13 @@ class ManagedModel:
 
     def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model's forward is while the plan is applied."""
-        if self._is_planning or not self._part.is_first_forward():
+        if self._is_planning or not self._planner.is_first_forward():
             return original(*args, **kwargs)
-        batch = self._part.batch_of(args, kwargs)
+        batch = self._planner.batch_of(args, kwargs)
         if self._run is not None:
             self._run.note_given((args, kwargs))
             self._inputs = batch
-            self._surroundings = self._part.surroundings_of(self._device)
+            self._surroundings = self._planner.surroundings_of(self._device)
         self._choose(batch, args, kwargs)
         if not self.retries_forward:
             return original(*args, **kwargs)
@@ -107,7 +110,7 @@ class ManagedModel:
         """M1."""
         model: Any = self._model()
         check = self.current.applied(model).check
-        if check.fit(args, kwargs, is_training=model.training) is Fit.UNJUDGED:
+        if check.fit(args, kwargs, is_training=self._planner.is_training(model)) is Fit.UNJUDGED:
             return
         chosen = next(
             (each.plan for each in self._plans if each.batch.judged(args, kwargs).fit is not Fit.LARGER), None
@@ -115,11 +118,11 @@ class ManagedModel:
         if chosen is None and not (self.retries_forward or self._run is not None):
             check.tells = True
             try:
-                check.fit(args, kwargs, is_training=model.training)
+                check.fit(args, kwargs, is_training=self._planner.is_training(model))
             finally:
                 check.tells = False
         elif chosen is None:
-            _logger.info("no plan was made for a batch as large as %s; planning anew", self._part.look(batch))
+            _logger.info("no plan was made for a batch as large as %s; planning anew", self._planner.look(batch))
             self._replan(batch, 1.0)
         elif chosen is not self.current:
             self.current.detach(model)
@@ -131,8 +134,8 @@ class ManagedModel:
         self.current = plan
 
     def _sized(self, plan: MemoryPlan) -> _Sized:
-        identity, part = plan.profile.identity, self._part
-        batch = PlannedBatch(identity.batch, part.look, part.forward_of(self._model()))
+        identity, planner = plan.profile.identity, self._planner
+        batch = PlannedBatch(identity.batch, planner.look, planner.forward_of(self._model()))
         return _Sized(identity.batch_bytes or 0, plan, batch)
 
     # -- a whole step -----------------------------------------------------------------------------------------------------
@@ -151,20 +154,22 @@ class ManagedModel:
             self._end_run(state)  # once more: Ctrl-C may have come as it ended
             raise
 
-    def _end_run(self, state: Any) -> None:
+    def _end_run(self, state: StepState) -> None:
         self._run = None
         self._inputs = None
         self._surroundings = contextlib.nullcontext
         state.close()
 
-    def _step_state(self, *, with_gradients: bool) -> Any:
+    def _step_state(self, *, with_gradients: bool) -> StepState:
         written = self.current.profile.written
-        return self._part.StepState(self._model(), with_gradients=with_gradients, written=written)
+        return self._planner.step_state(self._model(), with_gradients=with_gradients, written=written)
 
-    def _until_it_fits(self, function: Callable[[], Any], state: Any, inputs: Callable[[], Any], what: str) -> Any:
+    def _until_it_fits(
+        self, function: Callable[[], Any], state: StepState, inputs: Callable[[], Any], what: str
+    ) -> Any:
         said, num_plans = "", 0
         for tried in range(_MAX_PLANS + 1):
-            result, failure = self._part.attempt(function, self._device)
+            result, failure = self._planner.attempt(function, self._device)
             if failure is None:
                 return result
             said = failure
@@ -172,10 +177,10 @@ class ManagedModel:
             if batch is None or tried == _MAX_PLANS:
                 break
             state.restore()
-            _logger.info("a %s ran out of memory; planning anew for %s", what, self._part.look(batch))
+            _logger.info("a %s ran out of memory; planning anew for %s", what, self._planner.look(batch))
             self._replan(batch, _LESS**tried)
             num_plans += 1
-        raise self._part.OutOfMemoryError(
+        raise self._planner.out_of_memory(
             f"{said}\nMemory ran out in a {what}, "
             + (f"and again under {num_plans} plans made anew for it." if num_plans else "before the model ran.")
         )
@@ -201,10 +206,10 @@ class ManagedModel:
     def _planned(self, model: Any, batch: Any, part_of_room: float) -> MemoryPlan:
         first = self._first
         origin = first.origin
-        profiled = self._part.ProfiledModel(
+        profiled = self._planner.profiled(
             model,
             batch,
-            (origin and origin.loss_fn) or self._part.some_loss,
+            (origin and origin.loss_fn) or self._planner.some_loss,
             regions=first.profile.identity.blocks,
             optimizer=origin and origin.optimizer,
             reserve_bytes=origin.reserve_bytes if origin else 0,
@@ -212,7 +217,7 @@ class ManagedModel:
         )
         with profiled.preserved() as block, block:
             profile: StepProfile = profiled.profile()
-            room = min(first.budget_bytes, parse_budget("auto", profile, self._part.free_bytes(self._device)))
+            room = min(first.budget_bytes, parse_budget("auto", profile, self._planner.free_bytes(self._device)))
             allowed = profile.base_bytes + int((room - profile.base_bytes) * part_of_room)
             try:
                 return planned(profile, allowed, profiled)
@@ -221,7 +226,7 @@ class ManagedModel:
                     "No plan fits this batch into the budget; it is larger than those that were planned, or memory ran out.",
                     smallest_bytes=error.smallest_bytes,
                     expected=error.expected,
-                    got=f"{allowed} ({format_size(allowed)}) for a batch of {self._part.look(batch)}",
+                    got=f"{allowed} ({format_size(allowed)}) for a batch of {self._planner.look(batch)}",
                     where=error.where,
                     do="Leave such batches out, split them, or raise the budget.",
                 ) from None

@@ -22,6 +22,7 @@ from hyper_parallel.core.planner.model.choices import check as check_decision
 from hyper_parallel.core.planner.model.identity import Identity
 from hyper_parallel.core.planner.model.profile import StepProfile, checked
 from hyper_parallel.core.planner.plan import plan_file
+from hyper_parallel.core.planner.plan.backend import Applied, planner_of
 from hyper_parallel.core.planner.plan.batch_fit import PlannedBatch
 from hyper_parallel.core.planner.plan.batch_words import check_loss_fn
 from hyper_parallel.core.planner.plan.host_need import HostNeed, host_need
@@ -29,8 +30,6 @@ from hyper_parallel.core.planner.plan.table import html_of, plan_parts, text_of
 from hyper_parallel.core.planner.search.settings import Setting
 from hyper_parallel.core.swap.config import SwapSetting, configure_swap, current_config
 from hyper_parallel.core.swap.sizes import format_size
-from hyper_parallel.platform import platform_of
-from hyper_parallel.platform.selection import part_of
 
 if TYPE_CHECKING:
     from hyper_parallel.core.planner.plan.managed import ManagedModel
@@ -100,7 +99,7 @@ class MemoryPlan:
         self.note: str | None = None  # for whoever wrote the budget; not in the file
         self._managed: weakref.WeakKeyDictionary[Any, ManagedModel] = weakref.WeakKeyDictionary()
         self._last_stats: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
-        self._applied: weakref.WeakKeyDictionary[Any, tuple[Any, SwapSetting | None]] = weakref.WeakKeyDictionary()
+        self._applied: weakref.WeakKeyDictionary[Any, tuple[Applied, SwapSetting | None]] = weakref.WeakKeyDictionary()
 
     # -- what it says ---------------------------------------------------------------------------------------------------
 
@@ -202,7 +201,7 @@ class MemoryPlan:
             StateError: this plan, or another one, is applied to it already; or "replan" where several ranks train together.
         """
         check_choices(on_mismatch=on_mismatch, on_oom=on_oom)
-        _part(model, "MemoryPlan.apply")
+        planner_of(model, "MemoryPlan.apply")
         if model in self._applied or model in self._managed:
             raise StateError("The plan is applied to this model already.", do="Call `plan.remove(model)` first.")
         self.attach(model, on_mismatch)
@@ -275,8 +274,8 @@ class MemoryPlan:
     def _manage(self, model: Any, on_mismatch: str, *, retries_forward: bool) -> ManagedModel:
         from hyper_parallel.core.planner.plan.managed import ManagedModel
 
-        part = _part(model, "MemoryPlan.run")
-        managed = ManagedModel(part, model, self, on_mismatch=on_mismatch, retries_forward=retries_forward)
+        planner = planner_of(model, "MemoryPlan.run")
+        managed = ManagedModel(planner, model, self, on_mismatch=on_mismatch, retries_forward=retries_forward)
         self._managed[model] = managed
         return managed
 
@@ -295,13 +294,13 @@ class MemoryPlan:
             raise StateError("The plan is not applied to this model.", do="Call `plan.apply(model)` first.")
         return current
 
-    def attach(self, model: Any, on_mismatch: str) -> Any:
+    def attach(self, model: Any, on_mismatch: str) -> Applied:
         """Put this very plan on the model, and nothing around it; what carries it out."""
-        part = _part(model, "MemoryPlan.apply")
-        self._check_identity(part.identity(model))
+        planner = planner_of(model, "MemoryPlan.apply")
+        self._check_identity(planner.identity(model))
         identity = self.profile.identity
         ways: dict[str, Any] = {"was_training": identity.is_training is not False}
-        ways["batch"] = PlannedBatch(identity.batch, part.look, part.forward_of(model))
+        ways["batch"] = PlannedBatch(identity.batch, planner.look, planner.forward_of(model))
         # What the profile of this framework speaks of.
         if self.setting.ahead_bytes:
             ways["ahead_bytes"] = self.setting.ahead_bytes
@@ -309,8 +308,8 @@ class MemoryPlan:
             ways["by_framework"] = True
         if identity.autocast is not None:
             ways["autocast"] = identity.autocast
-        applied = part.Applied(model, self.profile.regions, self.decision, on_mismatch, **ways)
-        applied.mismatches.is_in_another_mode = identity.is_training is False and bool(model.training)
+        applied = planner.apply(model, self.profile.regions, self.decision, on_mismatch, **ways)
+        applied.mismatches.is_in_another_mode = identity.is_training is False and planner.is_training(model)
         setting = None
         try:
             setting = self._configure() if self.has_swaps else None
@@ -323,11 +322,11 @@ class MemoryPlan:
             raise
         return applied
 
-    def applied(self, model: Any) -> Any:
+    def applied(self, model: Any) -> Applied:
         """What carries this very plan out on the model."""
         return self._entry(model)[0]
 
-    def _entry(self, model: Any) -> tuple[Any, SwapSetting | None]:
+    def _entry(self, model: Any) -> tuple[Applied, SwapSetting | None]:
         try:
             found = self._applied.get(model)
         except TypeError:  # what cannot be a key is no model
@@ -378,10 +377,14 @@ class MemoryPlan:
             )
 
     def stats(self, model: Any) -> dict[str, int]:
-        """What was met that the plan does not know, or knows otherwise, since it was applied; of the last time, if it is not applied any more."""
+        """What was met that the plan does not know, or knows otherwise, since it was applied, and how often a plan was made anew for it; of the last time,
+        if it is not applied any more."""
         if model in self._last_stats and model not in self._applied and model not in self._managed:
             return dict(self._last_stats[model])
-        return dict(self._on(model).applied(model).mismatches.counts)
+        counts = dict(self._on(model).applied(model).mismatches.counts)
+        if model in self._managed and self._managed[model].num_replans:
+            counts["plans made anew"] = self._managed[model].num_replans
+        return counts
 
     def verify(self, model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None = None) -> MemoryPlan:
         """Run steps under the plan and compare: the plan with what was measured, solved again if it was above the budget.
@@ -391,14 +394,14 @@ class MemoryPlan:
         from hyper_parallel.core.planner.plan.proof import verified
 
         check_loss_fn(loss_fn)
-        part = _part(model, "MemoryPlan.verify")
+        planner = planner_of(model, "MemoryPlan.verify")
         was_applied = model in self._applied or model in self._managed
         replans = was_applied and model in self._managed and self._managed[model].retries_forward
         if was_applied:
             self.remove(model)
         if loss_fn is None and self.origin is not None:
             loss_fn = self.origin.loss_fn
-        plan = verified(self, part, model, batch, loss_fn)
+        plan = verified(self, planner, model, batch, loss_fn)
         plan.origin = self.origin
         if was_applied:
             plan.apply(model, on_oom="replan" if replans else "error")
@@ -458,7 +461,7 @@ class MemoryPlan:
         Raises:
             ValueError: it was not; the first difference is named.
         """
-        self._check_identity(_part(model, "MemoryPlan.check").identity(model, batch))
+        self._check_identity(planner_of(model, "MemoryPlan.check").identity(model, batch))
 
 
 def check_choices(*, on_mismatch: Any = "error", on_oom: Any = "error") -> None:
@@ -470,12 +473,3 @@ def check_choices(*, on_mismatch: Any = "error", on_oom: Any = "error") -> None:
     for name, value, known in (("on_mismatch", on_mismatch, _ON_MISMATCH), ("on_oom", on_oom, _ON_OOM)):
         if value not in known:
             raise ArgumentError(f"`{name}` has no such choice.", expected=" or ".join(known), got=describe(value))
-
-
-def _part(model: Any, call: str) -> Any:
-    """The planner's part of the model's framework."""
-    if model is None:
-        raise ArgumentTypeError(f"`{call}` needs a model.", expected="a module", got="None")
-    part = part_of(platform_of(model, call=call), "planner", call)
-    part.check_model(model, call)
-    return part

@@ -30,18 +30,22 @@ class _Lines:
             _write(f"{self._title}: {what}\n")
 
 
-@contextlib.contextmanager
-def progress_of(wanted: bool | Progress, title: str, num_steps: int) -> Iterator[Progress]:
-    """A function to call with what happens next. A bar, if one is wanted, rich is there and it is a terminal."""
-    if callable(wanted):
-        yield wanted
-        return
-    if wanted is not None and type(wanted) is not bool:
+def check_progress(wanted: bool | Progress) -> None:
+    if wanted is not None and type(wanted) is not bool and not callable(wanted):
         raise ArgumentTypeError(
             "`progress` says whether a bar is shown, or is told what happens.",
             expected="True, False or a function",
             got=describe(wanted),
         )
+
+
+@contextlib.contextmanager
+def progress_of(wanted: bool | Progress, title: str, num_steps: int) -> Iterator[Progress]:
+    """A function to call with what happens next. A bar, if one is wanted, rich is there and it is a terminal."""
+    check_progress(wanted)
+    if callable(wanted):
+        yield wanted
+        return
     if not wanted:
         yield lambda what: None
         return

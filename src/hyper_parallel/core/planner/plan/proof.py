@@ -14,11 +14,13 @@ from hyper_parallel.core.planner.model.abilities import HostCost
 from hyper_parallel.core.planner.model.choices import RECOMPUTE, plain, recompute_all
 from hyper_parallel.core.planner.model.problem import Problem, evaluate
 from hyper_parallel.core.planner.model.profile import Region, StepProfile
+from hyper_parallel.core.planner.plan.backend import Batch, PlannerBackend, ProfiledModel
 from hyper_parallel.core.planner.plan.plan import Measured, MemoryPlan, Predicted
 from hyper_parallel.core.planner.search.choosing import choose, overhead_ms, overhead_without_copies_ms, unmanaged
 from hyper_parallel.core.planner.search.settings import candidates
 from hyper_parallel.core.planner.solve.refusal import BudgetError, advice, blocks_words
 from hyper_parallel.core.swap.sizes import format_size
+from hyper_parallel.platform.opaque import Module
 
 _logger = get_logger("planner")
 _KIB = 1024
@@ -30,7 +32,9 @@ _NEAR = 1.02  # of two measured plans: which is the faster may be otherwise tomo
 _HOST_SHARE, _HOST_DRIFT = 0.05, 1.1
 
 
-def planned(profile: StepProfile, allowed_bytes: int, profiled: Any, *, names_smallest: bool = True) -> MemoryPlan:
+def planned(
+    profile: StepProfile, allowed_bytes: int, profiled: ProfiledModel | None, *, names_smallest: bool = True
+) -> MemoryPlan:
     """The plan for a budget, proved on a real model if there is one.
 
     Raises:
@@ -70,7 +74,12 @@ def planned(profile: StepProfile, allowed_bytes: int, profiled: Any, *, names_sm
 
 
 def _recomputed(
-    profile: StepProfile, allowed_bytes: int, profiled: Any, *, faster_than_ms: float = math.inf, times: bool = True
+    profile: StepProfile,
+    allowed_bytes: int,
+    profiled: ProfiledModel,
+    *,
+    faster_than_ms: float = math.inf,
+    times: bool = True,
 ) -> MemoryPlan | None:
     """The plan that recomputes every block, if it is faster and a real step keeps the budget: no rule and no margin shall refuse what needs no more."""
     decision = tuple(recompute_all(region) for region in profile.regions)
@@ -82,13 +91,13 @@ def _recomputed(
     return _within(plan, profiled, times=times)
 
 
-def _within(plan: MemoryPlan, profiled: Any, *, times: bool = True) -> MemoryPlan | None:
+def _within(plan: MemoryPlan, profiled: ProfiledModel, *, times: bool = True) -> MemoryPlan | None:
     """The plan, if real steps keep its budget."""
     plan.measured = _measured(plan, profiled, times=times)
     return None if plan.measured is None or plan.measured.peak_bytes > plan.budget_bytes else plan
 
 
-def _fastest(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
+def _fastest(plan: MemoryPlan, profiled: ProfiledModel) -> MemoryPlan:
     """The plan, or a faster one: where the host is the slower one, rules do not tell, and real steps have the last word.
 
     Only where the profile says how much that is (`host`), be it 0.
@@ -106,7 +115,7 @@ def _fastest(plan: MemoryPlan, profiled: Any) -> MemoryPlan:
     return _steady(fastest, rivals, profiled) or fastest
 
 
-def _steady(fastest: MemoryPlan, rivals: Sequence[MemoryPlan], profiled: Any) -> MemoryPlan | None:
+def _steady(fastest: MemoryPlan, rivals: Sequence[MemoryPlan], profiled: ProfiledModel) -> MemoryPlan | None:
     """A plan that is hardly slower and asks the host for less; None: there is none, or no reason for one.
 
     No plan shall be slower than recomputing every block: not by what its copies and its Python may take, nor if the host is busier tomorrow.
@@ -133,7 +142,7 @@ def _steady(fastest: MemoryPlan, rivals: Sequence[MemoryPlan], profiled: Any) ->
     return plan if plan is not None and _taken_ms(plan) <= limit_ms else None
 
 
-def _with_costlier_regions(plan: MemoryPlan, profiled: Any) -> list[MemoryPlan]:
+def _with_costlier_regions(plan: MemoryPlan, profiled: ProfiledModel) -> list[MemoryPlan]:
     """Plans for an accelerator that was seen to wait for the host: what steps take beyond the predicted time is put down to the regions.
 
     Solved again with that, a plan has fewer of them.
@@ -150,7 +159,7 @@ def _with_costlier_regions(plan: MemoryPlan, profiled: Any) -> list[MemoryPlan]:
     return []
 
 
-def _without_copies(plan: MemoryPlan, profiled: Any, *, faster_than_ms: float) -> list[MemoryPlan]:
+def _without_copies(plan: MemoryPlan, profiled: ProfiledModel, *, faster_than_ms: float) -> list[MemoryPlan]:
     """Regions that save and recompute, which cost the host less than those that swap; where the profile has not timed these, as if they cost nothing: it
     timed regions that recompute everything, and these run fewer ops again.
 
@@ -187,7 +196,7 @@ def _taken_ms(plan: MemoryPlan) -> float:
     return math.inf if plan.measured is None or plan.measured.step_ms is None else plan.measured.step_ms
 
 
-def _proved_smallest(profile: StepProfile, profiled: Any, smallest_bytes: int) -> int:
+def _proved_smallest(profile: StepProfile, profiled: ProfiledModel, smallest_bytes: int) -> int:
     """The smallest budget for which a plan was seen to keep it."""
     for _ in range(_MAX_TRIES):
         try:
@@ -237,10 +246,12 @@ def solved(
     return MemoryPlan(profile, chosen.decision, chosen.setting, allowed_bytes, predicted, gap=chosen.gap)
 
 
-def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> MemoryPlan:
+def verified(
+    plan: MemoryPlan, planner: PlannerBackend, model: Module, batch: Batch, loss_fn: Callable[[Any], Any] | None
+) -> MemoryPlan:
     """See `MemoryPlan.verify`."""
     profile = plan.profile
-    profiled = part.ProfiledModel(
+    profiled = planner.profiled(
         model, batch, loss_fn, regions=profile.identity.blocks, keeps_output=bool(profile.keeps_output)
     )
     plan.check(model, batch)
@@ -251,7 +262,7 @@ def verified(plan: MemoryPlan, part: Any, model: Any, batch: Any, loss_fn: Calla
     return proved
 
 
-def time_by_turns(plan: MemoryPlan, profiled: Any) -> None:
+def time_by_turns(plan: MemoryPlan, profiled: ProfiledModel) -> None:
     """Time steps under a proved plan and plain ones by turns, where proving has timed none: on a CPU, whose speed changes with what else it does.
 
     Nothing is decided by it: it is shown beside what was predicted. Ranks that plan together would have to take as many steps each, so not there.
@@ -272,7 +283,7 @@ def time_by_turns(plan: MemoryPlan, profiled: Any) -> None:
     plan.measured = dataclasses.replace(measured, step_ms=times[0], plain_step_ms=times[1])
 
 
-def _proved(plan: MemoryPlan, profiled: Any, *, times: bool = True) -> MemoryPlan:
+def _proved(plan: MemoryPlan, profiled: ProfiledModel, *, times: bool = True) -> MemoryPlan:
     """The plan, or a more careful one, whose real peak is within the budget."""
     margin, peak_bytes = first_margin(plan.profile), None
     careful: list[dict[str, bool]] = [{"copies_meet": True}, {"swaps": False}]  # what is left to try
@@ -311,7 +322,7 @@ def _proved(plan: MemoryPlan, profiled: Any, *, times: bool = True) -> MemoryPla
     )
 
 
-def _measured(plan: MemoryPlan, profiled: Any, *, times: bool = True) -> Measured | None:
+def _measured(plan: MemoryPlan, profiled: ProfiledModel, *, times: bool = True) -> Measured | None:
     """Real steps under a plan; if they keep the budget, some more for their time, where it tells anything. None: memory ran out."""
     plan.apply(profiled.model)
     try:

@@ -8,7 +8,8 @@ finds them as it found them the first time, and afterwards they are as if it had
     with as_then(then):                                # the forward again
         module(x)
 
-Planning notes more: `reach=` is how many objects deep it goes, from functions to what they close over and their globals as well, since its steps are not to have been at all.
+Planning notes more: `reach=` is how many objects deep it goes, into slots and from functions to what they close over and their globals as well, since its steps are not to have been at all.
+An iterator that it meets has a place that cannot be set back, so that `check_no_iterators` refuses it. One of a Python class has its place in its attributes.
 
 `holds=False` is for a note that lives as long as a graph does. It holds no tensor and nothing that could lead to one: only numbers, texts and
 containers of these. Everything else it knows weakly, and what is gone by then stays as it is. A note that holds all puts the very same objects back.
@@ -20,12 +21,14 @@ import collections
 import contextlib
 import enum
 import functools
+import io
+import itertools
 import operator
 import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError, describe
@@ -33,7 +36,8 @@ from hyper_parallel._base.put_back import PutBack
 
 _LEAVES: frozenset[type] = frozenset({bool, int, float, complex, str, bytes, type(None), range, type(Ellipsis)})
 _CONTAINERS = (list, dict, set, collections.deque, bytearray)
-_NO_OBJECTS = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, enum.Enum)
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_NO_OBJECTS = (type, types.ModuleType, types.FunctionType, *_METHODS, enum.Enum)
 # Objects of these have ways of their own: nobody expects their insides to be set back.
 _FOREIGN = frozenset(
     {"torch", "numpy", "mindspore", "hyper_parallel", "lightning", "pytorch_lightning", *sys.stdlib_module_names}
@@ -43,6 +47,10 @@ _MOST_FAR_ARRAY_BYTES = 1 << 26
 _BUSY = frozenset({"_thread", "threading", "queue", "_queue", "socket", "asyncio.events", "multiprocessing.connection"})
 _LEFT = object()  # in place of a value that is not put back
 _MISSING = object()
+_ENDLESS = -1
+# What led to a value: None, or that of what has it; then an attribute's name, or the first object itself; True for what is in a container by this key.
+_Where = tuple[Any, ...]
+_Slots = dict[str, types.MemberDescriptorType]
 
 
 class Saved(NamedTuple):
@@ -76,6 +84,7 @@ class PythonState:
 
     Attributes:
         tensors: those that were met, where it holds all
+        iterators: those that were met by a note of `reach` above 1, each with what led to it
     """
 
     def __init__(
@@ -93,6 +102,7 @@ class PythonState:
         walk = _Walk(framework, holds=holds, reach=reach)
         self._parts = walk.parts(self.owners(), [*(() if also is None else also.objects())], values)
         self.tensors: list[Any] = walk.tensors if holds else []
+        self.iterators: list[tuple[Any, _Where]] = walk.iterators
 
     def owners(self) -> list[object]:
         """Those that are still there."""
@@ -131,32 +141,52 @@ class as_then(PutBack):  # noqa: N801 - used like a function
         self._now.put_back()
 
 
-def check_no_iterators(modules: Iterable[tuple[str, Any]]) -> None:
-    """Refuse modules, each with its name, that have as an attribute what cannot be put back.
+def check_no_iterators(state: PythonState, names: Mapping[int, str]) -> None:
+    """Refuse an iterator that a note of planning's has met, wherever it was: nothing says where it stands, or sets it back.
+
+    Args:
+        names: those of modules, by `id`.
 
     Raises:
         ArgumentError (a ValueError): it is named.
     """
-    for path, module in modules:
-        for name, value in vars(module).items():
-            if isinstance(value, types.GeneratorType) or type(value).__module__ == "itertools":
-                raise ArgumentError(
-                    "Planning runs some steps, and what a module takes from an iterator there cannot be put back.",
-                    expected="lists, numbers, generators of random numbers: all that can be set back",
-                    got=describe(value),
-                    where=".".join(filter(None, (path, name))),
-                    do="Let the module keep a list and an index, or give what it takes as an argument.",
-                )
+    for iterator, where in state.iterators:
+        raise ArgumentError(
+            "Planning runs some steps, and what a module takes from an iterator there cannot be put back.",
+            expected="lists, numbers, generators of random numbers: all that can be set back",
+            got=describe(iterator),
+            where=_in_words(where, names),
+            do="Let the module keep a list and an index, or give what it takes as an argument. Keep elsewhere what no step takes from.",
+        )
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether it has a place that moves. A file is left alone: what is read and written is not put back anyway."""
+    if not hasattr(type(value), "__next__") or isinstance(value, io.IOBase) or type(value) in weakref.ProxyTypes:
+        return False
+    return type(value) is not itertools.repeat or operator.length_hint(value, _ENDLESS) != _ENDLESS
+
+
+def _in_words(where: _Where, names: Mapping[int, str]) -> str:
+    before, last, *is_key = where
+    if before is None:
+        own = getattr(last, "__qualname__", None) or type(last).__qualname__
+        return names.get(id(last), own)
+    if is_key:
+        key = repr(last) if type(last) in _LEAVES else f"<{type(last).__qualname__}>"
+        return f"{_in_words(before, names)}[{key}]"
+    return f"{_in_words(before, names)}.{last}".removeprefix(".")
 
 
 class _Attributes:
-    """The attributes of one object."""
+    """The attributes of one object, in its `__dict__` and in these slots."""
 
-    __slots__ = ("_ids", "_names", "_own", "_owner", "_values", "_weak")
+    __slots__ = ("_ids", "_names", "_own", "_owner", "_slots", "_values", "_weak")
 
-    def __init__(self, owner: Any, own: frozenset[str], *, holds: bool) -> None:
-        items = list(vars(owner).items())
+    def __init__(self, owner: Any, own: frozenset[str], slots: _Slots, *, holds: bool) -> None:
+        items = list(_attributes_of(owner, slots).items())
         self._owner = weakref.ref(owner) if _can_be_weak(owner) else (lambda: owner)
+        self._slots = slots
         self._own = own  # names that are the framework's
         self._names = tuple(name for name, _ in items)
         self._ids = tuple(id(value) for _, value in items)
@@ -167,7 +197,7 @@ class _Attributes:
         owner = self._owner()
         if owner is None:
             return True
-        now = vars(owner)
+        now = _attributes_of(owner, self._slots)
         # An address may be that of another object by now; not if what had it is still there.
         return (
             tuple(now) == self._names
@@ -179,13 +209,19 @@ class _Attributes:
         owner = self._owner()
         if owner is None:
             return
-        now = vars(owner)
+        now = _attributes_of(owner, self._slots)
         for name, value in zip(self._names, self._values, strict=True):
             then = value() if type(value) is weakref.ref else value
             if value is not _LEFT and now.get(name, _MISSING) is not then and not (then is None and value is not None):
-                now[name] = then
+                if name in self._slots:
+                    self._slots[name].__set__(owner, then)
+                else:
+                    vars(owner)[name] = then
         for name in now.keys() - self._names - self._own:
-            del now[name]
+            if name in self._slots:
+                self._slots[name].__delete__(owner)
+            else:
+                del vars(owner)[name]
 
 
 class _Contents:
@@ -283,7 +319,7 @@ _Part = _Attributes | _Contents | _Cell | _Global | _State
 
 
 class _Walk:
-    """From the attributes of objects to all that is noted."""
+    """From the attributes of objects to all that is noted, the nearest first: what two things lead to is as near as the nearer one has it."""
 
     def __init__(self, framework: Framework, *, holds: bool, reach: int) -> None:
         self._framework = framework
@@ -292,27 +328,31 @@ class _Walk:
         self._is_far = reach > 1
         self._seen: set[int] = set()
         self._parts: list[_Part] = []
+        self._to_see: collections.deque[tuple[Any, int, _Where]] = collections.deque()
         self.tensors: list[Any] = []
+        self.iterators: list[tuple[Any, _Where]] = []
 
     def parts(self, owners: list[object], objects: Iterable[object], values: Iterable[object]) -> list[_Part]:
         # First, so that none of them is met again as what another one has.
         self._seen.update(map(id, owners))
         for owner in owners:
-            self._note_attributes(owner, self._reach)
+            self._note_attributes(owner, self._reach, (None, owner))
         for value in objects:
-            self._note(value, 0)
+            self._to_see.append((value, 0, (None, value)))
         for value in values:
-            self._note(value, self._reach)
+            self._to_see.append((value, self._reach, (None, value)))
+        while self._to_see:
+            self._note(*self._to_see.popleft())
         return self._parts
 
-    def _note_attributes(self, owner: Any, reach: int) -> None:
-        own = self._framework.names
-        self._parts.append(_Attributes(owner, own, holds=self._holds))
-        for name, value in list(vars(owner).items()):
+    def _note_attributes(self, owner: Any, reach: int, where: _Where) -> None:
+        own, slots = self._framework.names, self._slots_of(owner)
+        self._parts.append(_Attributes(owner, own, slots, holds=self._holds))
+        for name, value in _attributes_of(owner, slots).items():
             if type(value) not in _LEAVES and name not in own:
-                self._note(value, reach)
+                self._to_see.append((value, reach, (where, name)))
 
-    def _note(self, value: Any, reach: int) -> None:
+    def _note(self, value: Any, reach: int, where: _Where) -> None:
         if type(value) in _LEAVES or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -323,47 +363,65 @@ class _Walk:
         how = self._framework.saved.get(type(value)) or _saved_of(value, most_bytes)
         if how is not None:
             self._parts.append(_State(value, how))
-        elif isinstance(value, _CONTAINERS):
-            if self._holds or _is_pure(value):
+        elif isinstance(value, (*_CONTAINERS, tuple, frozenset)):
+            if isinstance(value, _CONTAINERS) and (self._holds or _is_pure(value)):
                 self._parts.append(_Contents(value))
-            for each in list(value.values()) if isinstance(value, dict) else list(value):
-                self._note(each, reach)
-        elif isinstance(value, (tuple, frozenset)):
-            for each in value:
-                self._note(each, reach)
-        elif self._is_far and isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-            self._note_function(value, reach)
+            if isinstance(value, collections.defaultdict):
+                self._is_next(value.default_factory, reach, (where, "default_factory"))
+            for key, each in _items_of(value):
+                self._is_next(each, reach, (where, key, True))
+            if self._is_far:
+                self._note_object(value, reach, where)
+        elif self._is_far and isinstance(value, (types.FunctionType, functools.partial, *_METHODS)):
+            self._note_function(value, reach, where)
         elif self._is_far and (modules := list(self._framework.modules(value))):
             self._seen.update(map(id, modules))
             for each in modules:
-                self._note_attributes(each, reach)
-        elif reach and _is_plain_object(value) and not (self._is_far and _is_busy(value)):
-            self._note_attributes(value, reach - 1)
+                self._note_attributes(each, reach, where)
+        elif not self._note_object(value, reach, where) and self._is_far and is_iterator(value):
+            self.iterators.append((value, where))
 
-    def _note_function(self, function: Any, reach: int) -> None:
-        if isinstance(function, types.MethodType):
-            self._note(function.__self__, reach)
+    def _slots_of(self, value: Any) -> _Slots:
+        return _slots_of(type(value)) if self._is_far else {}
+
+    def _is_next(self, value: Any, reach: int, where: _Where) -> None:
+        """It is no farther than what led to it."""
+        if type(value) not in _LEAVES:
+            self._to_see.appendleft((value, reach, where))
+
+    def _note_object(self, value: Any, reach: int, where: _Where) -> bool:
+        """Whether it is a plain object within reach, all of whose state is in its attributes."""
+        slots = self._slots_of(value)
+        if not reach or not _is_plain_object(value, slots) or (self._is_far and _is_busy(value, slots)):
+            return False
+        self._note_attributes(value, reach - 1, where)
+        return not is_iterator(value) or isinstance(type(value).__next__, types.FunctionType)
+
+    def _note_function(self, function: Any, reach: int, where: _Where) -> None:
+        if isinstance(function, _METHODS):
+            self._is_next(function.__self__, reach, (where, "__self__"))
         elif isinstance(function, functools.partial):
-            for each in (function.func, function.args, function.keywords):
-                self._note(each, reach)
+            for name in ("func", "args", "keywords"):
+                self._is_next(getattr(function, name), reach, (where, name))
         else:
-            for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-                self._note(default, reach)
-            for cell in function.__closure__ or ():
+            defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+            for default in defaults:
+                self._is_next(default, reach, (where, "__defaults__"))
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 with contextlib.suppress(ValueError):  # it has no value yet
                     self._parts.append(_Cell(cell))
-                    self._note(cell.cell_contents, reach)
+                    self._is_next(cell.cell_contents, reach, (where, name))
             if _root_of(function) not in _FOREIGN:
-                self._note_globals(function.__code__.co_names, function.__globals__, reach)
+                self._note_globals(function.__code__.co_names, function.__globals__, reach, where)
 
-    def _note_globals(self, wanted: Iterable[str], names: dict[str, Any], reach: int) -> None:
+    def _note_globals(self, wanted: Iterable[str], names: dict[str, Any], reach: int, where: _Where) -> None:
         """Without functions among them: what these lead to in turn is not looked for."""
         for name in wanted:
             value = names.get(name, _MISSING)
             if type(value) in _LEAVES:
                 self._parts.append(_Global(names, name))
             elif value is not _MISSING and not isinstance(value, _NO_OBJECTS):
-                self._note(value, reach)
+                self._is_next(value, reach, (where, name))
 
 
 def _root_of(value: Any) -> str:
@@ -371,18 +429,46 @@ def _root_of(value: Any) -> str:
     return (getattr(value, "__module__", None) or "builtins").partition(".")[0]
 
 
-def _is_plain_object(value: Any) -> bool:
+def _is_plain_object(value: Any, slots: _Slots) -> bool:
     kind = type(value)
     if kind in (types.SimpleNamespace,):
         return True
-    root = _root_of(kind)
-    has_attributes = isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, _NO_OBJECTS)
-    return has_attributes and root not in _FOREIGN
+    if isinstance(value, _NO_OBJECTS) or _root_of(kind) in _FOREIGN:
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict) or bool(slots)
 
 
-def _is_busy(value: Any) -> bool:
+def _slots_of(kind: type) -> _Slots:
+    """By name, what reads and writes the slots that the user's classes have."""
+    return {
+        name: each
+        for base in reversed(kind.__mro__)
+        if "__slots__" in vars(base) and _root_of(base) not in _FOREIGN
+        for name, each in vars(base).items()
+        if isinstance(each, types.MemberDescriptorType)
+    }
+
+
+def _attributes_of(value: Any, slots: _Slots) -> dict[str, Any]:
+    own: dict[str, Any] = getattr(value, "__dict__", {})
+    if not slots:
+        return own
+    found = dict(own)
+    for name, slot in slots.items():
+        with contextlib.suppress(AttributeError):  # it is empty
+            found[name] = slot.__get__(value)
+    return found
+
+
+def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(container, dict):
+        return list(container.items())
+    return enumerate(list(container))
+
+
+def _is_busy(value: Any, slots: _Slots) -> bool:
     """Whether others may work with it meanwhile: it has a lock, a thread, a queue, a socket."""
-    return any(type(each).__module__ in _BUSY for each in vars(value).values())
+    return any(type(each).__module__ in _BUSY for each in _attributes_of(value, slots).values())
 
 
 def _is_pure(value: Any, depth: int = 4) -> bool:
@@ -451,4 +537,4 @@ _NUMPY_RANDOM_STATE = Saved(
 )
 _ARRAY = Saved(lambda array: array.copy(), _write_array, _same_state)
 
-__all__ = ["Framework", "PythonState", "Saved", "as_then", "check_no_iterators"]
+__all__ = ["Framework", "PythonState", "Saved", "as_then", "check_no_iterators", "is_iterator"]

@@ -19,8 +19,9 @@ from hyper_parallel.core.swap import engines
 from hyper_parallel.core.swap.by_hand import storage as moves
 from hyper_parallel.core.swap.by_hand.layer_order import ORDER
 from hyper_parallel.core.swap.by_hand.storage import Storage
+from hyper_parallel.core.swap.by_hand.tensor import ByHandBackend
 from hyper_parallel.platform import platform_of
-from hyper_parallel.platform.selection import part_of
+from hyper_parallel.platform.selection import backend
 
 _MIN_REFERENCES = 64  # fewer dead ones are not worth a look
 
@@ -140,7 +141,7 @@ class SwapManager:
         call = "set_forward_prefetch_layer"
         platform = platform_of(first, call=call)
         platform_of(second, call=call)
-        part_of(platform, "compat.by_hand", call).hook_order(first, second)
+        backend(platform, ByHandBackend, call).hook_order(first, second)
         ORDER.pair(first, second)
 
     # -- numbers ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, ClassVar, NamedTuple, Protocol, cast, final
 
 from hyper_parallel._base.errors import ArgumentTypeError, StateError
 from hyper_parallel.core.swap.device import Buffer, Event, Stream
@@ -20,7 +20,8 @@ from hyper_parallel.core.swap.saved_by_autograd import Residual, SavedByAutograd
 from hyper_parallel.core.swap.slot import Handle, Slot
 from hyper_parallel.core.swap.states import Change, SlotState, after
 from hyper_parallel.platform import platform_of
-from hyper_parallel.platform.selection import part_of
+from hyper_parallel.platform.opaque import Module, Tensor
+from hyper_parallel.platform.selection import backend
 
 # In each state one of the calls is legal; it is what an error tells to call.
 _NEXT = {
@@ -43,7 +44,7 @@ class Parts(NamedTuple):
 
 
 class Held(Protocol):
-    """A tensor without its graph; made by the platform's `hand_made.hold`."""
+    """A tensor without its graph; made by `ByHandBackend.hold`."""
 
     value: Any
     stream: Any  # the framework's current one when it was held; None where there are none
@@ -53,6 +54,18 @@ class Held(Protocol):
 
     def parts(self) -> Parts | None:
         """None if it cannot be swapped."""
+
+
+class ByHandBackend(Protocol):
+    """What moves by hand ask of a framework."""
+
+    folder: ClassVar[str] = "compat.by_hand"
+
+    def hold(self, tensor: Tensor) -> Held:
+        """The tensor without its graph, on the current stream."""
+
+    def hook_order(self, first: Module, second: Module) -> None:
+        """Have `layer_order` told when the two begin and when the backward of `second` does; once, however often it is called."""
 
 
 class _Moved(NamedTuple):
@@ -272,7 +285,7 @@ class SwapTensor:
     # -- inside; the lock is held -------------------------------------------------------------------------------------
 
     def _hold(self, tensor: Any) -> None:
-        held: Held = self._backend.hold(tensor)
+        held = cast(ByHandBackend, self._backend).hold(tensor)  # what is no tensor is never held
         self._held, self._saved_version = held, held.read_version()
 
     def _launch_load(self, copy_stream: Any) -> None:
@@ -330,7 +343,7 @@ def stream_of(engine: SwapEngine, stream: Any) -> Stream | None:
     return None if stream is None else engine.device.stream_of(stream)
 
 
-def _backend_of(value: Any) -> Any:
+def _backend_of(value: object) -> ByHandBackend | None:
     """The platform's part for moves by hand; None for a value that is no tensor."""
     if value is None:
         return None
@@ -340,4 +353,4 @@ def _backend_of(value: Any) -> Any:
         return None
     if not isinstance(value, platform.Tensor):
         return None
-    return part_of(platform, "compat.by_hand", "SwapTensor")
+    return backend(platform, ByHandBackend, "SwapTensor")

@@ -1,18 +1,18 @@
 """What moves by hand need of MindSpore: a tensor to hold and its parts, and hooks that tell a cell's turn.
 
-`core/swap` calls `hold` and `hook_order`; every framework has them.
+What `core/swap/by_hand` calls is at the end: `BACKEND`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import mindspore
 from mindspore import Tensor, nn
 
 from hyper_parallel.core.swap.by_hand.layer_order import ORDER
-from hyper_parallel.core.swap.by_hand.tensor import Parts
+from hyper_parallel.core.swap.by_hand.tensor import ByHandBackend, Held, Parts
 from hyper_parallel.platform.arguments import check_module
 from hyper_parallel.platform.mindspore.regions.saved_tensors import base_check_fn
 from hyper_parallel.platform.mindspore.swap.device import flat, is_on_host, tensor_on
@@ -24,11 +24,6 @@ from hyper_parallel.platform.mindspore.swap.storages import (
     storage_bytes,
 )
 from hyper_parallel.platform.trees import leaves
-
-
-def hold(tensor: Tensor) -> HeldTensor:
-    """The tensor without its graph, on the current stream."""
-    return HeldTensor(tensor)
 
 
 class HeldTensor:
@@ -59,19 +54,6 @@ def _rebuilder(tensor: Tensor) -> Callable[[Any], Tensor]:
     return lambda buffer: tensor_on(buffer, look)
 
 
-def hook_order(first: nn.Cell, second: nn.Cell) -> None:
-    """Have `layer_order` told when the two begin and when the backward of `second` does; once, however often it is called."""
-    for cell in (first, second):
-        check_module(cell, nn.Cell, "set_forward_prefetch_layer")
-    # A hook is looked for by identity: a copy of a cell has the hooks, too, and needs no others.
-    if _first_begins not in (first._lazy_forward_pre_hook or {}).values():
-        first.register_forward_pre_hook(_first_begins)
-    if _second_begins not in (second._lazy_forward_pre_hook or {}).values():
-        second.register_forward_pre_hook(_second_begins)
-    if _second_ends not in (second._lazy_forward_hook or {}).values():
-        second.register_forward_hook(_second_ends)
-
-
 # Functions of this module, and no closures: a model that has them can be pickled.
 
 
@@ -95,3 +77,26 @@ def _second_ends(cell: nn.Cell, _args: Any, output: Any) -> None:
 
 def _ignoring_gradients(launch: Callable[[], None]) -> Callable[..., None]:
     return lambda *_gradients: launch()
+
+
+class MindSporeByHand:
+    """See `ByHandBackend`."""
+
+    folder: ClassVar[str] = ByHandBackend.folder
+
+    def hold(self, tensor: Tensor) -> Held:
+        return HeldTensor(tensor)
+
+    def hook_order(self, first: nn.Cell, second: nn.Cell) -> None:
+        for cell in (first, second):
+            check_module(cell, nn.Cell, "set_forward_prefetch_layer")
+        # A hook is looked for by identity: a copy of a cell has the hooks, too, and needs no others.
+        if _first_begins not in (first._lazy_forward_pre_hook or {}).values():
+            first.register_forward_pre_hook(_first_begins)
+        if _second_begins not in (second._lazy_forward_pre_hook or {}).values():
+            second.register_forward_pre_hook(_second_begins)
+        if _second_ends not in (second._lazy_forward_hook or {}).values():
+            second.register_forward_hook(_second_ends)
+
+
+BACKEND: ByHandBackend = MindSporeByHand()

@@ -19,7 +19,7 @@ from mindspore import Parameter, Tensor, bfloat16, nn, ops
 from mindspore.graph.api import _no_grad
 
 from hyper_parallel._base.errors import StateError
-from hyper_parallel.core.planner.plan.python_state import PythonState, check_no_iterators
+from hyper_parallel.core.planner.plan.python_state import PythonState, check_no_iterators, is_iterator
 from hyper_parallel.platform.mindspore.regions.attributes import MINDSPORE, cells_in
 from hyper_parallel.platform.mindspore.regions.random_ops import SeedState
 from hyper_parallel.platform.mindspore.swap.storages import aliased, storage_address, unseen
@@ -34,7 +34,7 @@ class ModelState:
 
     Args:
         others: what belongs to a step as well: the loss function.
-        batch: its tensors are put back, too.
+        batch: what is in it is put back, too.
 
     Raises:
         ArgumentError (a ValueError): something of it cannot be put back; it is named.
@@ -42,8 +42,6 @@ class ModelState:
 
     def __init__(self, model: nn.Cell, *others: Any, batch: Any = None) -> None:
         self._cells = [cell for cell in cells_in(model) if not type(cell).__module__.startswith("hyper_parallel.")]
-        names = {cell: name for name, cell in model.cells_and_names()}
-        check_no_iterators((names.get(cell, ""), cell) for cell in self._cells)
         self._hooks = [
             (cell, name, dict(getattr(cell, name) or {}))
             for cell in self._cells
@@ -51,7 +49,10 @@ class ModelState:
             if isinstance(getattr(cell, name, None), (dict, type(None)))
         ]
         hooks = [hook for _, _, found in self._hooks for hook in found.values()]
-        self._python = PythonState(self._cells, MINDSPORE, holds=True, values=[*hooks, *others], reach=_REACH)
+        given = () if is_iterator(batch) else (batch,)  # the model says that it takes none
+        self._python = PythonState(self._cells, MINDSPORE, holds=True, values=[*hooks, *others, *given], reach=_REACH)
+        names = {id(cell): name for name, cell in model.cells_and_names()}
+        check_no_iterators(self._python, {id(batch): "batch", **names})
         named = {id(parameter): (name, parameter) for name, parameter in model.parameters_and_names()}
         found = {id(each): each for each in (*model.buffers(), *self._python.tensors, *leaves(batch))}
         self._parameters = [_Values(parameter, name) for name, parameter in named.values()]

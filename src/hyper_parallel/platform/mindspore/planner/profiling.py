@@ -154,6 +154,9 @@ class ProfiledModel:
     def is_alone(self) -> bool:
         return not GlobalComm.INITED or get_group_size() == 1
 
+    def step_ms_within(self) -> float | None:
+        return self.step_ms()
+
     def step_ms(self, num_steps: int = NUM_TIMED) -> float:
         """The median time of a step, as the model is now."""
         with self.preserved() as block, block:

@@ -140,13 +140,14 @@ class TorchTransport(Transport):
             )
 
     def contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().contiguous()
+        return _as_in_memory(tensor.detach()).contiguous()
 
     def is_writable_in_place(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_contiguous() and type(tensor) is not PendingTensor
+        is_as_in_memory = not (tensor.is_conj() or tensor.is_neg())
+        return is_as_in_memory and tensor.is_contiguous() and type(tensor) is not PendingTensor
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
+        return _as_in_memory(tensor.detach().clone(memory_format=torch.contiguous_format))
 
     def write(self, target: torch.Tensor, values: torch.Tensor) -> None:
         with torch.no_grad():
@@ -287,6 +288,14 @@ class _HostWork:
 _NATIVE = {reduction: native for native, reduction in TorchTransport.reductions.items()}
 
 _naming = threading.Lock()
+
+
+def _as_in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory has its values.
+
+    PyTorch only notes of a conjugate or a negative that it is one, and what communicates does not look.
+    """
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _work(work: Any, tensor: torch.Tensor) -> Any:

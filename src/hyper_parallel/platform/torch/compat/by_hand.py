@@ -1,29 +1,24 @@
 """What moves by hand need of PyTorch: a tensor to hold and its parts, and hooks that tell a module's turn.
 
-`core/swap` calls `hold` and `hook_order`; every framework has them.
+What `core/swap/by_hand` calls is at the end: `BACKEND`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from hyper_parallel.core.swap.by_hand.layer_order import ORDER
-from hyper_parallel.core.swap.by_hand.tensor import Parts
+from hyper_parallel.core.swap.by_hand.tensor import ByHandBackend, Held, Parts
 from hyper_parallel.platform.arguments import check_module
 from hyper_parallel.platform.torch.regions.local_parts import PLAIN_TYPES
 from hyper_parallel.platform.torch.regions.saved_tensors import base_check_fn
 from hyper_parallel.platform.torch.swap.device import flat
 from hyper_parallel.platform.torch.swap.engines import engine_of
 from hyper_parallel.platform.trees import leaves
-
-
-def hold(tensor: torch.Tensor) -> HeldTensor:
-    """The tensor without its graph, on the current stream."""
-    return HeldTensor(tensor)
 
 
 class HeldTensor:
@@ -45,19 +40,6 @@ class HeldTensor:
         if found is None or storage is None or storage.nbytes() == 0:
             return None
         return Parts(found[0], flat(self.value), storage.nbytes(), storage._cdata, _rebuilder(self.value))
-
-
-def hook_order(first: nn.Module, second: nn.Module) -> None:
-    """Have `layer_order` told when the two begin and when the backward of `second` does; once, however often it is called."""
-    for module in (first, second):
-        check_module(module, nn.Module, "set_forward_prefetch_layer")
-    # A hook is looked for by identity: a copy of a module has the hooks, too, and needs no others.
-    if _first_begins not in first._forward_pre_hooks.values():
-        first.register_forward_pre_hook(_first_begins)
-    if _second_begins not in second._forward_pre_hooks.values():
-        second.register_forward_pre_hook(_second_begins)
-    if _second_ends not in second._forward_hooks.values():
-        second.register_forward_hook(_second_ends)
 
 
 # Functions of this module, and no closures: a model that has them can be pickled.
@@ -108,3 +90,26 @@ def _rebuilder(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         return view.set_(buffer.untyped_storage(), offset, size, stride)
 
     return rebuild
+
+
+class TorchByHand:
+    """See `ByHandBackend`."""
+
+    folder: ClassVar[str] = ByHandBackend.folder
+
+    def hold(self, tensor: torch.Tensor) -> Held:
+        return HeldTensor(tensor)
+
+    def hook_order(self, first: nn.Module, second: nn.Module) -> None:
+        for module in (first, second):
+            check_module(module, nn.Module, "set_forward_prefetch_layer")
+        # A hook is looked for by identity: a copy of a module has the hooks, too, and needs no others.
+        if _first_begins not in first._forward_pre_hooks.values():
+            first.register_forward_pre_hook(_first_begins)
+        if _second_begins not in second._forward_pre_hooks.values():
+            second.register_forward_pre_hook(_second_begins)
+        if _second_ends not in second._forward_hooks.values():
+            second.register_forward_hook(_second_ends)
+
+
+BACKEND: ByHandBackend = TorchByHand()

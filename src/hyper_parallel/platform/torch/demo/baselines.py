@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,14 +28,6 @@ _MATMULS = [
 
 def is_cpu() -> bool:
     return not torch.accelerator.is_available()
-
-
-def trainer() -> Trainer:
-    return Trainer()
-
-
-def are_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 class Way:
@@ -107,3 +99,24 @@ def _each(wrap: Callable[..., nn.Module]) -> Callable[[nn.Module], None]:
             model.blocks[index] = wrap(block)
 
     return prepare
+
+
+class TorchBaselines:
+    """The ways to train that `hyper-parallel bench` measures, as the command asks for them."""
+
+    folder: ClassVar[str] = "demo.baselines"
+
+    def is_cpu(self) -> bool:
+        return is_cpu()
+
+    def trainer(self) -> Trainer:
+        return Trainer()
+
+    def ways(self, plan: Any) -> dict[str, Way]:
+        return ways(plan)
+
+    def are_equal(self, left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+BACKEND = TorchBaselines()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
@@ -93,3 +93,15 @@ class Trainer:
         shape, millions = self.shape, sum(p.numel() for p in self.model.parameters()) / 1e6
         name = "CPU" if self.device.type == "cpu" else getattr(torch, self.device.type).get_device_name(self.device)
         return f"{shape.blocks} transformer blocks, {millions:.1f} million parameters, batch {shape.batch} x {shape.length}, on {name}"
+
+
+class TorchDemo:
+    """The demo's model, as the command asks for it."""
+
+    folder: ClassVar[str] = "demo.transformer"
+
+    def trainer(self) -> Trainer:
+        return Trainer()
+
+
+BACKEND = TorchDemo()

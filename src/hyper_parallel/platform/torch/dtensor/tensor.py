@@ -29,6 +29,7 @@ from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, NoRuleError
 from hyper_parallel.core.shard.local_parts import as_layout, checked_spec, mesh_coordinate
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.torch.dtensor.movement import extremes_reduced, move_values, tied_to
+from hyper_parallel.platform.torch.dtensor.state_dicts import check_not_gathered
 
 __all__ = ["DTensor", "wrapped"]
 
@@ -305,6 +306,7 @@ class DTensor(torch.Tensor):
         self._spec = value._spec
 
     def detach(self) -> DTensor:
+        check_not_gathered(self)
         return wrapped(_any_local(self).detach(), self._spec)
 
     def detach_(self) -> DTensor:

@@ -33,7 +33,9 @@ from hyper_parallel.platform.torch.wrappers.replacement import TREE
 
 Key = tuple[str, int, str, int]
 _UNPLANNED = object()
-_LARGER = 'Plan with the largest batch that training has (`longest=` of a trainer\'s callback looks for it), or apply with on_oom="replan".'
+_LARGER = (
+    'Plan with the largest batch that training has (`batch=` of a trainer\'s callback), or apply with on_oom="replan".'
+)
 
 
 class PlannedPolicy:

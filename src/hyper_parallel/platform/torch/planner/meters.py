@@ -44,7 +44,23 @@ class CpuMemory:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells the terminal when it starts and stops
         # Without `torch.profiler.profile` around it, which makes a Python object of every op: that took ten times as long as the step.
         with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as self._profile:
-            yield
+            module: Any = torch.autograd.profiler
+            prepare = module._prepare_profiler
+            try:
+                module._prepare_profiler = self._refuse_another
+                yield
+            finally:
+                module._prepare_profiler = prepare
+
+    def _refuse_another(self, *_given: Any, **_named: Any) -> None:
+        """Before PyTorch ends this one for it, without a word, or the process with it, where it begins in backward."""
+        raise StateError(
+            "The model's step begins a profiler while memory is measured with one.",
+            expected="no profiler: on a CPU memory is measured with PyTorch's own, of which there is one at a time",
+            got="another one",
+            where="backward" if "turn" in self._names else "forward",
+            do="Switch the model's own profiler off while planning.",
+        )
 
     def mark(self, name: str) -> None:
         with torch.profiler.record_function(f"{self._PREFIX}{len(self._names)}"):

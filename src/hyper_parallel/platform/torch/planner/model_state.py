@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel._base.errors import ArgumentError, StateError
-from hyper_parallel.core.planner.plan.python_state import PythonState, check_no_iterators
+from hyper_parallel.core.planner.plan.python_state import PythonState, check_no_iterators, is_iterator
 from hyper_parallel.platform.torch.regions.attributes import TORCH
 from hyper_parallel.platform.torch.regions.compiled_code import is_compiled
 from hyper_parallel.platform.torch.regions.local_parts import local_tensor
@@ -41,7 +41,7 @@ class ModelState:
 
     Args:
         others: what belongs to a step as well: the loss function.
-        batch: its tensors are put back, too.
+        batch: what is in it is put back, too.
         written: names of parameters that a forward is known to write.
         is_for_planning: its last step is followed by `end`; without it, for a step that may have to be repeated.
 
@@ -64,9 +64,12 @@ class ModelState:
         is_for_planning: bool = False,
     ) -> None:
         modules = [module for module in model.modules() if not type(module).__module__.startswith(_FRAMEWORK)]
-        _check_modules(model, modules)
+        _check_initialized(model)
         hooks = [hook for module in modules for name in _HOOKS for hook in getattr(module, name, {}).values()]
-        self._python = PythonState(modules, TORCH, holds=True, values=[*hooks, *others], reach=_REACH)
+        given = () if is_iterator(batch) else (batch,)  # the model says that it takes none
+        self._python = PythonState(modules, TORCH, holds=True, values=[*hooks, *others, *given], reach=_REACH)
+        names = {id(module): name for name, module in model.named_modules()}
+        check_no_iterators(self._python, {id(batch): "batch", **names})
         named, buffers = dict(model.named_parameters()), list(model.buffers())  # a walk of all modules each
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
         self._random = RandomStates((*named.values(), *buffers))
@@ -257,9 +260,7 @@ class RandomStates:
             numpy.random.set_state(state)
 
 
-def _check_modules(model: nn.Module, modules: list[nn.Module]) -> None:
-    """Refuse what cannot be put back, before a step runs."""
-    names = {module: name for name, module in model.named_modules()}
+def _check_initialized(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, UninitializedTensorMixin):
             raise ArgumentError(
@@ -269,7 +270,6 @@ def _check_modules(model: nn.Module, modules: list[nn.Module]) -> None:
                 where=name,
                 do="Run the model once before planning: `model(batch)`.",
             )
-    check_no_iterators((names.get(module, ""), module) for module in modules)
 
 
 def _lists(module: nn.Module) -> list[dict[Any, Any]]:

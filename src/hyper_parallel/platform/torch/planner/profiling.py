@@ -28,6 +28,7 @@ from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.activation_checkpoint.replacement import replace
 from hyper_parallel.core.planner.model.abilities import Abilities, HostCost
+from hyper_parallel.core.planner.model.agreement import common_profile
 from hyper_parallel.core.planner.model.choices import SAVE, SWAP, plain, recompute_all, recompute_ms
 from hyper_parallel.core.planner.model.measured_span import Span
 from hyper_parallel.core.planner.model.problem import Problem, evaluate
@@ -48,6 +49,7 @@ from hyper_parallel.platform.torch.planner.steps import (
     KeptOutput,
     LossFn,
     device_of,
+    groups_of,
     is_alone,
     preserved,
     run_step,
@@ -56,7 +58,7 @@ from hyper_parallel.platform.torch.planner.steps import (
 )
 from hyper_parallel.platform.torch.planner.traced_steps import RecordedCall, note_shared, recording
 from hyper_parallel.platform.torch.regions.compiled_code import compile_visibly
-from hyper_parallel.platform.torch.regions.local_parts import is_distributed, local_tensor
+from hyper_parallel.platform.torch.regions.local_parts import local_tensor
 from hyper_parallel.platform.torch.regions.surroundings import is_replaying
 from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import checkpoint_wrapper
 from hyper_parallel.platform.torch.wrappers.replacement import TREE
@@ -94,7 +96,6 @@ class ProfiledModel:
         self.loss_fn = loss_fn
         self.device = device_of(model)
         self.blocks = find_blocks(model, regions)
-        self._plans_together = False
         self._keeps_output = keeps_output
         self._kept_output = KeptOutput(model, batch, self.device)
         self._reached: list[int | None] = []  # for each call of a block: see `_Reached`
@@ -158,30 +159,33 @@ class ProfiledModel:
         return None if None in peaks else max(peaks)
 
     def agreed(self, profile: Any) -> Any:
-        """What ranks plan by that hold parts of one model: the profile of the one with the highest peak.
+        """What ranks plan by that hold parts of one model: see `common_profile`. Model and batch in it are this rank's.
 
-        They take all their steps together, so that a plan that one of them refuses is to be refused by all, after as many steps. What the profile says of
-        model and batch stays this rank's.
+        They take all their steps together: a plan that one of them refuses is to be refused by all, after as many steps.
         """
-        self._plans_together = not self.is_alone and any(map(is_distributed, self.model.parameters()))
-        profiles = self._of_all(profile)
-        if any(_ops_of(each) != _ops_of(profile) for each in profiles):  # stages of a pipeline
-            self._plans_together = False
+        common = common_profile(self._of_all(profile))
+        if common is None:
+            self._groups = []  # each plans by itself
             return profile
-        chosen = max(profiles, key=lambda each: each.peak_bytes)
-        return dataclasses.replace(chosen, identity=profile.identity)
+        return dataclasses.replace(common, identity=profile.identity)
 
     def free_bytes(self) -> int:
         """What the device has left; of ranks that plan together, that with the least."""
         return min(self._of_all(free_bytes(self.device)))
 
+    @functools.cached_property
+    def _groups(self) -> list[Any]:
+        """Those in which a step of the model communicates, as far as its parameters tell."""
+        return [] if self.is_alone else groups_of(self.model)
+
     def _of_all(self, value: Any) -> list[Any]:
         """The value of each rank that plans together with this one, in their order."""
-        if not self._plans_together:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
+        values = {0 if self.is_alone else dist.get_rank(): value}
+        for group in self._groups:
+            found: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, values, group)
+            values = {rank: each for part in found for rank, each in part.items()}
+        return [values[rank] for rank in sorted(values)]
 
     def peak_bytes(self) -> int:
         """The highest point of one step above where it began, as the model is now; nothing is changed by it."""
@@ -378,7 +382,8 @@ class ProfiledModel:
         """
         computed_ms = sum(map(recompute_ms, regions, decision))
         noise_ms = _NOISE_SHARE * step_ms
-        if again_ms - step_ms - computed_ms <= noise_ms:
+        waits = again_ms - step_ms - computed_ms > noise_ms
+        if not any(self._of_all(waits)):  # what follows are steps, which ranks take together
             return regions, HostCost(0.0)
         whole_ms = self._step_ms_again(regions, decision, by_framework=True, is_unwatched=False)
         unwatched_ms = self._step_ms_again(regions, decision, by_framework=False, is_unwatched=True)
@@ -418,10 +423,6 @@ class ProfiledModel:
                 got=str(len(calls)),
                 do="Switch off what skips blocks at random (layer drop), or runs them again in backward (torch.utils.checkpoint).",
             )
-
-
-def _ops_of(profile: Any) -> list[Any]:
-    return [(region.path, region.call, [op.key for op in region.ops]) for region in profile.regions]
 
 
 class _Reached:

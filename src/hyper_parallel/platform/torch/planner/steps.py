@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
@@ -17,7 +18,7 @@ from hyper_parallel._base.put_back import PutBack
 from hyper_parallel.core.planner.plan.batch_words import telling_of_the_batch
 from hyper_parallel.platform.torch.planner.model_state import ModelState
 from hyper_parallel.platform.torch.regions.left_as_found import left_as_found
-from hyper_parallel.platform.torch.regions.local_parts import local_tensor
+from hyper_parallel.platform.torch.regions.local_parts import is_distributed, local_tensor
 from hyper_parallel.platform.torch.regions.surroundings import is_replaying
 from hyper_parallel.platform.trees import leaves, map_leaves
 
@@ -210,6 +211,18 @@ def surroundings_of(device: torch.device) -> Callable[[], Any]:
 def is_alone() -> bool:
     """Whether this process trains alone, and not as one rank of several."""
     return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    """The groups of ranks that hold parts of a model, or train copies of it together.
+
+    There is one for each axis of the meshes that its parameters lie on, and that of each `DistributedDataParallel`.
+    Every rank of them has to ask.
+    """
+    meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if is_distributed(each))
+    found = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    found += [each.process_group for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    return list({tuple(dist.get_process_group_ranks(group)): group for group in found}.values())
 
 
 def check_alone(what: str) -> None:

@@ -221,8 +221,13 @@ class PinnedSlab:
             return
         self._mapping = mmap.mmap(-1, num_bytes)
         self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        self._cudart = torch.cuda.cudart()
-        code = int(self._cudart.cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
+        cudart, address, code = torch.cuda.cudart(), self.tensor.data_ptr(), _CUDA_SUCCESS
+        try:
+            self._cudart = cudart
+            code = int(cudart.cudaHostRegister(address, num_bytes, 0))
+        except BaseException:
+            self.free()  # Ctrl-C came after the driver's answer
+            raise
         if code != _CUDA_SUCCESS:
             self._cudart = None
             raise MemoryError(f"the driver could not pin {num_bytes} bytes of host memory (CUDA error {code})")
