@@ -14,7 +14,7 @@ their mean; the peak is the highest of all steps, the time their median. A plan 
 than a hundredth in the minutes between two rows. What is promised is checked at the end.
 
 `--profiles FOLDER` keeps the profile of each model there, compressed: from it plans can be made again, by other rules, on any machine.
-`hyper_parallel.core.planner.model.profile.StepProfile.from_dict` takes what is in the file.
+`hyper_parallel.core.planner.plan.plan_file.profile_from_dict` takes what is in the file.
 
 `--out` is written anew after each row; `--add` keeps the rows that an earlier file has of other models, each with its own commit. `--minutes`: what would begin later is
 left out.
@@ -49,6 +49,7 @@ from solving_ahead import Solver
 import hyper_parallel as hp
 from activation import Meter, applied, measure, under
 from hyper_parallel.core.planner.plan.budget import budget_bytes
+from hyper_parallel.core.planner.plan.plan_file import profile_as_dict
 from hyper_parallel.core.planner.plan.proof import planned
 from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
 
@@ -107,7 +108,7 @@ class Bench:
             self.profile = self._profiled.profile()
             row["seconds"] = time.perf_counter() - begin
             if self._options.profiles is not None:
-                data = json.dumps(self.profile.as_dict(), separators=(",", ":")).encode()
+                data = json.dumps(profile_as_dict(self.profile), separators=(",", ":")).encode()
                 path = self._options.profiles / f"{file_name(f'{self.name} {about}'.strip())}.json.gz"
                 path.write_bytes(gzip.compress(data, mtime=0))
             print(f"{self.name}: profiled in {row['seconds']:.1f} s", file=sys.stderr, flush=True)

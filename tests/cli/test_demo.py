@@ -115,7 +115,7 @@ def test_largest_finds_the_size_of_a_function_of_the_user(folder: Path) -> None:
     assert found["peak_bytes"] <= 3 * 1024**2
     assert found["next"]["n"] == found["n"] + 1
     plan = hyper_parallel.MemoryPlan.load(folder / "plan.json")
-    assert plan.profile.facts["batch"] == f"float32[{16 * found['n']}, 64]"
+    assert plan.profile.identity.batch == f"float32[{16 * found['n']}, 64]"
     done = run_in(folder, "largest", "mine:sizes", "--budget", "1KiB")
     assert done.returncode == 3
     assert "make_batch(1)" in done.stderr

@@ -219,10 +219,12 @@ PLAN_KEYS = {
     "gap": None,
     "setting": {"window_bytes", "prefetch_bytes", "ahead_bytes"},
     "host": {"tier", "used_bytes", "reserved_bytes"},
-    "facts": {"model", "device", "training", "loads_by_region", "turn_is_clear"},  # of this made one
+    "facts": {  # of this made one
+        "model", "device", "training", "min_swap_bytes", "loads_by_region", "turn_is_clear", "shared_input_bytes",
+    },
     "decision": None,
     "profile": {"regions", "base_bytes", "peak_bytes", "step_ms", "turn", "link", "facts", "is_plain_measured"},
-}
+}  # fmt: skip
 REGION_KEYS = """
     path call ops inputs forward_ms backward_ms forward_peak_bytes backward_peak_bytes before_ms before_peak_bytes after_ms outside_bytes
     may_be_plain note_bytes is_dynamic

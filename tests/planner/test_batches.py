@@ -159,7 +159,7 @@ def test_with_replan_a_larger_batch_is_planned_before_it_runs(plans: Any) -> Non
     got = models.gradients(model, inputs)
     assert all(torch.equal(got[name], plain[name]) for name in plain)
     (longer,) = plan.replans(model)
-    assert longer.profile.facts["batch"] == "float32[192, 32]"
+    assert longer.profile.identity.batch == "float32[192, 32]"
     assert longer.budget_bytes <= plan.budget_bytes
     assert not longer.is_empty
     plan.remove(model)

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from hyper_parallel.core.planner.model.abilities import Abilities, HostCost
 from hyper_parallel.core.planner.model.choices import SWAP, load, recompute_all
 from hyper_parallel.core.planner.model.problem import Problem, evaluate, peak
 from hyper_parallel.core.planner.model.timeline import run_step
@@ -35,7 +36,7 @@ def test_what_is_chosen_is_within_the_budget_with_its_own_windows(share: float) 
 
 def test_each_region_leaves_to_the_loads_of_others_what_it_does_not_need_itself() -> None:
     profile = transformer(6, differ=False)
-    profile = dataclasses.replace(profile, facts={**profile.facts, "loads_by_region": True})
+    profile = dataclasses.replace(profile, abilities=Abilities(loads_by_region=True))
     budget = budget_of(profile, 0.4)
     found = choose(profile, budget, time_limit_s=NO_HURRY)
     ahead, loads = (
@@ -116,7 +117,7 @@ def test_where_regions_cost_the_host_much_blocks_are_left_alone_or_recomputed_wh
     budget = budget_of(profile, 0.6)
     found = {}
     for overhead_ms in (0.0, 0.01, 50.0):
-        given = dataclasses.replace(profile, facts={**profile.facts, "region_overhead_ms": overhead_ms})
+        given = dataclasses.replace(profile, host=HostCost(overhead_ms))
         found[overhead_ms] = choose(given, budget, time_limit_s=NO_HURRY)
     assert any(each.swaps for each in found[0.0].decision)
     assert any(each.swaps for each in found[0.01].decision), "a little overhead is no reason"
@@ -132,7 +133,7 @@ def test_where_regions_cost_the_host_much_blocks_are_left_alone_or_recomputed_wh
 @pytest.mark.parametrize("share", BUDGETS)
 def test_with_any_overhead_it_is_not_slower_than_recomputing_every_block(share: float) -> None:
     profile = transformer(5, differ=True)
-    given = dataclasses.replace(profile, facts={**profile.facts, "region_overhead_ms": 7.0})
+    given = dataclasses.replace(profile, host=HostCost(7.0))
     checkpointed = evaluate(Problem(profile, 0, 0, 0), tuple(map(recompute_all, profile.regions)))
     if checkpointed.peak_bytes <= budget_of(profile, share):
         assert choose(given, budget_of(profile, share), time_limit_s=NO_HURRY).step_ms <= checkpointed.step_ms * (

@@ -133,7 +133,7 @@ def test_a_batch_that_is_given_is_planned_with_in_place_of_the_first(tmp_path: P
     )
     trained.train()
     assert callback.plan is not None
-    assert callback.plan.profile.facts["batch"] == {"input_ids": "int64[2, 64]", "labels": "int64[2, 64]"}
+    assert callback.plan.profile.identity.batch == {"input_ids": "int64[2, 64]", "labels": "int64[2, 64]"}
     assert callback.stats == {}
 
 

@@ -109,7 +109,7 @@ def test_a_plan_of_an_earlier_version_trains_the_model_it_was_made_for(name: str
     plan = hp.MemoryPlan.load(path_of(name))
     plan.check(model, x)
     # Another PyTorch may make the same result with other ops: those that the plan does not know are recomputed then.
-    is_same_torch = torch.__version__.split(".")[:2] == plan.profile.facts["version"].split(".")[:2]
+    is_same_torch = torch.__version__.split(".")[:2] == plan.profile.identity.version.split(".")[:2]
     swapping = Swapping("cpu", tmp_path)
     with swapping.configured():
         plan.apply(model, on_mismatch="error" if is_same_torch else "recompute")

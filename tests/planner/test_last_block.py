@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from hyper_parallel.core.planner.model.abilities import Abilities
 from hyper_parallel.core.planner.model.choices import plain, recompute_all, save_all
 from hyper_parallel.core.planner.model.profile import StepProfile
 from hyper_parallel.core.planner.search import choosing
@@ -44,7 +45,7 @@ def test_the_rules_count_on_it_only_where_the_engine_can_hear_of_it(profile: Ste
     def is_clear(given: StepProfile) -> bool:
         return problem_of(given, 10**12, Setting(10**10, 10**10), 0).turn_is_clear
 
-    silent = dataclasses.replace(profile, facts={**profile.facts, "turn_is_clear": False})
+    silent = dataclasses.replace(profile, abilities=Abilities(loads_by_region=True))
     swapping = dataclasses.replace(profile, regions=(*profile.regions[:-1], transformer(1, differ=False).regions[0]))
     empty = dataclasses.replace(profile, regions=(*profile.regions[:-1], region(op(0, choices=("recompute",)))))
     assert is_clear(profile)
@@ -62,7 +63,7 @@ def test_a_last_block_that_is_plain_is_run_as_a_region_on_the_timeline(
     assert any(each.swaps for each in found.decision)
     last = profile.regions[-1]
     told, silent = (
-        timeline_under(dataclasses.replace(profile, facts={**profile.facts, "turn_is_clear": tells}),
+        timeline_under(dataclasses.replace(profile, abilities=Abilities(loads_by_region=True, turn_is_clear=tells)),
                        (*found.decision[:-1], plain(last)), found.setting)
         for tells in (True, False)
     )  # fmt: skip

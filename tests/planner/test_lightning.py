@@ -263,7 +263,7 @@ def test_a_batch_that_is_given_is_planned_with_in_place_of_the_first() -> None:
     planned = fitted(Flat(), callback, sizes=sizes)
     assert planned.losses == fitted(Flat(), sizes=sizes).losses
     assert callback.plan is not None
-    assert callback.plan.profile.facts["batch"] == [["float32[256, 32]"]]
+    assert callback.plan.profile.identity.batch == [["float32[256, 32]"]]
     assert callback.stats == {}
 
 

@@ -83,9 +83,7 @@ class Document(HTMLParser):
 
 def planned(part: float = 0.2, name: str = "Llama", num_blocks: int = 12) -> MemoryPlan:
     profile = cases.as_measured(cases.transformer(num_blocks, differ=False))
-    profile = dataclasses.replace(
-        profile, facts={**profile.facts, "model": name, "framework": "torch", "version": "2.13"}
-    )
+    profile = cases.measured_of(profile, model=name, framework="torch", version="2.13")
     budget = profile.base_bytes + int(part * profile.activation_peak_bytes)
     plan = solved(profile, budget, margin_bytes=first_margin(profile), time_limit_s=cases.NO_HURRY)
     plan.measured = Measured(plan.predicted.peak_bytes - 100_000_000, 2345.6, 1000.0)
@@ -290,7 +288,7 @@ def test_the_page_says_why_a_step_is_slower_than_predicted_and_where_values_go(n
     def page_on(device: str) -> str:
         plan = copy.copy(numbers.plan)
         plan.__dict__.pop("host", None)  # which was worked out for the other device
-        plan.profile = dataclasses.replace(plan.profile, facts={**plan.profile.facts, "device": device})
+        plan.profile = cases.measured_of(plan.profile, device=device)
         return page(dataclasses.replace(numbers, plan=plan), [])
 
     on_cpu, elsewhere = page_on("cpu"), page_on("cuda: H200")

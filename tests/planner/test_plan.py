@@ -16,6 +16,7 @@ from torch import nn  # noqa: E402
 
 import hyper_parallel as hp  # noqa: E402
 from hyper_parallel._base.errors import DamagedFileError, StateError  # noqa: E402
+from hyper_parallel.core.planner.model.abilities import HostCost  # noqa: E402
 from hyper_parallel.core.planner.model.choices import recompute_all  # noqa: E402
 from hyper_parallel.core.planner.model.profile import Link, Op, Region, StepProfile  # noqa: E402
 from hyper_parallel.core.planner.plan.proof import planned  # noqa: E402
@@ -281,7 +282,7 @@ def test_a_plan_that_is_made_under_autocast_is_for_steps_under_autocast(part: st
     plain = step()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plan = hp.plan_memory(model, inputs, budget=part, progress=False)
-        assert plan.profile.facts["autocast"] == "bfloat16"
+        assert plan.profile.identity.autocast == "bfloat16"
         assert plan.measured.peak_bytes <= plan.budget_bytes < plan.profile.peak_bytes
         plan.apply(model)
     for _ in range(2):
@@ -522,7 +523,7 @@ def test_swapped_inputs_that_blocks_share_are_on_the_host_once(tmp_path_factory:
     )
     assert any("swap" in each.inputs for each in decision)
     plan = hp.MemoryPlan(case.profile, decision, some.setting, some.budget_bytes, some.predicted)
-    assert case.profile.facts["shared_input_bytes"], "sines and cosines are given to all blocks"
+    assert case.profile.shared_input_bytes, "sines and cosines are given to all blocks"
     directory = tmp_path_factory.mktemp("other")
     with hp.configure_swap(disk_dir=directory, min_bytes=4096):
         plan.apply(case.model)
@@ -540,7 +541,7 @@ def test_where_the_host_is_the_slower_one_the_frameworks_checkpoint_recomputes_w
     from hyper_parallel.platform.torch.planner import applying
 
     case = Planned(name)
-    profile = dataclasses.replace(case.profile, facts={**case.profile.facts, "region_overhead_ms": 1e3})
+    profile = dataclasses.replace(case.profile, host=HostCost(1e3))
     budget = profile.base_bytes + int(profile.activation_peak_bytes * 0.8)
     plan = planned(profile, budget, case.profiled)
     assert plan.measured is not None

@@ -193,7 +193,7 @@ def test_a_plan_is_saved_loaded_applied_and_shown(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     loaded = hp.MemoryPlan.load(tmp_path / "plan.json")
     assert loaded.as_dict() == plan.as_dict()
-    assert loaded.profile.facts["framework"] == "mindspore"
+    assert loaded.profile.identity.framework == "mindspore"
     loaded.apply(case.model)
     case.check_gradients()
     loaded.remove(case.model)

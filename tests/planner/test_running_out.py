@@ -306,7 +306,7 @@ def test_a_step_under_autocast_is_planned_anew_under_autocast() -> None:
     with FailingBackward(training.model, 30) as room:
         assert losses(plan.run, training, room.arm) == expected
     (longer,) = plan.replans(training.model)
-    assert longer.profile.facts["autocast"] == "bfloat16"
+    assert longer.profile.identity.autocast == "bfloat16"
     assert any("bfloat16" in look for op in longer.profile.regions[0].ops for look in op.looks)
     plan.remove(training.model)
 
@@ -421,7 +421,7 @@ def test_each_batch_runs_under_the_smallest_plan_that_was_made_for_one_as_large(
         training.model(batch_of(1, LONG)).backward()
         (longer,) = plan.replans(training.model)
         assert managed.current is longer
-        assert longer.profile.facts["batch"] == f"float32[{LONG}, 16]"
+        assert longer.profile.identity.batch == f"float32[{LONG}, 16]"
         training.model.zero_grad()
         training.model(batch_of(2, SHORT - 8)).backward()
         assert managed.current is plan

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hyper_parallel.core.planner.model.abilities import HostCost
 from hyper_parallel.core.planner.model.choices import recompute_all
 from hyper_parallel.core.planner.model.problem import Problem, evaluate
 from hyper_parallel.core.planner.model.profile import StepProfile
@@ -66,7 +67,7 @@ def known() -> dict[str, MemoryPlan]:
 @pytest.fixture(scope="module")
 def profile() -> StepProfile:
     found = transformer(3, differ=False)
-    return dataclasses.replace(found, facts={**found.facts, "device": "cuda", "region_overhead_ms": 0.0})
+    return dataclasses.replace(found, identity=dataclasses.replace(found.identity, device="cuda"), host=HostCost(0.0))
 
 
 def test_steps_as_fast_as_predicted_are_left_alone(profile: StepProfile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +88,7 @@ def test_where_regions_cost_the_host_too_much_blocks_are_left_alone_or_recompute
     assert not any(each.swaps for each in third.decision), "regions that copy nothing cost the host less, and are tried"
     assert not any(each.is_plain or each == whole(first, i) for i, each in enumerate(first.decision[:-1]))
     assert all(each.is_plain or each == whole(plan, i) for i, each in enumerate(plan.decision))
-    assert plan.profile.facts["region_overhead_ms"] == pytest.approx(profile.step_ms, rel=0.2)
+    assert plan.profile.host.region_ms == pytest.approx(profile.step_ms, rel=0.2)
     assert plan.measured is not None
     assert plan.measured.peak_bytes <= plan.budget_bytes
 
@@ -107,7 +108,7 @@ def test_regions_that_only_save_and_recompute_are_tried_where_the_host_is_the_sl
     profile: StepProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = Steps(monkeypatch, more_ms=0.001 * profile.step_ms)
-    slow = dataclasses.replace(profile, facts={**profile.facts, "region_overhead_ms": profile.step_ms})
+    slow = dataclasses.replace(profile, host=HostCost(profile.step_ms))
     plan = planned(slow)
     first, second = steps.measured
     assert all(each.is_plain or each == whole(first, i) for i, each in enumerate(first.decision)), "by its prediction"
@@ -134,7 +135,9 @@ def test_recomputing_every_block_is_taken_where_it_is_as_fast(
 ) -> None:
     """A plan that is hardly slower than predicted, and hardly faster than what needs neither copies nor policies."""
     steps = Steps(monkeypatch, more_ms=0.0)
-    profile = dataclasses.replace(transformer(16, differ=False), link=None, facts=profile.facts)
+    profile = dataclasses.replace(
+        transformer(16, differ=False), link=None, identity=profile.identity, host=profile.host
+    )
     decision = tuple(map(recompute_all, profile.regions))
     cost = evaluate(Problem(profile, 0, 0, 0), decision)
     budget = cost.peak_bytes + proof.first_margin(profile) + profile.activation_peak_bytes // 200
@@ -163,7 +166,7 @@ def test_where_the_device_waits_for_the_host_a_plan_must_leave_room_for_a_busy_o
     profile: StepProfile, monkeypatch: pytest.MonkeyPatch, overhead: float, share: float, is_managed: bool
 ) -> None:
     """Its steps take this share of what recomputing every block takes. Three regions take three times the overhead: a twentieth is between the two."""
-    slow = dataclasses.replace(profile, facts={**profile.facts, "region_overhead_ms": overhead * profile.step_ms})
+    slow = dataclasses.replace(profile, host=HostCost(overhead * profile.step_ms))
     Steps(monkeypatch, more_ms=0.0)
     all_whole = evaluate(Problem(slow, 0, 0, 0), tuple(map(recompute_all, slow.regions)))
     room_bytes = proof.first_margin(slow) + slow.activation_peak_bytes // 6
@@ -193,7 +196,7 @@ def test_in_full_checkpoints_memory_a_host_that_is_waited_for_is_not_asked_for_m
     profile: StepProfile, monkeypatch: pytest.MonkeyPatch, overhead: float, is_managed: bool
 ) -> None:
     """Its steps take 0.97 of what recomputing every block was predicted to take, and that takes 1.05 of it: the one may be the other tomorrow."""
-    slow = dataclasses.replace(profile, facts={**profile.facts, "region_overhead_ms": overhead * profile.step_ms})
+    slow = dataclasses.replace(profile, host=HostCost(overhead * profile.step_ms))
     decision = tuple(map(recompute_all, slow.regions))
     all_whole = evaluate(Problem(slow, 0, 0, 0), decision)
     budget, whole_ms = all_whole.peak_bytes, all_whole.step_ms
@@ -212,7 +215,7 @@ def test_in_full_checkpoints_memory_a_host_that_is_waited_for_is_not_asked_for_m
 def test_every_block_is_recomputed_where_blocks_left_alone_take_more_than_the_rules_say(
     profile: StepProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = dataclasses.replace(profile, facts={**profile.facts, "region_overhead_ms": 0.02 * profile.step_ms})
+    slow = dataclasses.replace(profile, host=HostCost(0.02 * profile.step_ms))
     decision = tuple(map(recompute_all, slow.regions))
     all_whole = evaluate(Problem(slow, 0, 0, 0), decision)
     budget = all_whole.peak_bytes + proof.first_margin(slow) + slow.activation_peak_bytes // 6
@@ -238,13 +241,9 @@ def test_a_little_slower_is_left_alone_and_so_is_a_framework_whose_profile_does_
     steps = Steps(monkeypatch, more_ms=0.01 * profile.step_ms)
     assert planned(profile) is steps.measured[-1]
     assert len(steps.measured) == 1
-    del profile.facts["region_overhead_ms"]
-    try:
-        steps = Steps(monkeypatch, more_ms=profile.step_ms)
-        assert planned(profile) is steps.measured[-1]
-        assert len(steps.measured) == 1
-    finally:
-        profile.facts["region_overhead_ms"] = 0.0
+    steps = Steps(monkeypatch, more_ms=profile.step_ms)
+    assert planned(dataclasses.replace(profile, host=None)) is steps.measured[-1]
+    assert len(steps.measured) == 1
 
 
 class Profiled:

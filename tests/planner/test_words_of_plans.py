@@ -22,6 +22,7 @@ from hyper_parallel.core.planner.plan.plan import Measured, MemoryPlan
 from hyper_parallel.core.planner.planning import Explanation
 from hyper_parallel.core.planner.solve.refusal import advice, blocks_words, made_of
 from support.made_plans import plan_of, profile_of
+from support.planner_cases import measured_of
 
 # -- times --------------------------------------------------------------------------------------------------------------------------
 
@@ -39,10 +40,10 @@ def test_a_line_says_when_predicted_and_measured_times_differ_by_more_than_a_ten
     plan = plan_of()
     predicted = plan.predicted_to_plain
 
-    def said(factor: float, **facts: Any) -> str:
+    def said(factor: float, **identity: Any) -> str:
         measured = Measured(plan.predicted.peak_bytes, factor * predicted * 200.0, 200.0)
         plan.measured = measured
-        plan.profile = dataclasses.replace(plan.profile, facts={**plan.profile.facts, **facts})
+        plan.profile = measured_of(plan.profile, **identity)
         return str(plan)
 
     assert "than predicted" not in said(1.09)
@@ -78,9 +79,9 @@ def test_a_gap_that_the_table_would_not_show_is_not_spoken_of() -> None:
 def test_a_plan_made_in_eval_mode_says_so() -> None:
     plan = plan_of(is_empty=True)
     assert "eval mode" not in str(plan)
-    plan.profile = dataclasses.replace(plan.profile, facts={**plan.profile.facts, "training": False})
+    plan.profile = measured_of(plan.profile, is_training=False)
     assert "Planned in eval mode" in str(plan)
-    plan.profile.facts["framework"] = "mindspore"
+    plan.profile = measured_of(plan.profile, framework="mindspore")
     assert "where training calls `model.set_train()`, call it first" in str(plan)
     assert "model.train()" not in str(plan)
 

@@ -34,6 +34,7 @@ from unittest import mock
 
 from hyper_parallel.core.planner.model.profile import StepProfile
 from hyper_parallel.core.planner.plan.plan import MemoryPlan
+from hyper_parallel.core.planner.plan.plan_file import profile_from_dict
 from hyper_parallel.core.planner.plan.proof import first_margin, solved
 from hyper_parallel.core.planner.search import choosing
 from support.planner_cases import NO_HURRY
@@ -48,7 +49,7 @@ _LETTERS = {"save": "s", "swap": "w", "recompute": "r", None: "."}
 
 def as_on_an_accelerator(data: dict[str, Any]) -> None:
     """To copy what a block keeps takes 1.5 times as long as its forward, and a managed block costs the host something."""
-    block = StepProfile.from_dict(data).regions[0]
+    block = profile_from_dict(data).regions[0]
     bytes_per_ms = block.residual_bytes / (1.5 * block.forward_ms)
     data["link"] = {"out_bytes_per_ms": bytes_per_ms, "in_bytes_per_ms": bytes_per_ms, "both_bytes_per_ms": None}
     data["facts"] |= {
@@ -76,7 +77,7 @@ WAYS: dict[str, Callable[[dict[str, Any]], None]] = {
 def profile_of(name: str, way: str) -> StepProfile:
     data = json.loads(gzip.decompress((PROFILES / f"{name}.json.gz").read_bytes()))
     WAYS[way](data)
-    return StepProfile.from_dict(data)
+    return profile_from_dict(data)
 
 
 def smallest_bytes(profile: StepProfile) -> int:

@@ -14,8 +14,7 @@ from support import planner_cases as cases
 
 def profile_of(device: str = "cpu", **others: Any) -> StepProfile:
     profile = cases.as_measured(cases.transformer(4, differ=False))
-    facts = {**profile.facts, "model": "<Llama>", "device": device, "training": True}
-    return dataclasses.replace(profile, facts=facts, **others)
+    return dataclasses.replace(cases.measured_of(profile, model="<Llama>", device=device, is_training=True), **others)
 
 
 def plan_of(

@@ -7,13 +7,15 @@ import functools
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
-from hyper_parallel.core.planner.model.choices import Decision, Load, RegionDecision, allowed, load
+from hyper_parallel.core.planner.model.abilities import Abilities
+from hyper_parallel.core.planner.model.choices import Choice, Decision, Load, RegionDecision, allowed, load
 from hyper_parallel.core.planner.model.problem import Cost, Problem, cost
 from hyper_parallel.core.planner.model.profile import Input, Link, Op, Region, StepProfile, Turn, Value
 
 MB = 1_000_000
-CHOICES = ("save", "swap", "recompute")
+CHOICES = tuple(Choice)
 NO_HURRY = 600.0  # seconds for a solver: what it finds must not depend on how busy the machine is
 
 
@@ -322,5 +324,12 @@ def as_measured(profile: StepProfile) -> StepProfile:
     ops = tuple(dataclasses.replace(one, choices=tuple(c for c in one.choices if c != "swap")) for one in last.ops)
     inputs = tuple(dataclasses.replace(one, may_swap=False) for one in last.inputs)
     regions[-1] = dataclasses.replace(last, ops=ops, inputs=inputs)
-    facts = {**profile.facts, "device": "cuda: a device", "turn_is_clear": True, "loads_by_region": True}
-    return dataclasses.replace(profile, regions=tuple(regions), facts=facts)
+    abilities = Abilities(loads_by_region=True, turn_is_clear=True)
+    return dataclasses.replace(
+        measured_of(profile, device="cuda: a device"), regions=tuple(regions), abilities=abilities
+    )
+
+
+def measured_of(profile: StepProfile, **changes: Any) -> StepProfile:
+    """The profile, as if it had been measured of something else: `changes` are of its identity."""
+    return dataclasses.replace(profile, identity=dataclasses.replace(profile.identity, **changes))

@@ -11,6 +11,7 @@ from hyper_parallel.core.planner.model.choices import (
     RECOMPUTE,
     SAVE,
     SWAP,
+    Choice,
     RegionDecision,
     kept_bytes,
     recompute_ms,
@@ -106,11 +107,11 @@ class Numbers:
 
     def as_dict(self) -> dict[str, Any]:
         plan = self.plan
-        facts = plan.profile.facts
+        identity = plan.profile.identity
         return {
-            "model": facts.get("model"),
-            "device": facts.get("device"),
-            "framework": f"{facts.get('framework', '')} {facts.get('version', '')}".strip(),
+            "model": identity.model,
+            "device": identity.device,
+            "framework": f"{identity.framework or ''} {identity.version or ''}".strip(),
             "budget_bytes": plan.budget_bytes,
             "base_bytes": plan.base_bytes,
             "plain": {"peak_bytes": plan.profile.peak_bytes, "step_ms": plan.profile.step_ms},
@@ -192,7 +193,7 @@ def _of_modules(region: Region, decision: RegionDecision) -> list[Row]:
     """By module of the block, in the order of their first op; what the block was given comes first."""
     rows: dict[str, Row] = {}
 
-    def add(name: str, choice: str | None, num_bytes: int, residual_bytes: int, ms: float) -> None:
+    def add(name: str, choice: Choice | None, num_bytes: int, residual_bytes: int, ms: float) -> None:
         row = rows.get(name, Row(name, "", 0, 0, 0, 0.0))
         if choice == SAVE:
             row = row._replace(saved_bytes=row.saved_bytes + num_bytes)

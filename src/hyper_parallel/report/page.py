@@ -47,7 +47,7 @@ def write_report(
 
 
 def page(numbers: Numbers, notes: list[tuple[str, str]]) -> str:
-    name = str(numbers.plan.profile.facts.get("model", "model"))
+    name = numbers.plan.profile.identity.model or "model"
     body = [
         f"<header><h1>Memory of one step: {escape(name)}</h1><p>{escape(_summary(numbers.plan))}</p></header>",
         _cards(numbers, notes),
@@ -405,12 +405,12 @@ def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def _facts(numbers: Numbers) -> str:
-    plan, facts = numbers.plan, numbers.plan.profile.facts
+    plan, identity = numbers.plan, numbers.plan.profile.identity
     window, prefetch = plan.setting.window_bytes, plan.setting.prefetch_bytes
     rows = [
-        ["device", str(facts.get("device", ""))],
-        ["framework", f"{facts.get('framework', '')} {facts.get('version', '')}".strip()],
-        ["batch", str(facts.get("batch", ""))],
+        ["device", identity.device or ""],
+        ["framework", f"{identity.framework or ''} {identity.version or ''}".strip()],
+        ["batch", "" if identity.batch is None else str(identity.batch)],
         ["parameters, gradients and the like", format_size(plan.base_bytes)],
     ]
     if plan.has_swaps:

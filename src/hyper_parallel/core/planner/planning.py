@@ -11,6 +11,7 @@ from hyper_parallel.core.planner.plan.batch_words import check_loss_fn
 from hyper_parallel.core.planner.plan.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.plan.budget import budget_note, check_budget, reserve_bytes
 from hyper_parallel.core.planner.plan.plan import MemoryPlan, Origin
+from hyper_parallel.core.planner.plan.plan_file import profile_as_dict
 from hyper_parallel.core.planner.plan.progress import Progress, check_progress, progress_of
 from hyper_parallel.core.planner.plan.proof import planned, time_by_turns
 from hyper_parallel.core.planner.plan.table import html_of, residual_parts, text_of
@@ -125,7 +126,7 @@ class Explanation:
     def __repr__(self) -> str:
         regions = self.profile.regions
         total = sum(region.residual_bytes for region in regions)
-        model = self.profile.facts.get("model", "a model")
+        model = self.profile.identity.model_words
         return f"<Explanation of {model}: {format_size(total)} kept for backward by {len(regions)} blocks; print it for the table>"
 
     def _repr_html_(self) -> str:
@@ -136,7 +137,7 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything that was measured, for JSON."""
-        return self.profile.as_dict()
+        return profile_as_dict(self.profile)
 
 
 def check_options(

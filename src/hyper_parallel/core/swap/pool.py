@@ -68,7 +68,9 @@ class PoolBlock:
         self._pool = pool
         self._out = _Out(self, pool._note_gone)
         self._out.last_uses, self._out.num_bytes, self._out.pieces = last_uses, self.num_bytes, pieces
-        self._is_out = True  # deleted by `give`: that is one step of the interpreter, so that of two calls one is found out
+        self._is_out = (
+            True  # deleted by `give`: that is one step of the interpreter, so that of two calls one is found out
+        )
 
     @property
     def last_uses(self) -> tuple[Event, ...]:

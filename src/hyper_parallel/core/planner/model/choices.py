@@ -5,13 +5,47 @@ The rules are those of the README ("How a choice is carried out"); `check` raise
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.core.planner.model.profile import Op, Region
 
-SAVE, SWAP, RECOMPUTE = "save", "swap", "recompute"
+if TYPE_CHECKING:
+    from hyper_parallel.core.planner.model.profile import Op, Region
+
+
+class Choice(str, Enum):
+    """What is done with the results of an op, or with an input of a region, between forward and backward.
+
+    A choice is its word: it is equal to it, and files, tables and messages have the word.
+    """
+
+    SAVE = "save"  # it stays on the device
+    SWAP = "swap"  # it is copied to the host, and back for backward
+    RECOMPUTE = "recompute"  # it is let go of, and the op runs again in backward
+
+    # Else it depends on the version of Python whether an f-string has the word or "Choice.SAVE".
+    __str__ = str.__str__
+    __repr__ = str.__repr__
+
+    def __format__(self, spec: str) -> str:
+        return str.__format__(self, spec)
+
+
+SAVE, SWAP, RECOMPUTE = Choice.SAVE, Choice.SWAP, Choice.RECOMPUTE
+_WORDS = {choice.value: choice for choice in Choice}
+
+
+def choices_of(words: Iterable[Any]) -> tuple[Any, ...]:
+    """The choices that a file names, and None. What is no choice is given back as it is: who checks the file knows where it stands."""
+    return tuple(_WORDS.get(word, word) if isinstance(word, str) else word for word in words)
+
+
+def words_of(choices: Iterable[Choice | None]) -> list[str | None]:
+    """What a file has for them."""
+    return [None if choice is None else str(choice) for choice in choices]
 
 
 @dataclass(frozen=True)
@@ -22,8 +56,8 @@ class RegionDecision:
     """
 
     is_plain: bool
-    ops: tuple[str | None, ...]
-    inputs: tuple[str | None, ...]
+    ops: tuple[Choice | None, ...]
+    inputs: tuple[Choice | None, ...]
 
     @property
     def swaps(self) -> bool:
@@ -54,7 +88,7 @@ class Load:
     is_managed: bool
 
 
-def allowed(op: Op) -> tuple[str, ...]:
+def allowed(op: Op) -> tuple[Choice, ...]:
     """Of its choices, those that do something.
 
     A view makes no storage: saving it would hold the storage of what it looks at, which nobody counts. So where it can be
@@ -80,7 +114,7 @@ def save_all(region: Region) -> RegionDecision:
 
 def recompute_all(region: Region) -> RegionDecision:
     """What `checkpoint` does without a policy: keeps the inputs, runs again all that backward needs and can run again."""
-    ops: list[str | None] = [None] * len(region.ops)
+    ops: list[Choice | None] = [None] * len(region.ops)
     wanted = {index for index, op in enumerate(region.ops) if op.is_needed}
     for index in reversed(range(len(region.ops))):
         if index not in wanted:
@@ -220,7 +254,7 @@ def _check_inputs(region: Region, decision: RegionDecision) -> None:
             )
 
 
-def _chosen_bytes(region: Region, decision: RegionDecision, wanted: str) -> int:
+def _chosen_bytes(region: Region, decision: RegionDecision, wanted: Choice) -> int:
     ops = sum(op.num_bytes for op, choice in zip(region.ops, decision.ops, strict=True) if choice == wanted)
     inputs = sum(
         each.value.num_bytes for each, choice in zip(region.inputs, decision.inputs, strict=True) if choice == wanted

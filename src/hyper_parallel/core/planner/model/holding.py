@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from hyper_parallel.core.planner.model.choices import SAVE, SWAP, RegionDecision
+from hyper_parallel.core.planner.model.choices import SAVE, SWAP, Choice, RegionDecision
 from hyper_parallel.core.planner.model.profile import Op, Region, Value
 from hyper_parallel.core.regions.rerun_plan import plan_replay
 
@@ -105,7 +105,7 @@ class Holding:
                     until = self.end if value.freed_after is None else value.freed_after
                     self.replay_freed_bytes[until] += value.num_bytes  # plant: replay-freed
 
-    def _hold_made(self, value: Value, op: int, choice: str | None, asked_at: int) -> None:
+    def _hold_made(self, value: Value, op: int, choice: Choice | None, asked_at: int) -> None:
         local = until = self.handed_on if value.freed_after is None else value.freed_after  # plant: left-behind
         if value.is_residual and value.num_bytes and not self._is_plain:
             self.makes_residual[op] = True
@@ -135,7 +135,7 @@ class Holding:
         if until == self.kept and value.is_residual and op not in self.takes:  # plant: record-holds
             self.saved_residual_bytes[self._made_with[op]] += value.num_bytes  # plant: residual-freed
 
-    def _hold_input(self, value: Value, index: int, choice: str | None, asked_at: int) -> None:
+    def _hold_input(self, value: Value, index: int, choice: Choice | None, asked_at: int) -> None:
         if self._is_plain:
             until = self.kept if value.is_residual else self.end if value.freed_after is None else value.freed_after
         elif not value.is_residual and not self.wanted:

@@ -1,6 +1,7 @@
 """What was measured of one step: regions, their ops, bytes and milliseconds. See the README for the words.
 
-Everything here is plain data that goes to JSON and back unchanged (`as_dict`, `StepProfile.from_dict`).
+Everything here is plain data. What was measured goes to JSON and back unchanged (`step_as_dict`, `step_from_dict`); what it was measured of is in a
+file as `plan_file` has it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hyper_parallel._base.errors import describe
+from hyper_parallel.core.planner.model.abilities import Abilities, HostCost
+from hyper_parallel.core.planner.model.choices import SWAP, Choice, choices_of
+from hyper_parallel.core.planner.model.identity import DeviceKind, Identity
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Op:
         reads: indices of ops whose results it reads, each once, ascending
         reads_inputs: indices of inputs it reads
         temporary_bytes: what it allocates beside its results while it runs
-        choices: of "save", "swap", "recompute"; never empty
+        choices: what can be done with it; never empty
         looks: dtype and shape of each result, to recognise it: "float32[2, 8]"
         part: not None: no op of its own but one residual of the op it reads, by its place among all of them; it comes right after that op and its
             other parts. It has a choice of its own, but for one thing: what runs again makes all of its parts again
@@ -66,7 +70,7 @@ class Op:
     reads: tuple[int, ...] = ()
     reads_inputs: tuple[int, ...] = ()
     temporary_bytes: int = 0
-    choices: tuple[str, ...] = ("save", "swap", "recompute")
+    choices: tuple[Choice, ...] = tuple(Choice)
     looks: tuple[str, ...] = ()
     part: int | None = None
 
@@ -145,7 +149,7 @@ class Region:
 
     @property
     def may_swap(self) -> bool:
-        return any("swap" in op.choices for op in self.ops) or any(each.may_swap for each in self.inputs)
+        return any(SWAP in op.choices for op in self.ops) or any(each.may_swap for each in self.inputs)
 
     def shape(self) -> tuple[Any, ...]:
         """Equal for regions that differ in their times alone: they share one decision."""
@@ -182,39 +186,73 @@ class Link:
 class StepProfile:
     """One plain step of a model.
 
-    `is_plain_measured=False`: a plain step did not fit the device, so its peak and times were computed from one that recomputes.
+    Attributes:
+        regions: the calls of blocks, in forward order
+        base_bytes: alive when forward begins, gradients already allocated
+        peak_bytes: of the plain step, base included
+        link: None: nothing can be swapped
+        host: None: nobody has measured it, so that real steps do not ask for it either
+        min_swap_bytes: a smaller storage stays on the device, whatever is chosen for it
+        shared_input_bytes: of each storage that several regions are given
+        keeps_output: whether the loop has the model's output in backward and in the next forward; None: nobody said, so it has not
+        written: names of the parameters that a step writes, which a step that is repeated has to put back
+        is_plain_measured: False: a plain step did not fit the device, so its peak and times were computed from one that recomputes
     """
 
     regions: tuple[Region, ...]
-    base_bytes: int  # alive when forward begins, gradients already allocated
-    peak_bytes: int  # of the plain step, base included
+    base_bytes: int
+    peak_bytes: int
     step_ms: float
     turn: Turn = Turn()
-    link: Link | None = None  # None: nothing can be swapped
-    facts: dict[str, Any] = field(default_factory=dict, hash=False)  # signature, versions, device: see `plan_file`
+    link: Link | None = None
+    identity: Identity = field(default=Identity(), hash=False)
+    abilities: Abilities = field(default=Abilities())
+    host: HostCost | None = None
+    min_swap_bytes: int = 0
+    shared_input_bytes: tuple[int, ...] = ()
+    keeps_output: bool | None = None
+    written: tuple[str, ...] = ()
     is_plain_measured: bool = True
 
     @property
     def activation_peak_bytes(self) -> int:
         return self.peak_bytes - self.base_bytes
 
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    @property
+    def device_kind(self) -> DeviceKind:
+        return DeviceKind.of(self.identity.device)
 
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> StepProfile:
-        regions = tuple(_region(each) for each in data["regions"])
-        link = None if data["link"] is None else Link(**data["link"])
-        rest = {name: data[name] for name in ("base_bytes", "peak_bytes", "step_ms", "facts")}
-        rest["is_plain_measured"] = data.get("is_plain_measured", True)
-        turn = checked(Turn(**data["turn"]))
-        if link is not None and 0 in vars(checked(link)).values():
-            raise ValueError(f"`link` is {describe(data['link'])}")
-        return checked(StepProfile(regions=regions, turn=turn, link=link, **rest))
+
+_MEASURED = ("regions", "base_bytes", "peak_bytes", "step_ms", "turn", "link", "is_plain_measured")
+
+
+def step_as_dict(profile: StepProfile) -> dict[str, Any]:
+    """What was measured of the step, for JSON."""
+    data = {name: value for name, value in dataclasses.asdict(profile).items() if name in _MEASURED}
+    for region in data["regions"]:
+        for op in region["ops"]:
+            op["choices"] = tuple(map(str, op["choices"]))
+    return data
+
+
+def step_from_dict(data: dict[str, Any]) -> StepProfile:
+    """What `step_as_dict` gave, from a file. It does not say what it was measured of.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not that.
+    """
+    regions = tuple(_region(each) for each in data["regions"])
+    link = None if data["link"] is None else Link(**data["link"])
+    rest = {name: data[name] for name in ("base_bytes", "peak_bytes", "step_ms")}
+    rest["is_plain_measured"] = data.get("is_plain_measured", True)
+    turn = checked(Turn(**data["turn"]))
+    if link is not None and 0 in vars(checked(link)).values():
+        raise ValueError(f"`link` is {describe(data['link'])}")
+    return checked(StepProfile(regions=regions, turn=turn, link=link, **rest))
 
 
 _MOST = 2**53  # bytes, or ms: more than any machine has, and a float still has each of them
-_PLAIN = {"str": str, "bool": bool, "dict": dict}
+_PLAIN = {"str": str, "bool": bool, "dict": dict, "Choice": str}  # which word is a choice is told where it stands
 _Data = TypeVar("_Data")
 
 
@@ -267,7 +305,8 @@ def _region(data: dict[str, Any]) -> Region:
 
 
 def _op(data: dict[str, Any]) -> Op:
-    lists: dict[str, Any] = {name: tuple(data[name]) for name in ("reads", "reads_inputs", "choices", "looks")}
+    lists: dict[str, Any] = {name: tuple(data[name]) for name in ("reads", "reads_inputs", "looks")}
+    lists["choices"] = choices_of(data["choices"])
     rest = {name: value for name, value in data.items() if name not in lists and name != "makes"}
     return checked(Op(makes=tuple(checked(Value(**each)) for each in data["makes"]), **lists, **rest))
 
@@ -283,7 +322,7 @@ def _check_wiring(region: Region) -> None:
             raise ValueError(f"`reads` of {where} of {region.path} is {describe(op.reads)}")
         if not all(each < num_inputs for each in op.reads_inputs):
             raise ValueError(f"`reads_inputs` of {where} of {region.path} is {describe(op.reads_inputs)}")
-        if not op.choices or not {*op.choices} <= {"save", "swap", "recompute"}:
+        if not op.choices or not {*op.choices} <= {*Choice}:
             raise ValueError(f"`choices` of {where} of {region.path} is {describe(op.choices)}")
         if op.part is not None and (not op.reads or region.ops[op.reads[0]].part is not None):
             raise ValueError(f"`part` of {where} of {region.path}: it reads {describe(op.reads)}, no op with parts")

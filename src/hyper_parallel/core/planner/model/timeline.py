@@ -440,14 +440,14 @@ def run_step(
         ValueError: the decision cannot be carried out (`choices.check`), or swaps where there is no link.
 
     Example:
-        >>> from hyper_parallel.core.planner.model.choices import RegionDecision
+        >>> from hyper_parallel.core.planner.model.choices import SAVE, RegionDecision
         >>> from hyper_parallel.core.planner.model.profile import Op, Region, StepProfile, Value
         >>> op = Op("", "exp", 0, 0, forward_ms=1.0, makes=(Value(8, is_residual=True),))
         >>> region = Region(
         ...     "block", 0, (op,), (), forward_ms=1.0, backward_ms=2.0, forward_peak_bytes=8, backward_peak_bytes=12
         ... )
         >>> profile = StepProfile((region,), base_bytes=100, peak_bytes=112, step_ms=3.0)
-        >>> timeline = run_step(profile, (RegionDecision(False, ("save",), ()),), Limits(0, 0))
+        >>> timeline = run_step(profile, (RegionDecision(False, (SAVE,), ()),), Limits(0, 0))
         >>> timeline.peak_bytes, timeline.step_ms, timeline.peak_place.phase
         (112, 3.0, 'backward')
     """

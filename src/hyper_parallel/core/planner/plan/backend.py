@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from hyper_parallel._base.errors import ArgumentTypeError
 from hyper_parallel.core.planner.model.choices import Decision
+from hyper_parallel.core.planner.model.identity import Identity
 from hyper_parallel.core.planner.model.mismatches import Mismatches
 from hyper_parallel.core.planner.model.profile import Region, StepProfile
 from hyper_parallel.core.planner.plan.batch_fit import BatchCheck, PlannedBatch
@@ -134,9 +135,8 @@ class PlannerBackend(Protocol):
         autocast: str | None = None,
     ) -> Applied: ...
 
-    def model_facts(self, model: Module) -> dict[str, Any]: ...
-
-    def all_facts(self, model: Module, batch: Batch) -> dict[str, Any]: ...
+    def identity(self, model: Module, batch: Batch = None) -> Identity:
+        """What a plan is compared with before it goes on a model. Without a batch nothing is said of one."""
 
     def look(self, batch: Batch) -> Any:
         """What a batch looks like, for a plan file and for a comparison: "float32[4,8]" for a tensor."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.planner.model.choices import SWAP, Decision
+from hyper_parallel.core.planner.model.identity import DeviceKind
 from hyper_parallel.core.planner.model.profile import StepProfile
 from hyper_parallel.core.planner.search.choosing import timeline_under
 from hyper_parallel.core.planner.search.settings import Setting
@@ -26,16 +27,15 @@ class HostNeed(NamedTuple):
 
 def host_need(profile: StepProfile, decision: Decision, setting: Setting) -> HostNeed:
     """What the second step of a plan has: by then the engine has learned what it learns."""
-    is_disk = profile.facts.get("device") == "cpu"
+    is_disk = profile.device_kind is DeviceKind.CPU
     tier = "disk" if is_disk else "host"
     if not any(each.swaps for each in decision):
         return HostNeed(tier, 0, 0)
-    min_bytes = int(profile.facts.get("min_swap_bytes", 0))
     timeline = timeline_under(profile, decision, setting)
     blocks = [copy.num_bytes for copy in timeline.copies if copy.direction == "offload"]
     if any(SWAP in each.inputs for each in decision):
         # A region that swaps its inputs swaps those, too, that others are given: they are somebody else's on the device, and once on the host.
-        shared = [num_bytes for num_bytes in profile.facts.get("shared_input_bytes", ()) if num_bytes >= min_bytes]
+        shared = [num_bytes for num_bytes in profile.shared_input_bytes if num_bytes >= profile.min_swap_bytes]
         blocks += shared
         used_bytes = timeline.host_bytes + sum(shared)
     else:

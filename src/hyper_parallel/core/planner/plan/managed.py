@@ -134,9 +134,9 @@ class ManagedModel:
         self.current = plan
 
     def _sized(self, plan: MemoryPlan) -> _Sized:
-        facts, planner = plan.profile.facts, self._planner
-        batch = PlannedBatch(facts.get("batch"), planner.look, planner.forward_of(self._model()))
-        return _Sized(int(facts.get("batch_bytes", 0)), plan, batch)
+        identity, planner = plan.profile.identity, self._planner
+        batch = PlannedBatch(identity.batch, planner.look, planner.forward_of(self._model()))
+        return _Sized(identity.batch_bytes or 0, plan, batch)
 
     # -- a whole step -----------------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class ManagedModel:
         state.close()
 
     def _step_state(self, *, with_gradients: bool) -> StepState:
-        written = self.current.profile.facts.get("written", ())
+        written = self.current.profile.written
         return self._planner.step_state(self._model(), with_gradients=with_gradients, written=written)
 
     def _until_it_fits(
@@ -198,24 +198,22 @@ class ManagedModel:
         finally:
             self._is_planning = False
         plan.origin = self._first.origin
-        others = [
-            each for each in self._plans if each.plan.profile.facts.get("batch") != plan.profile.facts.get("batch")
-        ]
+        others = [each for each in self._plans if each.plan.profile.identity.batch != plan.profile.identity.batch]
         self._plans = sorted([*others, self._sized(plan)], key=lambda each: each.batch_bytes)
         self._attach(plan)
         self.num_replans += 1
 
     def _planned(self, model: Any, batch: Any, part_of_room: float) -> MemoryPlan:
         first = self._first
-        origin, facts = first.origin, first.profile.facts
+        origin = first.origin
         profiled = self._planner.profiled(
             model,
             batch,
             (origin and origin.loss_fn) or self._planner.some_loss,
-            regions=facts.get("blocks"),
+            regions=first.profile.identity.blocks,
             optimizer=origin and origin.optimizer,
             reserve_bytes=origin.reserve_bytes if origin else 0,
-            keeps_output=facts.get("keeps_output", False),
+            keeps_output=bool(first.profile.keeps_output),
         )
         with profiled.preserved() as block, block:
             profile: StepProfile = profiled.profile()

@@ -17,8 +17,9 @@ from hyper_parallel._base.errors import (
     StateError,
     describe,
 )
-from hyper_parallel.core.planner.model.choices import Decision, RegionDecision
+from hyper_parallel.core.planner.model.choices import Decision, RegionDecision, choices_of, words_of
 from hyper_parallel.core.planner.model.choices import check as check_decision
+from hyper_parallel.core.planner.model.identity import Identity
 from hyper_parallel.core.planner.model.profile import StepProfile, checked
 from hyper_parallel.core.planner.plan import plan_file
 from hyper_parallel.core.planner.plan.backend import Applied, planner_of
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 _ON_MISMATCH = ("error", "recompute")
 _ON_OOM = ("error", "replan")
-_MADE_FOR = {"batch": "batch", "device": "device", "framework": "framework"}  # fact -> what differs then
+_COMPARED = ("framework", "model", "parameters", "device", "batch")  # of an identity; the first difference is told
+_MADE_FOR = {"batch": "batch", "device": "device", "framework": "framework"}  # what it begins with -> what differs then
 _PLAN_AGAIN = "Plan again, and save the new plan."
 
 
@@ -108,7 +110,7 @@ class MemoryPlan:
 
     @property
     def has_swaps(self) -> bool:
-        return any("swap" in each.ops or "swap" in each.inputs for each in self.decision)
+        return any(each.swaps for each in self.decision)
 
     @property
     def base_bytes(self) -> int:
@@ -156,9 +158,7 @@ class MemoryPlan:
             words.append(f"{self.predicted_to_plain:.2f} of the plain step's time predicted")
         else:
             words.append(f"{to_plain:.2f} of the plain step's time measured")
-        return (
-            f"<MemoryPlan for {self.profile.facts.get('model', 'a model')}: {', '.join(words)}; print it for the table>"
-        )
+        return f"<MemoryPlan for {self.profile.identity.model_words}: {', '.join(words)}; print it for the table>"
 
     def _repr_html_(self) -> str:
         return html_of(plan_parts(self))
@@ -173,14 +173,14 @@ class MemoryPlan:
             "gap": self.gap,
             "setting": self.setting._asdict(),
             "host": self.host._asdict(),
-            "facts": self.profile.facts,
+            "facts": plan_file.facts_of(self.profile),
             "decision": [
                 {"plain": True}
                 if each.is_plain
-                else {"plain": False, "ops": list(each.ops), "inputs": list(each.inputs)}
+                else {"plain": False, "ops": words_of(each.ops), "inputs": words_of(each.inputs)}
                 for each in self.decision
             ],
-            "profile": {**self.profile.as_dict(), "facts": {}},
+            "profile": {**plan_file.profile_as_dict(self.profile), "facts": {}},
         }
 
     # -- on a model -----------------------------------------------------------------------------------------------------
@@ -297,21 +297,19 @@ class MemoryPlan:
     def attach(self, model: Any, on_mismatch: str) -> Applied:
         """Put this very plan on the model, and nothing around it; what carries it out."""
         planner = planner_of(model, "MemoryPlan.apply")
-        self._check_facts(planner.model_facts(model))
-        facts = self.profile.facts
-        ways: dict[str, Any] = {"was_training": facts.get("training", True)}
-        ways["batch"] = PlannedBatch(facts.get("batch"), planner.look, planner.forward_of(model))
+        self._check_identity(planner.identity(model))
+        identity = self.profile.identity
+        ways: dict[str, Any] = {"was_training": identity.is_training is not False}
+        ways["batch"] = PlannedBatch(identity.batch, planner.look, planner.forward_of(model))
         # What the profile of this framework speaks of.
         if self.setting.ahead_bytes:
             ways["ahead_bytes"] = self.setting.ahead_bytes
-        if self.profile.facts.get("region_overhead_ms"):
+        if self.profile.host is not None and self.profile.host.region_ms:
             ways["by_framework"] = True
-        if "autocast" in self.profile.facts:
-            ways["autocast"] = self.profile.facts["autocast"]
+        if identity.autocast is not None:
+            ways["autocast"] = identity.autocast
         applied = planner.apply(model, self.profile.regions, self.decision, on_mismatch, **ways)
-        applied.mismatches.is_in_another_mode = self.profile.facts.get("training") is False and planner.is_training(
-            model
-        )
+        applied.mismatches.is_in_another_mode = identity.is_training is False and planner.is_training(model)
         setting = None
         try:
             setting = self._configure() if self.has_swaps else None
@@ -361,16 +359,19 @@ class MemoryPlan:
             check=config.check,
         )
 
-    def _check_facts(self, facts: dict[str, Any]) -> None:
-        expected = {name: self.profile.facts[name] for name in facts if name in self.profile.facts}
-        difference = plan_file.first_difference(expected, facts)
+    def _check_identity(self, found: Identity) -> None:
+        """`found` is compared as far as it says something."""
+        own = self.profile.identity
+        got = {name: value for name in _COMPARED if (value := getattr(found, name)) is not None}
+        expected = {name: value for name in got if (value := getattr(own, name)) is not None}
+        difference = plan_file.first_difference(expected, got)
         if difference is not None:
-            where, wanted, got = difference
-            what = next((words for name, words in _MADE_FOR.items() if where.startswith(name)), "model")
+            where, wanted, words = difference
+            what = next((kind for name, kind in _MADE_FOR.items() if where.startswith(name)), "model")
             raise ArgumentError(
                 f"The plan was made for another {what}.",
                 expected=wanted,
-                got=got,
+                got=words,
                 where=where,
                 do="Plan this model: `hp.plan_memory(model, batch, budget=...)`.",
             )
@@ -428,12 +429,11 @@ class MemoryPlan:
         """
         data = plan_file.read(path)
         try:
-            plan_file.check_facts(data["facts"])
-            profile = StepProfile.from_dict({**data["profile"], "facts": data["facts"]})
+            profile = plan_file.profile_from_dict({**data["profile"], "facts": data["facts"]})
             decision = tuple(
                 RegionDecision(True, (None,) * len(region.ops), (None,) * len(region.inputs))
                 if each["plain"] is True
-                else checked(RegionDecision(each["plain"], tuple(each["ops"]), tuple(each["inputs"])))
+                else checked(RegionDecision(each["plain"], choices_of(each["ops"]), choices_of(each["inputs"])))
                 for each, region in zip(data["decision"], profile.regions, strict=True)
             )
             for region, each in zip(profile.regions, decision, strict=True):
@@ -461,7 +461,7 @@ class MemoryPlan:
         Raises:
             ValueError: it was not; the first difference is named.
         """
-        self._check_facts(planner_of(model, "MemoryPlan.check").all_facts(model, batch))
+        self._check_identity(planner_of(model, "MemoryPlan.check").identity(model, batch))
 
 
 def check_choices(*, on_mismatch: Any = "error", on_oom: Any = "error") -> None:

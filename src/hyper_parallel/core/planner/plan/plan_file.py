@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from typing import Any, TextIO
 
 from hyper_parallel._base import files
 from hyper_parallel._base.errors import ArgumentError, DamagedFileError, describe
-from hyper_parallel.core.planner.model.profile import check_kind, is_of
+from hyper_parallel.core.planner.model.abilities import Abilities, HostCost
+from hyper_parallel.core.planner.model.identity import Identity
+from hyper_parallel.core.planner.model.profile import StepProfile, check_kind, is_of, step_as_dict, step_from_dict
 
 FORMAT = "hyper_parallel memory plan"
 VERSION = 1
@@ -22,11 +25,12 @@ _KINDS = {
     "decision": ("tuple[dict, ...]", "a list of tables"),
     "profile": ("dict", "a table"),
 }
-# Of what a plan was made for: what is not only compared. A framework may leave out what it does not have.
+# What a plan was made for, in a file: one flat table, and nowhere else. A framework leaves out what it does not have; the batch is any JSON.
 _FACTS = {
-    "framework": "str", "version": "str", "model": "str", "device": "str", "autocast": "str", "training": "bool",
+    "framework": "str", "version": "str", "model": "str", "parameters": "dict", "device": "str", "autocast": "str", "training": "bool",
     "loads_by_region": "bool", "turn_is_clear": "bool", "region_overhead_ms": "float", "unwatched_overhead_ms": "float",
     "min_swap_bytes": "int", "batch_bytes": "int", "shared_input_bytes": "tuple[int, ...]", "blocks": "tuple[str, ...]",
+    "keeps_output": "bool", "written": "tuple[str, ...]",
 }  # fmt: skip
 _DEEPEST = 50  # a batch has a few levels; what goes through it calls itself
 
@@ -71,7 +75,75 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return data
 
 
-def check_facts(facts: dict[str, Any]) -> None:
+def profile_as_dict(profile: StepProfile) -> dict[str, Any]:
+    """All of a profile, for JSON: what was measured, and as `facts` what it was measured of."""
+    data = step_as_dict(profile)
+    is_plain_measured = data.pop("is_plain_measured")
+    return {**data, "facts": facts_of(profile), "is_plain_measured": is_plain_measured}
+
+
+def profile_from_dict(data: dict[str, Any]) -> StepProfile:
+    """What `profile_as_dict` gave, from a file of this version or of an earlier one.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not that.
+    """
+    facts = data["facts"]
+    _check_facts(facts)
+    blocks = facts.get("blocks")
+    host = None
+    if "region_overhead_ms" in facts:
+        host = HostCost(facts["region_overhead_ms"], facts.get("unwatched_overhead_ms"))
+    return dataclasses.replace(
+        step_from_dict(data),
+        identity=Identity(
+            framework=facts.get("framework"),
+            version=facts.get("version"),
+            device=facts.get("device"),
+            model=facts.get("model"),
+            parameters=facts.get("parameters"),
+            batch=facts.get("batch"),
+            batch_bytes=facts.get("batch_bytes"),
+            blocks=None if blocks is None else tuple(blocks),
+            is_training=facts.get("training"),
+            autocast=facts.get("autocast"),
+        ),
+        abilities=Abilities(facts.get("loads_by_region", False), facts.get("turn_is_clear", False)),
+        host=host,
+        min_swap_bytes=facts.get("min_swap_bytes", 0),
+        shared_input_bytes=tuple(facts.get("shared_input_bytes", ())),
+        keeps_output=facts.get("keeps_output"),
+        written=tuple(facts.get("written", ())),
+    )
+
+
+def facts_of(profile: StepProfile) -> dict[str, Any]:
+    """What the profile was measured of, as a file has it."""
+    identity, abilities, host = profile.identity, profile.abilities, profile.host
+    facts = {
+        "framework": identity.framework,
+        "model": identity.model,
+        "parameters": None if identity.parameters is None else dict(identity.parameters),
+        "device": identity.device,
+        "batch": identity.batch,
+        "batch_bytes": identity.batch_bytes,
+        "blocks": None if identity.blocks is None else list(identity.blocks),
+        "training": identity.is_training,
+        "autocast": identity.autocast,
+        "version": identity.version,
+        "min_swap_bytes": profile.min_swap_bytes,
+        "loads_by_region": abilities.loads_by_region or None,
+        "turn_is_clear": abilities.turn_is_clear or None,
+        "region_overhead_ms": None if host is None else host.region_ms,
+        "unwatched_overhead_ms": None if host is None else host.without_copies_ms,
+        "keeps_output": profile.keeps_output,
+        "written": list(profile.written) or None,
+        "shared_input_bytes": list(profile.shared_input_bytes),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _check_facts(facts: dict[str, Any]) -> None:
     """Raises TypeError or ValueError where one of them could not be used."""
     for name, kind in _FACTS.items():
         if name in facts:

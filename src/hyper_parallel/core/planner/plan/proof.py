@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel._base.log import get_logger
+from hyper_parallel.core.planner.model.abilities import HostCost
 from hyper_parallel.core.planner.model.choices import RECOMPUTE, plain, recompute_all
 from hyper_parallel.core.planner.model.problem import Problem, evaluate
 from hyper_parallel.core.planner.model.profile import Region, StepProfile
@@ -99,10 +100,10 @@ def _within(plan: MemoryPlan, profiled: ProfiledModel, *, times: bool = True) ->
 def _fastest(plan: MemoryPlan, profiled: ProfiledModel) -> MemoryPlan:
     """The plan, or a faster one: where the host is the slower one, rules do not tell, and real steps have the last word.
 
-    Only where the profile asks how much that is: `region_overhead_ms`, be it 0.
+    Only where the profile says how much that is (`host`), be it 0.
     """
     rivals = [plan]
-    is_known = "region_overhead_ms" in plan.profile.facts
+    is_known = plan.profile.host is not None
     if not is_known or _taken_ms(plan) == math.inf or all(each.is_plain for each in plan.decision):
         return plan
     is_slow = _taken_ms(plan) > plan.predicted.step_ms * _TOO_SLOW and any(each.is_managed for each in plan.decision)
@@ -147,10 +148,9 @@ def _with_costlier_regions(plan: MemoryPlan, profiled: ProfiledModel) -> list[Me
     Solved again with that, a plan has fewer of them.
     """
     taken_ms = _taken_ms(plan)
-    facts = dict(plan.profile.facts)
     more_ms = (taken_ms - plan.predicted.step_ms) / sum(each.is_managed for each in plan.decision)
-    facts["region_overhead_ms"] = overhead_ms(plan.profile) + more_ms
-    profile = dataclasses.replace(plan.profile, facts=facts)
+    host = dataclasses.replace(plan.profile.host or HostCost(0.0), region_ms=overhead_ms(plan.profile) + more_ms)
+    profile = dataclasses.replace(plan.profile, host=host)
     _logger.info("steps take %.0f ms, predicted were %.0f; planning again", taken_ms, plan.predicted.step_ms)
     with contextlib.suppress(BudgetError):
         other = solved(profile, plan.budget_bytes, margin_bytes=first_margin(profile))
@@ -166,13 +166,13 @@ def _without_copies(plan: MemoryPlan, profiled: ProfiledModel, *, faster_than_ms
     What a step takes is then the prediction, too.
     """
     profile = plan.profile
-    facts = {**profile.facts, "region_overhead_ms": profile.facts.get("unwatched_overhead_ms", 0.0)}
+    region_ms = None if profile.host is None else profile.host.without_copies_ms
     regions = profile.regions
-    if "unwatched_overhead_ms" in profile.facts:
+    if region_ms is not None:
         regions = tuple(map(_keeping_residuals_only, regions))
     margin = first_margin(profile)
     with contextlib.suppress(BudgetError):
-        other = dataclasses.replace(profile, facts=facts, regions=regions)
+        other = dataclasses.replace(profile, host=HostCost(region_ms or 0.0, region_ms), regions=regions)
         free = solved(other, plan.budget_bytes, margin_bytes=margin, swaps=False)
         if free.predicted.step_ms >= faster_than_ms:
             return []
@@ -250,9 +250,9 @@ def verified(
     plan: MemoryPlan, planner: PlannerBackend, model: Module, batch: Batch, loss_fn: Callable[[Any], Any] | None
 ) -> MemoryPlan:
     """See `MemoryPlan.verify`."""
-    facts = plan.profile.facts
+    profile = plan.profile
     profiled = planner.profiled(
-        model, batch, loss_fn, regions=facts.get("blocks"), keeps_output=facts.get("keeps_output", False)
+        model, batch, loss_fn, regions=profile.identity.blocks, keeps_output=bool(profile.keeps_output)
     )
     plan.check(model, batch)
     with profiled.preserved() as block, block:

@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from hyper_parallel.core.planner.model.choices import kept_bytes, recompute_ms, recomputed_bytes, swapped_bytes
+from hyper_parallel.core.planner.model.choices import (
+    RECOMPUTE,
+    SAVE,
+    SWAP,
+    Choice,
+    kept_bytes,
+    recompute_ms,
+    recomputed_bytes,
+    swapped_bytes,
+)
+from hyper_parallel.core.planner.model.identity import DeviceKind
 from hyper_parallel.core.planner.model.profile import Link, Region, StepProfile
 from hyper_parallel.core.swap.sizes import format_size
 
@@ -70,7 +80,7 @@ def plan_parts(plan: MemoryPlan) -> Parts:
     profile, predicted = plan.profile, plan.predicted
     base = profile.base_bytes
     lines: list[str | Table] = [
-        f"Memory plan for {profile.facts.get('model', 'a model')}: at most {format_size(plan.budget_bytes)}, "
+        f"Memory plan for {profile.identity.model_words}: at most {format_size(plan.budget_bytes)}, "
         f"of which {format_size(base)} are alive when forward begins",
         "",
     ]
@@ -105,13 +115,13 @@ def plan_parts(plan: MemoryPlan) -> Parts:
 
 def notes_words(plan: MemoryPlan) -> list[str]:
     """What is unusual about what was asked for."""
-    facts = plan.profile.facts
+    identity = plan.profile.identity
     words = []
-    if facts.get("training") is False and facts.get("framework") == "mindspore":  # where a cell begins in this mode
+    if identity.is_training is False and identity.framework == "mindspore":  # where a cell begins in this mode
         words.append(
             "Planned with `set_train(False)`: where training calls `model.set_train()`, call it first, and plan again."
         )
-    elif facts.get("training") is False:
+    elif identity.is_training is False:
         words.append(
             "Planned in eval mode: a model that trains in train mode, with dropout for example, is another one. "
             "Then call `model.train()` and plan again."
@@ -136,7 +146,7 @@ def nothing_swapped_words(plan: MemoryPlan) -> str:
 
 
 def _is_cpu(plan: MemoryPlan) -> bool:
-    return plan.profile.facts.get("device") in ("cpu", "CPU")
+    return plan.profile.device_kind is DeviceKind.CPU
 
 
 def host_words(plan: MemoryPlan) -> str:
@@ -275,16 +285,16 @@ def _again_ms(region: Region, index: int) -> float:
 _SMALL_BYTES = 64 * 1024  # of one value: keeping it costs less than thinking about it
 
 
-def suits(num_bytes: int, count: int, recompute_ms: float | None, link: Link | None) -> str:
+def suits(num_bytes: int, count: int, recompute_ms: float | None, link: Link | None) -> Choice:
     """Which choice costs least for values of one kind, each taken by itself: a plan weighs them against each other."""
     if num_bytes < count * _SMALL_BYTES:
-        return "save"
+        return SAVE
     if recompute_ms is None:  # an input of the block: nothing that could be run again
-        return "save" if link is None else "swap"
+        return SAVE if link is None else SWAP
     if link is None:
-        return "recompute"
+        return RECOMPUTE
     copy_ms = num_bytes / link.out_bytes_per_ms + num_bytes / link.in_bytes_per_ms
-    return "recompute" if recompute_ms <= copy_ms else "swap"
+    return RECOMPUTE if recompute_ms <= copy_ms else SWAP
 
 
 def _name(region: Region) -> str:

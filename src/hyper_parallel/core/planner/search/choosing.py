@@ -11,6 +11,7 @@ import time
 from typing import NamedTuple
 
 from hyper_parallel.core.planner.model.choices import SWAP, Decision, Load, load, plain, recompute_all, save_all
+from hyper_parallel.core.planner.model.identity import DeviceKind
 from hyper_parallel.core.planner.model.problem import Problem, evaluate, peak, room_for_copies
 from hyper_parallel.core.planner.model.profile import Input, Op, Region, StepProfile
 from hyper_parallel.core.planner.model.timeline import Timeline, run_step
@@ -26,7 +27,7 @@ _BURST_SHARE = 5e-4  # of a step: what is waited for beyond the rules and may be
 _MOST_WINDOWS = 4  # of the largest storage each: more than that in flight was never of use
 
 
-class Choice(NamedTuple):
+class Candidate(NamedTuple):
     """What to do, and what a step takes then.
 
     Attributes:
@@ -51,7 +52,7 @@ def choose(
     margin_bytes: int = 0,
     copies_meet: bool = False,
     time_limit_s: float = 10.0,
-) -> Choice:
+) -> Candidate:
     """The fastest step within a budget. `copies_meet`: see P4.
 
     Raises:
@@ -61,7 +62,7 @@ def choose(
     polish_s = min(time_limit_s * _POLISH_SHARE, _POLISH_S)
     until = end - polish_s
     variants = _variants(profile)
-    found: list[Choice] = []
+    found: list[Candidate] = []
     errors: list[BudgetError] = []
     longest_s, has_bursts = 0.0, False
     for number, variant in enumerate(variants):
@@ -90,7 +91,7 @@ def choose(
             raise min(errors, key=lambda error: error.smallest_bytes)
         finally:
             errors.clear()  # an error that its own frames hold would hold the batch with them, until garbage is collected
-    best = min(found, key=lambda choice: (choice.over_bytes > 0, choice.step_ms, choice.setting.in_flight_bytes))
+    best = min(found, key=lambda each: (each.over_bytes > 0, each.step_ms, each.setting.in_flight_bytes))
     # To a CPU, whose link are files, the timeline's bursts mean little.
     is_worth_it = has_bursts and any(each.swaps for each in best.decision) and not _is_cpu(profile)
     if copies_meet or best.over_bytes or not is_worth_it:
@@ -100,20 +101,22 @@ def choose(
 
 
 def _is_cpu(profile: StepProfile) -> bool:
-    return profile.facts.get("device") == "cpu"
+    return profile.device_kind is DeviceKind.CPU
 
 
 def overhead_ms(profile: StepProfile) -> float:
     """What a region costs beside the ops that it runs again: where the host is the slower one, its own Python."""
-    return float(profile.facts.get("region_overhead_ms", 0.0))
+    return 0.0 if profile.host is None else profile.host.region_ms
 
 
 def overhead_without_copies_ms(profile: StepProfile) -> float:
     """The same in a plan that swaps nothing: its regions need not watch every op of a forward that they have seen."""
-    return float(profile.facts.get("unwatched_overhead_ms", overhead_ms(profile)))
+    if profile.host is None or profile.host.without_copies_ms is None:
+        return overhead_ms(profile)
+    return profile.host.without_copies_ms
 
 
-def unmanaged(profile: StepProfile, budget_bytes: int, margin_bytes: int) -> Choice | None:
+def unmanaged(profile: StepProfile, budget_bytes: int, margin_bytes: int) -> Candidate | None:
     """Blocks that are left alone or recomputed whole: the framework's own checkpoint does that, and costs no overhead. None: too large."""
     regions = profile.regions
     problem = Problem(profile, budget_bytes, 0, 0, margin_bytes=margin_bytes)
@@ -133,13 +136,13 @@ def unmanaged(profile: StepProfile, budget_bytes: int, margin_bytes: int) -> Cho
         if not regions[index].may_be_plain or peak(problem, loads).num_bytes > budget_bytes:
             decision[index], loads[index] = before
     cost = evaluate(dataclasses.replace(problem, margin_bytes=0), tuple(decision))
-    return Choice(tuple(decision), candidates(profile)[-1], cost.step_ms, cost.peak_bytes, 0, 0.0)
+    return Candidate(tuple(decision), candidates(profile)[-1], cost.step_ms, cost.peak_bytes, 0, 0.0)
 
 
 def _polished(
-    profile: StepProfile, budget_bytes: int, margin_bytes: int, choice: Choice, others: list[Decision], until: float
-) -> Choice:
-    """The choice, or a faster one near it; see `polishing`."""
+    profile: StepProfile, budget_bytes: int, margin_bytes: int, best: Candidate, others: list[Decision], until: float
+) -> Candidate:
+    """The best that was found, or a faster one near it; see `polishing`."""
     # Windows may become as small as the largest storage that is swapped: by how much they help is the timeline's word.
     sizes = [size for decision in others for size in _sizes_in(profile, decision)]
     least = Setting(max(sizes), max(sizes))
@@ -151,16 +154,16 @@ def _polished(
             return None
         if peak(problem, loads, swaps=True).num_bytes > budget_bytes:
             return None
-        found = _judged(profile, problem, decision, choice.gap)
+        found = _judged(profile, problem, decision, best.gap)
         return None if found.over_bytes else found.step_ms
 
-    decision = polished(profile, choice.decision, choice.step_ms, judge, until, others)
-    return choice if decision == choice.decision else _judged(profile, problem, decision, choice.gap)
+    decision = polished(profile, best.decision, best.step_ms, judge, until, others)
+    return best if decision == best.decision else _judged(profile, problem, decision, best.gap)
 
 
-def _has_bursts(choice: Choice, solution: Solution) -> bool:
+def _has_bursts(candidate: Candidate, solution: Solution) -> bool:
     """Whether the step waits for what the rules do not see: then another answer may be better, though by the rules it is not."""
-    return choice.step_ms > solution.cost.step_ms * (1 + _BURST_SHARE)
+    return candidate.step_ms > solution.cost.step_ms * (1 + _BURST_SHARE)
 
 
 class _Variant(NamedTuple):
@@ -224,7 +227,7 @@ def problem_of(
 
 def _tells_engine(profile: StepProfile) -> bool:
     """Whether the engine hears of the last region, which swaps nothing: by residuals of its ops."""
-    if not profile.facts.get("turn_is_clear"):
+    if not profile.abilities.turn_is_clear:
         return False
     last = profile.regions[-1]
     return not last.may_swap and any(op.residual_bytes for op in last.ops)
@@ -244,7 +247,7 @@ def _without_large(region: Region, most_bytes: int) -> Region:
     )
 
 
-def _judged(profile: StepProfile, problem: Problem, decision: Decision, gap: float) -> Choice:
+def _judged(profile: StepProfile, problem: Problem, decision: Decision, gap: float) -> Candidate:
     setting = Setting(problem.window_bytes, problem.prefetch_bytes)
     swaps = profile.link is not None and any(each.swaps for each in decision)
     if swaps:
@@ -256,11 +259,11 @@ def _judged(profile: StepProfile, problem: Problem, decision: Decision, gap: flo
         decision,
     )
     if not swaps:
-        return Choice(decision, setting, cost.step_ms, cost.peak_bytes, 0, gap)
+        return Candidate(decision, setting, cost.step_ms, cost.peak_bytes, 0, gap)
     timeline = timeline_under(profile, decision, setting)
     over_bytes = max(timeline.peak_bytes - problem.budget_bytes, 0)
     step_ms = timeline.step_ms + problem.region_overhead_ms * sum(each.is_managed for each in decision)
-    return Choice(decision, setting, step_ms, cost.peak_bytes, over_bytes, gap)
+    return Candidate(decision, setting, step_ms, cost.peak_bytes, over_bytes, gap)
 
 
 def _sizes_in(profile: StepProfile, decision: Decision) -> list[int]:
@@ -277,14 +280,14 @@ def _sizes_in(profile: StepProfile, decision: Decision) -> list[int]:
 
 
 def timeline_under(profile: StepProfile, decision: Decision, setting: Setting) -> Timeline:
-    """The step that a choice is judged by, moment by moment."""
+    """The step that a candidate is judged by, moment by moment."""
     if _tells_engine(profile) and decision[-1].is_plain and any(each.swaps for each in decision):
         decision = (*decision[:-1], save_all(profile.regions[-1]))  # as it is run then: the engine hears of it
     return run_step(
         profile,
         decision,
         Limits(setting.window_bytes, setting.prefetch_bytes),
-        min_bytes=int(profile.facts.get("min_swap_bytes", 0)),
+        min_bytes=profile.min_swap_bytes,
         host_lead_ms=0.0 if _is_cpu(profile) else _HOST_LEAD_MS,
         ahead_bytes=setting.ahead_bytes,
     )
@@ -298,5 +301,5 @@ def _widened(problem: Problem, decision: Decision) -> Setting:
     most = _MOST_WINDOWS * max(swapped_sizes(problem.profile), default=0)
     window, *ahead = (min(room, most) for room in room_for_copies(problem, loads))
     ahead = [max(room, problem.prefetch_bytes) for room in ahead]
-    by_region = tuple(ahead) if problem.profile.facts.get("loads_by_region") else ()
+    by_region = tuple(ahead) if problem.profile.abilities.loads_by_region else ()
     return Setting(max(window, problem.window_bytes), min(ahead), by_region)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from hyper_parallel.core.planner.model.choices import SWAP
 from hyper_parallel.core.planner.model.profile import StepProfile, check_kind
 
 MIB = 1024**2
@@ -42,7 +43,7 @@ class Setting(NamedTuple):
 def swapped_sizes(profile: StepProfile) -> set[int]:
     """The sizes of storages that may be swapped."""
     sizes = {
-        value.num_bytes for region in profile.regions for op in region.ops if "swap" in op.choices for value in op.makes
+        value.num_bytes for region in profile.regions for op in region.ops if SWAP in op.choices for value in op.makes
     }
     sizes |= {each.value.num_bytes for region in profile.regions for each in region.inputs if each.may_swap}
     return sizes - {0}

@@ -14,6 +14,7 @@ from hyper_parallel.core.planner.model.choices import (
     RECOMPUTE,
     SAVE,
     SWAP,
+    Choice,
     Load,
     RegionDecision,
     allowed,
@@ -92,8 +93,8 @@ def base_of(region: Region, stored: frozenset[int], can_swap: bool) -> Base:
     )
 
 
-def _chosen(region: Region, stored: frozenset[int], can_swap: bool) -> list[str | None]:
-    ops: list[str | None] = [None] * len(region.ops)
+def _chosen(region: Region, stored: frozenset[int], can_swap: bool) -> list[Choice | None]:
+    ops: list[Choice | None] = [None] * len(region.ops)
     wanted = {index for index, op in enumerate(region.ops) if op.is_needed}
     for index in reversed(range(len(region.ops))):
         if index in wanted:
@@ -271,7 +272,7 @@ class _Rows:
     def _there(self, index: int) -> list[tuple[int, float]]:
         return [(variables[index], 1.0) for variables in (self.block.stored, self.runs) if index in variables]
 
-    def _add_stored(self, position: int, stored: int, num_bytes: int, choices: tuple[str, ...]) -> None:
+    def _add_stored(self, position: int, stored: int, num_bytes: int, choices: tuple[Choice, ...]) -> None:
         num = num_bytes / self.unit
         self.block.store.append((stored, num))
         if not num or not self.can_swap or SWAP not in choices:

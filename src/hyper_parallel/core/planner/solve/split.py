@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from hyper_parallel.core.planner.model.choices import SAVE, SWAP, Decision, RegionDecision, allowed, load, plain
+from hyper_parallel.core.planner.model.choices import SAVE, SWAP, Choice, Decision, RegionDecision, allowed, load, plain
 from hyper_parallel.core.planner.model.problem import Cost, Problem, evaluate
 from hyper_parallel.core.planner.model.profile import Region
 from hyper_parallel.core.planner.solve.block import Base
@@ -117,7 +117,7 @@ def tidied(problem: Problem, decision: Decision, budget_bytes: int) -> Decision:
 def _saving(region: Region, decision: RegionDecision, room_bytes: int) -> tuple[RegionDecision, int]:
     """With some of what is swapped saved instead, the largest first, and how much that is."""
     ops, inputs = list(decision.ops), list(decision.inputs)
-    swapped: list[tuple[int, list[str | None], int]] = [
+    swapped: list[tuple[int, list[Choice | None], int]] = [
         (op.num_bytes, ops, index) for index, op in enumerate(region.ops) if ops[index] == SWAP and SAVE in allowed(op)
     ]
     swapped += [

@@ -18,6 +18,7 @@ from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.activation_checkpoint.options import TAKEN
 from hyper_parallel.core.activation_checkpoint.replacement import replace
 from hyper_parallel.core.planner.model.blocks import check_unplanned
+from hyper_parallel.core.planner.model.choices import RECOMPUTE, SWAP, Choice
 from hyper_parallel.core.planner.model.mismatches import Mismatches
 from hyper_parallel.core.planner.plan.batch_fit import UNKNOWN_BATCH, BatchCheck, Fit, PlannedBatch
 from hyper_parallel.platform.mindspore.planner.planned_block import PlannedBlock, planned_blocks
@@ -32,27 +33,27 @@ from hyper_parallel.platform.mindspore.wrappers.swap_wrapper import AsyncSaveOnC
 _LARGER = "Plan with the largest batch that training has."
 
 
-class _Choice(NamedTuple):
-    """How one call of a block is run. `how`: "plain", "recompute" or "swap"."""
+class _HowBlockRuns(NamedTuple):
+    """How one call of a block is run. `choice`: what is done with all of it; None: it runs as it is."""
 
-    how: str
+    choice: Choice | None
     swaps_inputs: bool
     looks: tuple[str, ...]
     where: str
 
 
-def _choice(region: Any, decision: Any) -> _Choice:
-    how = "plain" if decision.is_plain else decision.ops[0]
-    return _Choice(how, "swap" in decision.inputs, region.ops[0].looks, region.path)
+def _how(region: Any, decision: Any) -> _HowBlockRuns:
+    choice = None if decision.is_plain else decision.ops[0] or RECOMPUTE
+    return _HowBlockRuns(choice, SWAP in decision.inputs, region.ops[0].looks, region.path)
 
 
 class PlannedCall:
-    """What a block's wrapper calls: the calls of a step in turn, each with its own choice."""
+    """What a block's wrapper calls: the calls of a step in turn, each in its own way."""
 
-    def __init__(self, choices: Sequence[_Choice], mismatches: Mismatches) -> None:
-        self._choices = list(choices)
+    def __init__(self, calls: Sequence[_HowBlockRuns], mismatches: Mismatches) -> None:
+        self._calls = list(calls)
         self._mismatches = mismatches
-        self._unchecked = set(range(len(choices)))
+        self._unchecked = set(range(len(calls)))
         self._number = 0
         self._fit = Fit.SAME
 
@@ -64,31 +65,31 @@ class PlannedCall:
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_forward():
             return module(*args, **kwargs)
-        number = self._number % len(self._choices)
+        number = self._number % len(self._calls)
         self._number += 1
-        choice = self._choices[number]
+        how = self._calls[number]
         if self._fit is Fit.LARGER:  # as little memory as can be had without a plan
             return _recomputed(module, False, args, kwargs)
-        if choice.how == "plain":
+        if how.choice is None:
             result = module(*args, **kwargs)
-        elif choice.how == "swap":
-            with AsyncSaveOnCpu(None if choice.swaps_inputs else _keeps(args, kwargs), module=module):
+        elif how.choice == SWAP:
+            with AsyncSaveOnCpu(None if how.swaps_inputs else _keeps(args, kwargs), module=module):
                 result = module(*args, **kwargs)
         else:
-            result = _recomputed(module, choice.swaps_inputs, args, kwargs)
+            result = _recomputed(module, how.swaps_inputs, args, kwargs)
         if self._fit is Fit.SAME and number in self._unchecked:
             self._unchecked.discard(number)
-            self._check(number, choice, result)
+            self._check(number, how, result)
         return result
 
-    def _check(self, number: int, choice: _Choice, result: Any) -> None:
+    def _check(self, number: int, how: _HowBlockRuns, result: Any) -> None:
         """Whether what a block gives looks as it did when it was planned; if not it is recomputed from now on."""
         found = looks_of(result)
-        if found == choice.looks:
+        if found == how.looks:
             return
-        self._choices[number] = choice._replace(how="recompute", swaps_inputs=False)
+        self._calls[number] = how._replace(choice=RECOMPUTE, swaps_inputs=False)
         self._mismatches.note(
-            "blocks of another shape", expected=" and ".join(choice.looks), got=" and ".join(found), where=choice.where
+            "blocks of another shape", expected=" and ".join(how.looks), got=" and ".join(found), where=how.where
         )
 
 
@@ -153,21 +154,21 @@ class Applied:
     ) -> None:
         self.mismatches = Mismatches(on_mismatch)
         cells = dict(model.cells_and_names())
-        by_path: dict[str, list[_Choice]] = {}
+        by_path: dict[str, list[_HowBlockRuns]] = {}
         for region, decided in zip(regions, decision, strict=True):
-            by_path.setdefault(region.path, []).append(_choice(region, decided))
+            by_path.setdefault(region.path, []).append(_how(region, decided))
         check_unplanned(planned_blocks(model), by_path)
         self._model = weakref.ref(model)  # a plan does not keep a model alive
         self._wrappers: dict[nn.Cell, nn.Cell] = {}
         self.check = BatchCheck(batch, self.mismatches, was_training=was_training, do=_LARGER)
         calls: list[PlannedCall] = []
-        for path, choices in by_path.items():
+        for path, ways in by_path.items():
             # Where a larger batch is not refused, blocks that the plan leaves alone are run again as well.
-            if self.mismatches.raises and all(each.how == "plain" for each in choices):
+            if self.mismatches.raises and all(each.choice is None for each in ways):
                 continue
             if path not in cells:
                 raise ArgumentError("A planned block is not in the model.", expected=path, where=type(model).__name__)
-            call = PlannedCall(choices, self.mismatches)
+            call = PlannedCall(ways, self.mismatches)
             self._wrappers[cells[path]] = PlannedBlock(cells[path], call)
             calls.append(call)
         replace(TREE, model, self._wrappers)

@@ -10,6 +10,7 @@ from mindspore import nn
 
 from hyper_parallel._base.errors import ComesLaterError
 from hyper_parallel.core.planner.model.choices import Decision
+from hyper_parallel.core.planner.model.identity import Identity
 from hyper_parallel.core.planner.model.profile import Region
 from hyper_parallel.core.planner.plan import backend
 from hyper_parallel.core.planner.plan.backend import Batch, LossFn, PlannerBackend
@@ -70,11 +71,8 @@ class MindSporePlanner:
         # The last three are of profiles of PyTorch: MindSpore's say nothing of them.
         return Applied(model, regions, decision, on_mismatch, was_training=was_training, batch=batch)
 
-    def model_facts(self, model: nn.Cell) -> dict[str, Any]:
-        return signature.model_facts(model)
-
-    def all_facts(self, model: nn.Cell, batch: Batch) -> dict[str, Any]:
-        return signature.all_facts(model, batch)
+    def identity(self, model: nn.Cell, batch: Batch = None) -> Identity:
+        return signature.identity(model, batch)
 
     def look(self, batch: Batch) -> Any:
         return signature.look(batch)

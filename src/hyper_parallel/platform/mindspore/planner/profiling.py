@@ -24,7 +24,7 @@ from mindspore.graph.api import _pynative_executor
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.core.activation_checkpoint.replacement import replace
-from hyper_parallel.core.planner.model.choices import recompute_all
+from hyper_parallel.core.planner.model.choices import RECOMPUTE, SWAP, recompute_all
 from hyper_parallel.core.planner.model.measured_span import Span
 from hyper_parallel.core.planner.model.profile import Input, Op, Region, StepProfile, Turn, Value
 from hyper_parallel.core.planner.model.spans import with_common_times, with_peaks
@@ -208,7 +208,9 @@ class ProfiledModel:
             step_ms=turn_ms + sum(each.before_ms + each.forward_ms + each.backward_ms for each in regions),
             turn=Turn(turn_ms, turn_bytes),
             link=link,
-            facts={**signature.facts(self), "min_swap_bytes": min_bytes, "shared_input_bytes": shared},
+            identity=signature.identity(self.model, self.batch, self.blocks),
+            min_swap_bytes=min_bytes,
+            shared_input_bytes=tuple(shared),
         )
 
     def _timed(self, blocks: dict[str, nn.Cell]) -> Times:
@@ -408,11 +410,11 @@ def _region(
     """
     forward_ms, backward_ms = (times[f"{which} {index}"] for which in ("forward", "backward"))
     again_ms = sum(times_again[f"{which} {index}"] for which in ("forward", "backward"))
-    choices = ["recompute"]
+    choices = [RECOMPUTE]
     rest = kept_bytes - sum(call.swappable)
     made = [kept_bytes]
     if min_bytes is not None and call.swappable and 0 <= rest <= (1 - _ALL) * kept_bytes:
-        choices.insert(0, "swap")
+        choices.insert(0, SWAP)
         made = [*call.swappable, rest]
     op = Op(
         module="",

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import mindspore
 from mindspore import Parameter, Tensor, nn
 
+from hyper_parallel.core.planner.model.identity import Identity
 from hyper_parallel.core.planner.plan.batch_fit import tensor_fields
 from hyper_parallel.platform.arguments import check_module
 from hyper_parallel.platform.mindspore.planner.meters import is_cpu
 from hyper_parallel.platform.mindspore.planner.steps import device_of, tensors_of
 
-if TYPE_CHECKING:
-    from hyper_parallel.platform.mindspore.planner.profiling import ProfiledModel
 
-
-def facts(profiled: ProfiledModel) -> dict[str, Any]:
-    """All that a plan depends on, in the order in which differences are told."""
-    return {
-        **all_facts(profiled.model, profiled.batch),
-        "blocks": list(profiled.blocks),
-        "training": bool(profiled.model.training),
-        "version": mindspore.__version__,
-    }
-
-
-def all_facts(model: nn.Cell, batch: Any) -> dict[str, Any]:
-    return {**model_facts(model), "batch": look(batch)}
-
-
-def model_facts(model: nn.Cell) -> dict[str, Any]:
-    """What makes a plan fit a model or not."""
-    return {
-        "framework": "mindspore",
-        "model": type(model).__qualname__,
-        "parameters": {name: _look(parameter) for name, parameter in model.parameters_and_names()},
-        "device": device_name(device_of(model)),
-    }
+def identity(model: nn.Cell, batch: Any = None, blocks: Iterable[str] | None = None) -> Identity:
+    """What a plan is made for; without a batch, of the model alone."""
+    return Identity(
+        framework="mindspore",
+        version=str(mindspore.__version__),
+        device=device_name(device_of(model)),
+        model=type(model).__qualname__,
+        parameters={name: _look(parameter) for name, parameter in model.parameters_and_names()},
+        batch=look(batch),
+        blocks=None if blocks is None else tuple(blocks),
+        is_training=bool(model.training),
+    )
 
 
 def look(batch: Any) -> Any:

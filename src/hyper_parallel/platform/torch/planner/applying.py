@@ -16,6 +16,7 @@ from hyper_parallel.core.activation_checkpoint.options import TAKEN
 from hyper_parallel.core.activation_checkpoint.policy import ByOutput, CheckpointPolicy
 from hyper_parallel.core.activation_checkpoint.replacement import replace
 from hyper_parallel.core.planner.model.blocks import check_unplanned
+from hyper_parallel.core.planner.model.choices import RECOMPUTE, SAVE, SWAP, Choice
 from hyper_parallel.core.planner.model.mismatches import MismatchError, Mismatches
 from hyper_parallel.core.planner.plan.batch_fit import UNKNOWN_BATCH, BatchCheck, Fit, PlannedBatch
 from hyper_parallel.core.regions.module_calls import Occurrence
@@ -34,6 +35,7 @@ from hyper_parallel.platform.torch.regions.unwatched_region import UnwatchedRegi
 from hyper_parallel.platform.torch.wrappers.replacement import TREE
 
 Key = tuple[str, int, str, int]
+_UNPLANNED = object()
 _LARGER = (
     'Plan with the largest batch that training has (`batch=` of a trainer\'s callback), or apply with on_oom="replan".'
 )
@@ -49,9 +51,9 @@ class PlannedPolicy(RegionPolicy):
 
     def __init__(self, region: Any, decision: Any, mismatches: Mismatches, ahead_bytes: int | None = None) -> None:
         self._policies = {
-            "save": CheckpointPolicy.MUST_SAVE,
-            "swap": CheckpointPolicy.MUST_SWAP,
-            "recompute": CheckpointPolicy.MUST_RECOMPUTE,
+            SAVE: CheckpointPolicy.MUST_SAVE,
+            SWAP: CheckpointPolicy.MUST_SWAP,
+            RECOMPUTE: CheckpointPolicy.MUST_RECOMPUTE,
         }
         self._default = CheckpointPolicy.PREFER_RECOMPUTE
         self.ahead_bytes = ahead_bytes
@@ -62,14 +64,14 @@ class PlannedPolicy(RegionPolicy):
         self._saves_all = decision.is_plain
         choices = decision.ops
         if decision.is_plain:  # what backward needs, and no more: what a policy saves is held until the region ends
-            choices = tuple("save" if op.is_needed else None for op in region.ops)
+            choices = tuple(SAVE if op.is_needed else None for op in region.ops)
         pairs = [(op, choice) for op, choice in zip(region.ops, choices, strict=True) if op.part is None]
-        self._choices: dict[Key, str | None] = {op.key: choice for op, choice in pairs}
+        self._choices: dict[Key, Choice | None] = {op.key: choice for op, choice in pairs}
         # What compiled code makes: result by result, where nothing of it is made again.
         self._by_output: dict[Key, Any] = {
             region.ops[index].key: ByOutput({region.ops[part].part: self._policies[choices[part]] for part in parts})
             for index, parts in region.parts().items()
-            if all(choices[part] in ("save", "swap") for part in parts)
+            if all(choices[part] in (SAVE, SWAP) for part in parts)
         }
         self._looks: dict[Key, tuple[str, ...]] = {op.key: op.looks for op in region.ops if op.looks}
         # About views, which are never kept; `passes`: what runs them, as the region found out. See `Record`.
@@ -96,11 +98,11 @@ class PlannedPolicy(RegionPolicy):
         if not name:
             return self._of_view(op)
         key = (module, where.call, name, where.occurrence_in_call)
-        choice = self._choices.get(key, "")
-        if choice == "":
+        choice: Any = self._choices.get(key, _UNPLANNED)
+        if choice is _UNPLANNED:
             self.is_as_planned, self.observer = False, None
             self._mismatches.note("ops that were not planned", expected="", got="", where="", may_raise=False)
-            return self._policies["save"] if self._saves_all else self._default
+            return self._policies[SAVE] if self._saves_all else self._default
         if self.met is not None and self.is_compared:
             self.met.add(key)
             if not self._looks_right(key, output):
@@ -139,7 +141,7 @@ class PlannedPolicy(RegionPolicy):
             return
         met, self.met = self.met, None
         for key, choice in self._choices.items():
-            if (choice in ("save", "swap") or key in self._by_output) and key not in met:
+            if (choice in (SAVE, SWAP) or key in self._by_output) and key not in met:
                 self._mismatches.note(
                     "planned ops that were not met",
                     expected="this op, which the plan has a choice for",
@@ -177,7 +179,7 @@ class PlannedCall:
                 policy.ends_forward = is_announced and region is regions[-1]
                 if is_unwatched and not decision.is_plain:
                     policy.observer = UnwatchedRegion(is_dynamic=region.is_dynamic)
-                self._calls.append((policy, "swap" in decision.inputs))
+                self._calls.append((policy, SWAP in decision.inputs))
         self._number = 0
         self._is_larger = False  # the batch of this step, than the plan's
 
@@ -301,7 +303,7 @@ class Applied:
         self.mismatches = Mismatches(on_mismatch)
         surroundings = Surroundings(device_of(model), autocast)
         blocks = dict(model.named_modules())
-        swaps = any("swap" in each.ops or "swap" in each.inputs for each in decision)
+        swaps = any(each.swaps for each in decision)
         is_light = not swaps and device_of(model).type != "cpu"
         by_framework = is_light if by_framework is None else by_framework
         is_unwatched = is_light if is_unwatched is None else is_unwatched and not swaps

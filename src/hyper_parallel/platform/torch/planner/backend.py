@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.core.planner.model.choices import Decision
+from hyper_parallel.core.planner.model.identity import Identity
 from hyper_parallel.core.planner.model.profile import Region
 from hyper_parallel.core.planner.plan import backend
 from hyper_parallel.core.planner.plan.backend import Batch, LossFn, PlannerBackend
@@ -79,11 +80,8 @@ class TorchPlanner:
             autocast=autocast,
         )
 
-    def model_facts(self, model: nn.Module) -> dict[str, Any]:
-        return signature.model_facts(model)
-
-    def all_facts(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
-        return signature.all_facts(model, batch)
+    def identity(self, model: nn.Module, batch: Batch = None) -> Identity:
+        return signature.identity(model, batch)
 
     def look(self, batch: Batch) -> Any:
         return signature.look(batch)

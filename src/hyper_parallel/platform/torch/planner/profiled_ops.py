@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.planner.model.choices import RECOMPUTE, SAVE, SWAP, Choice
 from hyper_parallel.core.planner.model.profile import Op, Value
 from hyper_parallel.platform.torch.planner import signature
 from hyper_parallel.platform.torch.planner.traced_steps import RecordedCall, is_made
@@ -41,7 +42,7 @@ def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, m
             reads_inputs=(0,)
             if any(value is not None and value.op < 0 and value in noted.inputs for value in op.reads)
             else (),
-            choices=("recompute",) if parts else _choices(made, noted, min_bytes),
+            choices=(RECOMPUTE,) if parts else _choices(made, noted, min_bytes),
             looks=() if op.targets else tuple(_looks(op.outputs)),
         )
         ops.append(whole)
@@ -77,16 +78,16 @@ def _parts(op: Any, made: list[Any], noted: RecordedCall, min_bytes: int | None)
         return parts if any(value.num_bytes > 0 and value not in noted.needed for value in made) else []
     if min_bytes is None:
         return []
-    return parts if sum("swap" in _choices([value], noted, min_bytes) for value in parts) > 1 else []
+    return parts if sum(SWAP in _choices([value], noted, min_bytes) for value in parts) > 1 else []
 
 
-def _choices(made: list[Any], noted: RecordedCall, min_bytes: int | None) -> tuple[str, ...]:
+def _choices(made: list[Any], noted: RecordedCall, min_bytes: int | None) -> tuple[Choice, ...]:
     if not sum(value.num_bytes for value in made) or not all(value in noted.current for value in made):
-        return ("recompute",)
+        return (RECOMPUTE,)
     is_large = min_bytes is not None and max(value.num_bytes for value in made) >= min_bytes
     if is_large and not any(value.is_weight_cast for value in made):
-        return "save", "swap", "recompute"
-    return "save", "recompute"
+        return SAVE, SWAP, RECOMPUTE
+    return SAVE, RECOMPUTE
 
 
 def _renumbered(op: Any, last: list[int]) -> Any:

@@ -27,6 +27,7 @@ from torch import nn
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.activation_checkpoint.replacement import replace
+from hyper_parallel.core.planner.model.abilities import Abilities, HostCost
 from hyper_parallel.core.planner.model.agreement import common_profile
 from hyper_parallel.core.planner.model.choices import SAVE, SWAP, plain, recompute_all, recompute_ms
 from hyper_parallel.core.planner.model.measured_span import Span
@@ -166,8 +167,7 @@ class ProfiledModel:
         if common is None:
             self._groups = []  # each plans by itself
             return profile
-        own = {name: profile.facts[name] for name in signature.facts(self)}
-        return dataclasses.replace(common, facts={**common.facts, **own})
+        return dataclasses.replace(common, identity=profile.identity)
 
     def free_bytes(self) -> int:
         """What the device has left; of ranks that plan together, that with the least."""
@@ -230,7 +230,7 @@ class ProfiledModel:
             say("recording ops")
             with recording(self.model, self.blocks, self.device, swaps_inputs=way is _Way.SWAP_INPUTS) as calls:
                 self.step()
-            written = list(state.written)
+            written = tuple(state.written)
         base_bytes += self._output_bytes()
         say("measuring the link")
         link, said = attempt(functools.partial(measure_link, self.device), self.device)
@@ -258,7 +258,7 @@ class ProfiledModel:
         turn_ms = times.get(f"after {len(calls) - 1}", 0.0) + times.get("turn", 0.0)
         # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the noise in them.
         step_ms = turn_ms + sum(each.before_ms + each.forward_ms + each.backward_ms for each in regions)
-        regions, overheads = self._overheads(regions, decision, step_ms, again_ms)
+        regions, host = self._host_cost(regions, decision, step_ms, again_ms)
         profile = StepProfile(
             regions=tuple(regions),
             base_bytes=base_bytes,
@@ -266,17 +266,16 @@ class ProfiledModel:
             step_ms=step_ms,
             turn=Turn(turn_ms, turn_bytes),
             link=link,
-            facts={
-                **signature.facts(self),
-                "autocast": calls[0].autocast,  # a model may switch it on itself
-                "min_swap_bytes": _min_bytes(self.device),
-                "loads_by_region": True,
-                "turn_is_clear": True,
-                **overheads,
-                "keeps_output": self._keeps_output,
-                **({"written": written} if written else {}),  # what a step that is repeated has to put back
-                "shared_input_bytes": _shared_input_bytes(calls),
-            },
+            identity=dataclasses.replace(
+                signature.identity(self.model, self.batch, self.blocks),
+                autocast=calls[0].autocast,  # a model may switch it on itself
+            ),
+            abilities=Abilities(loads_by_region=True, turn_is_clear=True),
+            host=host,
+            min_swap_bytes=_min_bytes(self.device),
+            shared_input_bytes=_shared_input_bytes(calls),
+            keeps_output=self._keeps_output,
+            written=written,
             is_plain_measured=spans is not None,
         )
         return profile if spans is not None else _with_computed_peak(profile)
@@ -374,9 +373,9 @@ class ProfiledModel:
         finally:
             applied.remove()
 
-    def _overheads(
+    def _host_cost(
         self, regions: list[Any], decision: list[Any], step_ms: float, again_ms: float
-    ) -> tuple[list[Any], dict[str, float]]:
+    ) -> tuple[list[Any], HostCost]:
         """What regions cost beside the ops that they run again, where an accelerator waits for the host; and the regions with what ops take then.
 
         The framework's own checkpoint waits, too, where ops are small or need an answer from the device: that is what running them again costs.
@@ -385,14 +384,16 @@ class ProfiledModel:
         noise_ms = _NOISE_SHARE * step_ms
         waits = again_ms - step_ms - computed_ms > noise_ms
         if not any(self._of_all(waits)):  # what follows are steps, which ranks take together
-            return regions, {"region_overhead_ms": 0.0}
+            return regions, HostCost(0.0)
         whole_ms = self._step_ms_again(regions, decision, by_framework=True, is_unwatched=False)
         unwatched_ms = self._step_ms_again(regions, decision, by_framework=False, is_unwatched=True)
         if whole_ms - step_ms - computed_ms > noise_ms and computed_ms > 0:
             regions = _with_slower_ops(regions, (whole_ms - step_ms) / computed_ms)
         least_ms = max(whole_ms, step_ms + computed_ms)
-        facts = {"region_overhead_ms": again_ms - least_ms, "unwatched_overhead_ms": unwatched_ms - least_ms}
-        return regions, {name: ms / len(regions) if ms > noise_ms else 0.0 for name, ms in facts.items()}
+        region_ms, without_copies_ms = (
+            ms / len(regions) if ms > noise_ms else 0.0 for ms in (again_ms - least_ms, unwatched_ms - least_ms)
+        )
+        return regions, HostCost(region_ms, without_copies_ms)
 
     def _marked(self, meter: Any, wrappers: Iterable[nn.Module] = ()) -> None:
         """One step with marks where blocks, or the wrappers around them, begin and end."""
@@ -525,10 +526,10 @@ def _with_slower_ops(regions: list[Any], times: float) -> list[Any]:
     ]
 
 
-def _shared_input_bytes(calls: list[RecordedCall]) -> list[int]:
+def _shared_input_bytes(calls: list[RecordedCall]) -> tuple[int, ...]:
     """Of each storage that several calls are given."""
     shared = {value.ref.cdata: value.num_bytes for call in calls for value in call.shared}
-    return list(shared.values())
+    return tuple(shared.values())
 
 
 def _note_bytes(record: Any, device: torch.device) -> int:

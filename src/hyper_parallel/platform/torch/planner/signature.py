@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from hyper_parallel.core.planner.model.identity import Identity
 from hyper_parallel.core.planner.plan.batch_fit import tensor_fields
 from hyper_parallel.platform.arguments import check_module
 from hyper_parallel.platform.torch.planner.steps import Arguments, device_of, tensors_of
 
-if TYPE_CHECKING:
-    from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
 
-
-def facts(profiled: ProfiledModel) -> dict[str, Any]:
-    """All that a plan depends on, in the order in which differences are told."""
-    return {
-        **all_facts(profiled.model, profiled.batch),
-        "batch_bytes": batch_bytes(profiled.batch),
-        "blocks": list(profiled.blocks),
-        "training": profiled.model.training,
-        "autocast": autocast_now(profiled.device),
-        "version": torch.__version__,
-    }
-
-
-def all_facts(model: nn.Module, batch: Any) -> dict[str, Any]:
-    return {**model_facts(model), "batch": look(batch)}
-
-
-def model_facts(model: nn.Module) -> dict[str, Any]:
-    """What makes a plan fit a model or not."""
-    return {
-        "framework": "torch",
-        "model": type(model).__qualname__,
-        "parameters": {name: _look(tensor) for name, tensor in model.named_parameters()},
-        "device": device_name(device_of(model)),
-    }
+def identity(model: nn.Module, batch: Any = None, blocks: Iterable[str] | None = None) -> Identity:
+    """What a plan is made for; without a batch, of the model alone. Which autocast a step runs under is seen in the step."""
+    return Identity(
+        framework="torch",
+        version=str(torch.__version__),
+        device=device_name(device_of(model)),
+        model=type(model).__qualname__,
+        parameters={name: _look(tensor) for name, tensor in model.named_parameters()},
+        batch=look(batch),
+        batch_bytes=None if batch is None else batch_bytes(batch),
+        blocks=None if blocks is None else tuple(blocks),
+        is_training=model.training,
+    )
 
 
 def check_model(model: Any, call: str) -> None:
