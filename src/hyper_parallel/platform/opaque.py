@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-__all__ = ["Device", "Module", "Tensor"]
+__all__ = ["Device", "Dtype", "Group", "Module", "Stream", "Tensor"]
 
 Tensor: TypeAlias = object
 Module: TypeAlias = object  # `nn.Module`, `nn.Cell`
 Device: TypeAlias = object  # `torch.device`, a name on MindSpore
+Dtype: TypeAlias = object
+Stream: TypeAlias = object
+Group: TypeAlias = object  # a group of ranks that communicate
