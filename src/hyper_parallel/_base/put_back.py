@@ -44,7 +44,7 @@ class put_back_on_error:  # noqa: N801 - used like a function
     def __enter__(self) -> Any:
         pass
 
-    def __exit__(self, kind: Any, *_error: object) -> None:
+    def __exit__(self, kind: object, *_error: object) -> None:
         if kind is None:
             return  # each has put back its own
         try:

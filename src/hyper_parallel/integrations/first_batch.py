@@ -11,12 +11,13 @@ import numpy as np
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.platform import platform_of
+from hyper_parallel.platform.opaque import Module
 
 __all__ = ["first_batch", "generators_kept"]
 
 
 @contextlib.contextmanager
-def generators_kept(model: Any) -> Iterator[None]:
+def generators_kept(model: Module) -> Iterator[None]:
     """Python's, NumPy's and the framework's random generators are afterwards where they were before."""
     platform = platform_of(model)
     states = random.getstate(), np.random.get_state(), platform.get_rng_state()
@@ -28,7 +29,7 @@ def generators_kept(model: Any) -> Iterator[None]:
         platform.set_rng_state(states[2])
 
 
-def first_batch(loader: Any, model: Any, where: str) -> Any:
+def first_batch(loader: Any, model: Module, where: str) -> Any:
     """What the loader gives first. Shuffling and augmentation draw afterwards what they would have drawn.
 
     Raises:

@@ -15,6 +15,7 @@ from hyper_parallel.core.planner.plan.progress import Progress
 from hyper_parallel.core.planner.planning import check_options, plan_memory
 from hyper_parallel.integrations.announcement import announce, announce_replans
 from hyper_parallel.integrations.first_batch import first_batch
+from hyper_parallel.platform.opaque import Device
 
 __all__ = ["MemoryPlanCallback", "fit_in_memory"]
 
@@ -48,10 +49,10 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         budget: int | str = "auto",
         *,
         on_oom: str = "error",
-        batch: Any = None,
+        batch: object = None,
         loss_fn: Callable[[Any], Any] | None = None,
         regions: Sequence[Any] | None = None,
-        optimizer: Any = None,
+        optimizer: object = None,
         reserve: int | str = 0,
         keeps_output: bool = False,  # `compute_loss` gives the loss alone
         verify: bool = True,
@@ -73,7 +74,7 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self.stats: dict[str, int] = {}
         self._model: Any = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: object, **given: Any) -> None:
         self.remove()  # what a training that raised has left
         _check_not_compiled(args)
         model = _inner(given["model"])
@@ -87,7 +88,7 @@ class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             announce(self.plan)
             _logger.info("%s", self.plan)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **given: Any) -> None:
         self.remove()
 
     def remove(self) -> None:
@@ -142,7 +143,7 @@ def _train(train: Callable[..., Any], callback: MemoryPlanCallback, *args: Any, 
         callback.remove()
 
 
-def _check_not_compiled(args: Any) -> None:
+def _check_not_compiled(args: object) -> None:
     if getattr(args, "torch_compile", False):
         raise ArgumentError(
             "The trainer compiles the model as a whole, and a plan is carried out in Python, around each block.",
@@ -160,7 +161,7 @@ def _inner(model: Any) -> Any:
     return model
 
 
-def _on_device(batch: Any, device: Any) -> Any:
+def _on_device(batch: object, device: Device) -> Any:
     if hasattr(batch, "items"):
         return {name: _on_device(value, device) for name, value in batch.items()}
     return batch.to(device) if hasattr(batch, "to") else batch

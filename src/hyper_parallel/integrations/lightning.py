@@ -53,10 +53,10 @@ class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not ty
         budget: int | str = "auto",
         *,
         on_oom: str = "error",
-        batch: Any = None,
+        batch: object = None,
         loss_fn: Callable[[Any], Any] | None = None,
         regions: Sequence[Any] | None = None,
-        optimizer: Any = None,
+        optimizer: object = None,
         reserve: int | str = 0,
         keeps_output: bool = True,
         verify: bool = True,
@@ -93,10 +93,10 @@ class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not ty
             announce(self.plan)
             _logger.info("%s", self.plan)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Any, pl_module: object) -> None:
         self._remove()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, pl_module: object, exception: BaseException) -> None:
         self._remove()
 
     def _remove(self) -> None:
@@ -161,7 +161,7 @@ def _as_module(pl_module: Any, precision: Any) -> Any:
             finally:
                 self.is_running = False
 
-        def forward(self, batch: Any, **named: Any) -> Any:
+        def forward(self, batch: object, **named: Any) -> Any:
             with precision.train_step_context():
                 return training_step(batch, *self.numbers, **named)
 
@@ -197,7 +197,7 @@ class _PlannedTrainingStep:
 
 
 @contextlib.contextmanager
-def _nothing_is_logged(pl_module: Any) -> Iterator[None]:
+def _nothing_is_logged(pl_module: object) -> Iterator[None]:
     """Steps that only measure are nobody's metrics, and Lightning refuses `log` outside of its loops."""
     for name in ("log", "log_dict"):
         setattr(pl_module, name, lambda *args, **kwargs: None)
@@ -208,7 +208,7 @@ def _nothing_is_logged(pl_module: Any) -> Iterator[None]:
             delattr(pl_module, name)
 
 
-def _loss(out: Any) -> Any:
+def _loss(out: object) -> Any:
     found = out.get("loss") if isinstance(out, dict) else out
     if found is None or not hasattr(found, "backward"):
         raise ArgumentTypeError(

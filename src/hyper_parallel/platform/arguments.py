@@ -9,9 +9,10 @@ from typing import Any
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError, describe
 from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.platform.communication.answers import ranks_in_words
+from hyper_parallel.platform.opaque import Module, Tensor
 
 
-def check_size(size: Any, name: str = "size") -> tuple[int, ...]:
+def check_size(size: object, name: str = "size") -> tuple[int, ...]:
     """A size is one tuple or list of whole numbers."""
     if not isinstance(size, (tuple, list)):
         raise ArgumentTypeError(f"`{name}` is one tuple or list.", expected="for example (2, 3)", got=describe(size))
@@ -23,7 +24,7 @@ def check_size(size: Any, name: str = "size") -> tuple[int, ...]:
     return tuple(length for length in lengths if length is not None)
 
 
-def check_flag(value: Any, name: str) -> bool:
+def check_flag(value: object, name: str) -> bool:
     if type(value) is not bool:
         raise ArgumentTypeError(f"`{name}` is yes or no.", expected="True or False", got=describe(value))
     return value
@@ -60,7 +61,7 @@ def in_our_words(call: str, **arguments: Any) -> Iterator[None]:
         ) from error
 
 
-def check_tensors(tensors: Any, tensor_type: type, call: str) -> list[Any]:
+def check_tensors(tensors: object, tensor_type: type, call: str) -> list[Any]:
     """A non-empty list or tuple of tensors."""
     if isinstance(tensors, tensor_type) or not isinstance(tensors, (list, tuple)):
         raise ArgumentTypeError(
@@ -76,13 +77,13 @@ def check_tensors(tensors: Any, tensor_type: type, call: str) -> list[Any]:
     return list(tensors)
 
 
-def check_tensor(tensor: Any, tensor_type: type, call: str) -> Any:
+def check_tensor(tensor: Tensor, tensor_type: type, call: str) -> Any:
     if not isinstance(tensor, tensor_type):
         raise ArgumentTypeError(f"`{call}` takes a tensor.", expected="a tensor", got=describe(tensor))
     return tensor
 
 
-def check_module(module: Any, module_type: type, call: str) -> Any:
+def check_module(module: Module, module_type: type, call: str) -> Any:
     if module is None:  # a ValueError: the argument was forgotten rather than mistaken
         raise ArgumentError(f"`{call}` needs a module.", expected=f"a {_path(module_type)}", got="None")
     if not isinstance(module, module_type):
@@ -90,7 +91,7 @@ def check_module(module: Any, module_type: type, call: str) -> Any:
     return module
 
 
-def check_hook(module: Any, module_type: type, hook: Any, call: str, **flags: Any) -> None:
+def check_hook(module: Module, module_type: type, hook: object, call: str, **flags: Any) -> None:
     check_module(module, module_type, call)
     if not callable(hook):
         raise ArgumentTypeError(f"`{call}` takes a function.", expected="a callable", got=describe(hook))
@@ -98,7 +99,7 @@ def check_hook(module: Any, module_type: type, hook: Any, call: str, **flags: An
         check_flag(value, name)
 
 
-def check_stage_index(stage_index: Any) -> int:
+def check_stage_index(stage_index: object) -> int:
     stage = as_int(stage_index)
     if stage is None or stage < 0:
         raise ArgumentError("Stages are counted from 0.", expected="a stage of at least 0", got=describe(stage_index))
@@ -110,7 +111,7 @@ def cache_key(ranks: Sequence[int]) -> str:
     return str(tuple(sorted(ranks)))
 
 
-def check_ranks(ranks: Any, among: Sequence[int] | None, call: str, *, or_none: bool = False) -> tuple[int, ...]:
+def check_ranks(ranks: object, among: Sequence[int] | None, call: str, *, or_none: bool = False) -> tuple[int, ...]:
     """Sorted world ranks, each once, all of them in `among`; at least one, unless `or_none`."""
     if isinstance(ranks, (str, bytes)) or not hasattr(ranks, "__iter__"):
         raise ArgumentTypeError(
@@ -136,7 +137,7 @@ def check_same_shape(expected: Sequence[int], got: Sequence[int], call: str) -> 
         )
 
 
-def unknown_name(what: str, value: Any, accepted: Iterable[str]) -> ArgumentError:
+def unknown_name(what: str, value: object, accepted: Iterable[str]) -> ArgumentError:
     return ArgumentError(what, expected="one of " + ", ".join(accepted), got=describe(value))
 
 
@@ -144,7 +145,7 @@ def _path(cls: type) -> str:
     return f"{cls.__module__.partition('.')[0]} {cls.__name__}"
 
 
-def check_parameters(parameters: Any, tensor_type: type, call: str) -> list[Any]:
+def check_parameters(parameters: object, tensor_type: type, call: str) -> list[Any]:
     """Tensors to be gone through, of any iterable."""
     found = list(parameters) if hasattr(parameters, "__iter__") else [parameters]
     for each in found:
@@ -165,7 +166,7 @@ def check_norm_arguments(max_norm: Any, norm_type: Any) -> float:
     return float(norm_type)
 
 
-def found_parameter(result: Any, search: Callable[[str], Any], new_param: Any, parameter_type: type) -> Any:
+def found_parameter(result: object, search: Callable[[str], Any], new_param: object, parameter_type: type) -> Any:
     """Which parameter to replace: `(owner, local name, parameter)`, or None if a path given as `(name, parameter)` leads to none."""
     if not isinstance(new_param, parameter_type):
         raise ArgumentTypeError(

@@ -12,6 +12,7 @@ from hyper_parallel._base.files import checked_path
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.platform import tensor_file
 from hyper_parallel.platform.arguments import unknown_name
+from hyper_parallel.platform.opaque import Tensor
 from hyper_parallel.platform.tensor_file import TensorRecord, TensorSpec
 
 _logger = get_logger("platform")
@@ -30,20 +31,20 @@ class TensorCodec(Protocol):
 
     tensor_type: Any
 
-    def code(self, tensor: Any) -> str | None:
+    def code(self, tensor: Tensor) -> str | None:
         """The file's code for the tensor's dtype, or None if it has none."""
 
-    def refusal(self, tensor: Any) -> str | None:
+    def refusal(self, tensor: Tensor) -> str | None:
         """Why this tensor cannot be written (no data, a part of a larger one), or None."""
 
-    def content(self, tensor: Any) -> Any:
+    def content(self, tensor: Tensor) -> Any:
         """The tensor's bytes on the host: contiguous, little-endian."""
 
     def tensor(self, record: TensorRecord) -> Any:
         """A new tensor with a copy of the record's bytes."""
 
 
-def save(tensors: Any, path: str | os.PathLike[str], ckpt_format: str, codec: TensorCodec) -> None:
+def save(tensors: object, path: str | os.PathLike[str], ckpt_format: str, codec: TensorCodec) -> None:
     """Write all tensors at `path`, whole or not at all; `tensors` is a dict of them (a backend makes one of a module)."""
     if not isinstance(tensors, Mapping):
         raise ArgumentTypeError("Nothing to save.", expected="a module or a dict of tensors", got=describe(tensors))
@@ -90,6 +91,6 @@ def _spec(name: Any, tensor: Any, codec: TensorCodec) -> TensorSpec:
     return TensorSpec(name, code, tuple(int(length) for length in tensor.shape))
 
 
-def _check_format(ckpt_format: Any) -> None:
+def _check_format(ckpt_format: object) -> None:
     if ckpt_format not in _FORMATS:
         raise unknown_name("No such checkpoint format.", ckpt_format, _FORMATS)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["check_handle", "drain", "order_after"]
 
 
-def check_handle(handle: Any, post_process: Callable[[], object] | None) -> None:
+def check_handle(handle: object, post_process: Callable[[], object] | None) -> None:
     if handle is not None and not hasattr(handle, "wait"):
         raise ArgumentTypeError(
             "A gradient reduction is kept by its handle.",

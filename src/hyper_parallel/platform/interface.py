@@ -71,7 +71,7 @@ def _reason(operation: Operation, owner: type) -> Exception:
 class _OnEither(classmethod):  # type: ignore[type-arg]
     """A method that can be called on the class too; called on an instance, it is given the instance."""
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: object, owner: object = None) -> Any:
         return MethodType(self.__func__, owner if instance is None else instance)
 
 
@@ -122,7 +122,7 @@ class Platform:
         return EXISTING_COMM_GROUPS.get(cache_key(check_ranks(rank_list, None, "get_created_group", or_none=True)))
 
     @classmethod
-    def mark_created_groups(cls: Any, process_group: Any) -> None:
+    def mark_created_groups(cls: Any, process_group: object) -> None:
         """Put existing groups, one or a list of them, into the cache."""
         groups = process_group if isinstance(process_group, (list, tuple)) else [process_group]
         for group in groups:
@@ -130,7 +130,7 @@ class Platform:
 
     # -- gradient reduction in flight (grad_handle.py) ----------------------------------------------------------------
 
-    def set_grad_reduce_handle(self, handle: Any, post_process: Callable[[], object] | None = None) -> None:
+    def set_grad_reduce_handle(self, handle: object, post_process: Callable[[], object] | None = None) -> None:
         """Drain the pending reduction, then keep this one; `post_process()` runs once `handle` is done. None keeps nothing."""
         grad_handle.check_handle(handle, post_process)
         self._process_current_handle()

@@ -115,12 +115,12 @@ class MicroBatch:
             )
         return {key: given.get(key, 0) for key in kwargs}
 
-    def _parts(self, value: Any, dim: int | None, where: str) -> list[Any]:
+    def _parts(self, value: object, dim: int | None, where: str) -> list[Any]:
         if dim is None or dim == -1:
             return [value] * self.num
 
         def part(index: int) -> Any:
-            def of_leaf(leaf: Any) -> Any:
+            def of_leaf(leaf: object) -> Any:
                 if not isinstance(leaf, self._tensor_type):
                     return leaf
                 length = self._check_divisible(leaf, dim, where) // self.num

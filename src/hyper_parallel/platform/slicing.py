@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel._base.whole_numbers import as_int
@@ -62,7 +62,7 @@ def slice_spans(
     return [_span(slice(b, e, s).indices(n)) for n, b, e, s in zip(shape, begins, ends, strides, strict=False)]
 
 
-def _whole_or_none(name: str, numbers: Any) -> list[int | None]:
+def _whole_or_none(name: str, numbers: object) -> list[int | None]:
     if isinstance(numbers, (str, bytes, dict)) or not hasattr(numbers, "__iter__") or not hasattr(numbers, "__len__"):
         raise ArgumentTypeError(
             f"`{name}` of a strided slice has one entry per dim.", expected="a list or tuple", got=describe(numbers)

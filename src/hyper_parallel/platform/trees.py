@@ -15,14 +15,14 @@ from hyper_parallel._base.errors import ArgumentTypeError, describe
 Leaf = Callable[[Any], Any]
 
 
-def map_leaves(fn: Leaf, tree: Any) -> Any:
+def map_leaves(fn: Leaf, tree: object) -> Any:
     """`tree` with `fn` applied to everything in it that is not a container."""
     if not callable(fn):
         raise ArgumentTypeError("The function to apply comes first.", expected="a callable", got=describe(fn))
     return _map(fn, tree)
 
 
-def leaves(tree: Any) -> Iterator[Any]:
+def leaves(tree: object) -> Iterator[Any]:
     """Everything in `tree` that is not a container, in order."""
     children = _children(tree)
     if children is None:
@@ -73,11 +73,11 @@ def _map(fn: Leaf, tree: Any) -> Any:
     return fn(tree)
 
 
-def _is_dataclass_value(value: Any) -> bool:
+def _is_dataclass_value(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _is_hashable(value: Any) -> bool:
+def _is_hashable(value: object) -> bool:
     try:
         hash(value)
     except TypeError:

@@ -55,10 +55,10 @@ class Matcher(ABC):
     """
 
     @abstractmethod
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> bool: ...
+    def __call__(self, ctx: object, op: object, /, *args: Any, **kwargs: Any) -> bool: ...
 
     @abstractmethod
-    def of_op(self, op: Any) -> bool | None:
+    def of_op(self, op: object) -> bool | None:
         """What the op alone tells: True and False hold for every call of it; None where it depends on the call."""
 
     @property
@@ -70,16 +70,16 @@ class Matcher(ABC):
         """The matchers that this one asks."""
         return ()
 
-    def __and__(self, other: Any) -> Matcher:
+    def __and__(self, other: object) -> Matcher:
         return _All(_parts(_All, self, other))
 
-    def __rand__(self, other: Any) -> Matcher:
+    def __rand__(self, other: object) -> Matcher:
         return _All(_parts(_All, other, self))
 
-    def __or__(self, other: Any) -> Matcher:
+    def __or__(self, other: object) -> Matcher:
         return _Any(_parts(_Any, self, other))
 
-    def __ror__(self, other: Any) -> Matcher:
+    def __ror__(self, other: object) -> Matcher:
         return _Any(_parts(_Any, other, self))
 
     def __invert__(self) -> Matcher:
@@ -101,10 +101,10 @@ class _Table(Matcher):
     name: str
     names: frozenset[str]
 
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> bool:
+    def __call__(self, ctx: object, op: object, /, *args: Any, **kwargs: Any) -> bool:
         return self.of_op(op)
 
-    def of_op(self, op: Any) -> bool:
+    def of_op(self, op: object) -> bool:
         try:
             return not self.names.isdisjoint(names_of(op))
         except TypeError:  # what cannot be a key
@@ -121,11 +121,11 @@ class _Table(Matcher):
 class _Random(Matcher):
     """Draws random numbers: by name, or by PyTorch's own tag."""
 
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> bool:
+    def __call__(self, ctx: object, op: object, /, *args: Any, **kwargs: Any) -> bool:
         known = self.of_op(op)
         return known if known is not None else draws(op, args, kwargs)
 
-    def of_op(self, op: Any) -> bool | None:
+    def of_op(self, op: object) -> bool | None:
         try:
             return is_random(op)
         except TypeError:  # what cannot be a key
@@ -142,10 +142,10 @@ class _Random(Matcher):
 class _Ops(Matcher):
     names: frozenset[str]
 
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> bool:
+    def __call__(self, ctx: object, op: object, /, *args: Any, **kwargs: Any) -> bool:
         return self.of_op(op)
 
-    def of_op(self, op: Any) -> bool:
+    def of_op(self, op: object) -> bool:
         return not self.names.isdisjoint(names_of(op))
 
     def __repr__(self) -> str:
@@ -156,10 +156,10 @@ class _Ops(Matcher):
 class _LargerThan(Matcher):
     num_bytes: int
 
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> bool:
+    def __call__(self, ctx: Any, op: object, /, *args: Any, **kwargs: Any) -> bool:
         return _output_bytes(ctx.op_output) > self.num_bytes
 
-    def of_op(self, op: Any) -> None:
+    def of_op(self, op: object) -> None:
         return None
 
     def __repr__(self) -> str:
@@ -172,10 +172,10 @@ class _LargerThan(Matcher):
 class _InModule(Matcher):
     patterns: tuple[str, ...]
 
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> bool:
+    def __call__(self, ctx: Any, op: object, /, *args: Any, **kwargs: Any) -> bool:
         return _is_inside(ctx.module, self.patterns)
 
-    def of_op(self, op: Any) -> None:
+    def of_op(self, op: object) -> None:
         return None
 
     def __repr__(self) -> str:
@@ -194,7 +194,7 @@ class _Every(Matcher):
     def _inner(self) -> tuple[Matcher, ...]:
         return (self.of,)
 
-    def of_op(self, op: Any) -> bool | None:
+    def of_op(self, op: object) -> bool | None:
         known = self.of.of_op(op)
         return known if known is False or self.n == 1 else None
 
@@ -207,13 +207,13 @@ class _Every(Matcher):
 class _All(Matcher):
     parts: tuple[Matcher, ...]
 
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> bool:
+    def __call__(self, ctx: object, op: object, /, *args: Any, **kwargs: Any) -> bool:
         return all(part(ctx, op, *args, **kwargs) for part in self.parts)
 
     def _inner(self) -> tuple[Matcher, ...]:
         return self.parts
 
-    def of_op(self, op: Any) -> bool | None:
+    def of_op(self, op: object) -> bool | None:
         known = [part.of_op(op) for part in self.parts]
         return False if False in known else None if None in known else True
 
@@ -225,13 +225,13 @@ class _All(Matcher):
 class _Any(Matcher):
     parts: tuple[Matcher, ...]
 
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> bool:
+    def __call__(self, ctx: object, op: object, /, *args: Any, **kwargs: Any) -> bool:
         return any(part(ctx, op, *args, **kwargs) for part in self.parts)
 
     def _inner(self) -> tuple[Matcher, ...]:
         return self.parts
 
-    def of_op(self, op: Any) -> bool | None:
+    def of_op(self, op: object) -> bool | None:
         known = [part.of_op(op) for part in self.parts]
         return True if True in known else None if None in known else False
 
@@ -243,13 +243,13 @@ class _Any(Matcher):
 class _Not(Matcher):
     inner: Matcher
 
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> bool:
+    def __call__(self, ctx: object, op: object, /, *args: Any, **kwargs: Any) -> bool:
         return not self.inner(ctx, op, *args, **kwargs)
 
     def _inner(self) -> tuple[Matcher, ...]:
         return (self.inner,)
 
-    def of_op(self, op: Any) -> bool | None:
+    def of_op(self, op: object) -> bool | None:
         known = self.inner.of_op(op)
         return None if known is None else not known
 
@@ -263,7 +263,7 @@ class _Own(Matcher):
 
     function: Callable[..., bool]
 
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> bool:
+    def __call__(self, ctx: object, op: object, /, *args: Any, **kwargs: Any) -> bool:
         answer = self.function(ctx, op, *args, **kwargs)
         if answer is True or answer is False:
             return answer
@@ -279,7 +279,7 @@ class _Own(Matcher):
     def is_pure(self) -> bool:
         return False
 
-    def of_op(self, op: Any) -> None:
+    def of_op(self, op: object) -> None:
         return None
 
     def __repr__(self) -> str:
@@ -352,7 +352,7 @@ def in_module(*patterns: str) -> Matcher:
     return _InModule(patterns)
 
 
-def every(n: int, *, of: Any, offset: int = 0) -> Matcher:
+def every(n: int, *, of: object, offset: int = 0) -> Matcher:
     """Every `n`-th call of the ops that `of` matches, from the one at `offset` on.
 
     Counted is how often the same op ran before in the same module in this call of the region (`ctx.occurrence`), nothing
@@ -377,7 +377,7 @@ def every(n: int, *, of: Any, offset: int = 0) -> Matcher:
     return _Every(int(n), as_matcher(of), int(offset))
 
 
-def as_matcher(value: Any) -> Matcher:
+def as_matcher(value: object) -> Matcher:
     """A matcher of this module as it is, a function as one. Anything else is an error with a hint."""
     if isinstance(value, Matcher):
         return value

@@ -31,7 +31,7 @@ def is_op(value: object) -> bool:
 
 
 @functools.cache
-def names_of(op: Any) -> frozenset[str]:
+def names_of(op: object) -> frozenset[str]:
     """Every name that means this op: the whole one, the one without overload, the one without namespace."""
     whole = _plain(op)
     parts = whole.split(".")
@@ -175,7 +175,7 @@ _OFF = {"dropout_p": 0, "dropout": 0, "keep_prob": 1}
 
 
 @functools.cache
-def is_random(op: Any) -> bool | None:
+def is_random(op: object) -> bool | None:
     """Whether the op draws random numbers; None where it depends on the call (see `draws`)."""
     names = names_of(op)
     if not RANDOM.isdisjoint(names):
@@ -188,13 +188,13 @@ def is_random(op: Any) -> bool | None:
 
 
 @functools.cache
-def _switch(op: Any) -> tuple[int, str] | None:
+def _switch(op: object) -> tuple[int, str] | None:
     """Position and name of the argument that turns the op's randomness off, if it has one."""
     arguments = getattr(getattr(op, "_schema", None), "arguments", ())
     return next(((i, argument.name) for i, argument in enumerate(arguments) if argument.name in _OFF), None)
 
 
-def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def draws(op: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this call of an op that may be random is."""
     switch = _switch(op)
     if switch is None:

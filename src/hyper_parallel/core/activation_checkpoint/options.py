@@ -63,7 +63,7 @@ _NOOP_CONTEXTS = frozenset(
 TAKEN = frozenset({"function", *_WORDS, *REGION_OPTIONS})
 
 
-def as_impl(value: Any) -> CheckpointImpl:
+def as_impl(value: object) -> CheckpointImpl:
     # PyTorch's own enum is known by its name; importing it here would import torch.distributed.
     if (
         isinstance(value, Enum)
@@ -113,7 +113,7 @@ def check_options(options: dict[str, Any]) -> None:
             )
 
 
-def check_callable(checkpoint_fn: Any) -> Any:
+def check_callable(checkpoint_fn: object) -> Any:
     if not callable(checkpoint_fn):
         raise ArgumentTypeError(
             "`checkpoint_fn` runs the module.",
@@ -171,7 +171,7 @@ def _refused(call: str, name: str, options: dict[str, Any], do: str) -> Argument
     )
 
 
-def check_call(function: Any, determinism_check: str) -> None:
+def check_call(function: object, determinism_check: str) -> None:
     """Refuse what a region cannot be called with."""
     if not callable(function):
         raise ArgumentTypeError(

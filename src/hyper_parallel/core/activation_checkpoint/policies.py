@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 
-def save(matcher: Any) -> Policy:
+def save(matcher: object) -> Policy:
     """Save what `matcher` matches on the device (`MUST_SAVE`), recompute the rest.
 
     Example:
@@ -66,7 +66,7 @@ def save(matcher: Any) -> Policy:
     return choose((matcher, CheckpointPolicy.MUST_SAVE))
 
 
-def swap(matcher: Any) -> Policy:
+def swap(matcher: object) -> Policy:
     """Swap what `matcher` matches (`MUST_SWAP`), recompute the rest.
 
     Example:
@@ -76,7 +76,7 @@ def swap(matcher: Any) -> Policy:
     return choose((matcher, CheckpointPolicy.MUST_SWAP))
 
 
-def recompute(matcher: Any) -> Policy:
+def recompute(matcher: object) -> Policy:
     """Recompute what `matcher` matches, whatever later rules or a plan say (`MUST_RECOMPUTE`), and the rest by default.
 
     Example:
@@ -86,7 +86,7 @@ def recompute(matcher: Any) -> Policy:
     return choose((matcher, CheckpointPolicy.MUST_RECOMPUTE))
 
 
-def choose(*rules: Any, otherwise: Any = CheckpointPolicy.PREFER_RECOMPUTE) -> Policy:
+def choose(*rules: Any, otherwise: object = CheckpointPolicy.PREFER_RECOMPUTE) -> Policy:
     """The first rule that matches decides; `otherwise` is for what none matches.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
 
@@ -49,7 +48,7 @@ _BY_NAME = {
 }
 
 
-def as_policy(answer: Any) -> CheckpointPolicy:
+def as_policy(answer: object) -> CheckpointPolicy:
     """The policy that a policy function's answer stands for."""
     if isinstance(answer, CheckpointPolicy):
         return answer
@@ -65,6 +64,6 @@ def as_policy(answer: Any) -> CheckpointPolicy:
     )
 
 
-def keeps_tensor(answer: Any) -> bool:
+def keeps_tensor(answer: object) -> bool:
     """For a policy about tensors: `MUST_SAVE`, `PREFER_SAVE` and True keep the tensor, everything else swaps it."""
     return as_policy(answer) in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)

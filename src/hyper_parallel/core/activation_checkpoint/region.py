@@ -55,7 +55,7 @@ def _platform_of_call(function: Callable[..., Any], args: tuple[Any, ...], optio
     return bind(f"checkpoint({getattr(function, '__qualname__', type(function).__name__)})")
 
 
-def _what_may_tell(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Any]:
+def _what_may_tell(function: object, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Any]:
     while isinstance(function, functools.partial):
         args, options = (*function.args, *args), {**function.keywords, **options}
         function = function.func

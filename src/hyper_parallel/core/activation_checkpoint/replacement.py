@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel.platform.opaque import Module
 
 Chosen = dict[Any, dict[str, Any]]  # in the order of wrapping, with the keywords for the wrapper
 
@@ -29,7 +30,7 @@ class Tree(NamedTuple):
 
 
 def replace_submodules(
-    tree: Tree, model: Any, checkpoint_wrapper_fn: Callable[..., Any], check_fn: Callable[[Any], Any], policy: Any
+    tree: Tree, model: Module, checkpoint_wrapper_fn: Callable[..., Any], check_fn: Callable[[Any], Any], policy: object
 ) -> None:
     """What `apply_activation_checkpointing` does, after the framework has looked at its own kinds of policies."""
     _check_callable(checkpoint_wrapper_fn, "checkpoint_wrapper_fn", "makes the wrapper of a module")
@@ -42,7 +43,7 @@ def replace_submodules(
     wrap_chosen(tree, model, checkpoint_wrapper_fn, chosen)
 
 
-def wrap_chosen(tree: Tree, model: Any, checkpoint_wrapper_fn: Callable[..., Any], chosen: Chosen) -> None:
+def wrap_chosen(tree: Tree, model: Module, checkpoint_wrapper_fn: Callable[..., Any], chosen: Chosen) -> None:
     """Wrap these, but never the root."""
     _check_callable(checkpoint_wrapper_fn, "checkpoint_wrapper_fn", "makes the wrapper of a module")
     chosen.pop(model, None)
@@ -50,7 +51,7 @@ def wrap_chosen(tree: Tree, model: Any, checkpoint_wrapper_fn: Callable[..., Any
     replace(tree, model, wrappers)
 
 
-def post_order(tree: Tree, module: Any, seen: set[Any] | None = None) -> Iterator[Any]:
+def post_order(tree: Tree, module: Module, seen: set[Any] | None = None) -> Iterator[Any]:
     """Every module once, after those inside it; the root last."""
     seen = set() if seen is None else seen
     seen.add(module)
@@ -60,7 +61,7 @@ def post_order(tree: Tree, module: Any, seen: set[Any] | None = None) -> Iterato
     yield module
 
 
-def _chosen_by(tree: Tree, policy: Callable[[Any, bool, int], Any], model: Any) -> Chosen:
+def _chosen_by(tree: Tree, policy: Callable[[Any, bool, int], Any], model: Module) -> Chosen:
     """What a policy about sizes chooses: asked on the way down whether to go on, on the way up with what is left unwrapped."""
     chosen: Chosen = {}
     wrapped_below: dict[Any, dict[int, Any]] = {}
@@ -68,7 +69,7 @@ def _chosen_by(tree: Tree, policy: Callable[[Any, bool, int], Any], model: Any) 
     def numel(parameters: dict[int, Any]) -> int:
         return sum(tree.numel(parameter) for parameter in parameters.values())
 
-    def visit(module: Any) -> dict[int, Any]:
+    def visit(module: Module) -> dict[int, Any]:
         if module in wrapped_below:  # a shared one is decided on once
             return wrapped_below[module]
         parameters = {id(parameter): parameter for parameter in tree.parameters(module)}
@@ -87,7 +88,7 @@ def _chosen_by(tree: Tree, policy: Callable[[Any, bool, int], Any], model: Any) 
     return chosen
 
 
-def _as_policy_function(policy: Any) -> Any:
+def _as_policy_function(policy: object) -> Any:
     if not callable(policy) or isinstance(policy, type):
         raise ArgumentError(
             "`auto_wrap_policy` chooses what is wrapped.",
@@ -104,7 +105,7 @@ def _as_policy_function(policy: Any) -> Any:
     return lambda module, recurse, numel: policy(module=module, recurse=recurse, nonwrapped_numel=numel)
 
 
-def _wrapped(tree: Tree, checkpoint_wrapper_fn: Callable[..., Any], module: Any, options: dict[str, Any]) -> Any:
+def _wrapped(tree: Tree, checkpoint_wrapper_fn: Callable[..., Any], module: Module, options: dict[str, Any]) -> Any:
     wrapper = checkpoint_wrapper_fn(module, **options)
     if not isinstance(wrapper, tree.module):
         raise ArgumentTypeError(
@@ -135,7 +136,7 @@ def replace(tree: Tree, model: Any, wrappers: dict[Any, Any]) -> None:
         raise
 
 
-def _check_not_wrapped(tree: Tree, model: Any, checkpoint_wrapper_fn: Callable[..., Any]) -> None:
+def _check_not_wrapped(tree: Tree, model: Module, checkpoint_wrapper_fn: Callable[..., Any]) -> None:
     # As PyTorch: a class says what the result looks like, so that wrapping twice by mistake can be seen; a function does not.
     if isinstance(checkpoint_wrapper_fn, type):
         for module in post_order(tree, model):
@@ -148,6 +149,6 @@ def _check_not_wrapped(tree: Tree, model: Any, checkpoint_wrapper_fn: Callable[.
                 )
 
 
-def _check_callable(value: Any, name: str, does: str) -> None:
+def _check_callable(value: object, name: str, does: str) -> None:
     if not callable(value):
         raise ArgumentTypeError(f"`{name}` {does}.", expected="a callable", got=describe(value))

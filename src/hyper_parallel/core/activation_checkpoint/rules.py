@@ -30,7 +30,7 @@ class RulesByOp:
         self._otherwise = otherwise
         self._known: dict[Any, tuple[Rules, CheckpointPolicy]] = {}
 
-    def about(self, op: Any) -> tuple[Rules, CheckpointPolicy]:
+    def about(self, op: object) -> tuple[Rules, CheckpointPolicy]:
         """The rules that the name of an op leaves open, and the answer if none of them matches.
 
         Raises:
@@ -44,7 +44,7 @@ class RulesByOp:
             known = self._known[op] = self._by_name(op)
         return known
 
-    def _by_name(self, op: Any) -> tuple[Rules, CheckpointPolicy]:
+    def _by_name(self, op: object) -> tuple[Rules, CheckpointPolicy]:
         left_open: list[tuple[Matcher, CheckpointPolicy]] = []
         for matcher, answer in self._rules:
             known = matcher.of_op(op)
@@ -75,7 +75,7 @@ class Policy:
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_op", RulesByOp(self.rules, self.otherwise))
 
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, ctx: object, op: object, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         left_open, answer = self.by_op.about(op)
         for matcher, own in left_open:
             if matcher(ctx, op, *args, **kwargs):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
+from hyper_parallel.platform.opaque import Module
 
 
 class Transparent:
@@ -55,10 +56,10 @@ class Transparent:
     def __getitem__(self, key: Any) -> Any:
         return self.__dict__[self.INNER][key]
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         self.__dict__[self.INNER][key] = value
 
-    def __delitem__(self, key: Any) -> None:
+    def __delitem__(self, key: object) -> None:
         del self.__dict__[self.INNER][key]
 
     def __len__(self) -> int:
@@ -70,11 +71,11 @@ class Transparent:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.__dict__[self.INNER])
 
-    def __contains__(self, item: Any) -> bool:
+    def __contains__(self, item: object) -> bool:
         return item in self.__dict__[self.INNER]
 
 
-def _set_in(function: Any) -> Iterator[str]:
+def _set_in(function: object) -> Iterator[str]:
     """Names of attributes that a function sets on its first argument."""
     code = getattr(function, "__code__", None)
     if code is None or not code.co_argcount:
@@ -88,7 +89,7 @@ def _set_in(function: Any) -> Iterator[str]:
             loaded = loaded[-1]
 
 
-def one_of(module: Any, mod: Any, call: str) -> Any:
+def one_of(module: Module, mod: object, call: str) -> Any:
     """What a wrapper wraps, whichever of the two names it was given by.
 
     Raises:
@@ -104,7 +105,7 @@ def is_special(name: str) -> bool:
 
 
 def wrappers_below(
-    model: Any, children: Callable[[Any], Iterable[tuple[str, Any]]], name: str = "", seen: set[Any] | None = None
+    model: Module, children: Callable[[Any], Iterable[tuple[str, Any]]], name: str = "", seen: set[Any] | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Every wrapper once, under the name at which the inner module is known; an outer one before an inner one.
 
@@ -122,7 +123,7 @@ def wrappers_below(
         yield from wrappers_below(child, children, below, seen)
 
 
-def check_wrapped(module: Any, kind: type, call: str) -> None:
+def check_wrapped(module: Module, kind: type, call: str) -> None:
     """Raises for what is neither a module nor a function.
 
     Raises:

@@ -8,14 +8,15 @@ from typing import Any
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError
 from hyper_parallel.core.activation_checkpoint.backend import ActivationsBackend
 from hyper_parallel.platform import platform_of
+from hyper_parallel.platform.opaque import Module
 from hyper_parallel.platform.selection import backend, bind
 
 
 def checkpoint_wrapper(
-    module: Any,
-    checkpoint_impl: Any = None,
+    module: Module,
+    checkpoint_impl: object = None,
     checkpoint_fn: Callable[..., Any] | None = None,
-    policy_fn: Any = None,
+    policy_fn: object = None,
     swap_inputs: bool = False,
     **framework_options: Any,
 ) -> Any:
@@ -47,10 +48,10 @@ def checkpoint_wrapper(
 
 
 def apply_activation_checkpointing(
-    model: Any,
+    model: Module,
     checkpoint_wrapper_fn: Callable[..., Any] = checkpoint_wrapper,
     check_fn: Callable[[Any], Any] = lambda _: True,
-    auto_wrap_policy: Any = None,
+    auto_wrap_policy: object = None,
 ) -> None:
     """Replace submodules of `model` by wrapped ones, in place; the model itself stays as it is.
 
@@ -79,7 +80,7 @@ def apply_activation_checkpointing(
     found.apply(model, checkpoint_wrapper_fn, check_fn, auto_wrap_policy)
 
 
-def swap_wrapper(module: Any, policy_fn: Callable[[Any], Any] | None = None) -> Any:
+def swap_wrapper(module: Module, policy_fn: Callable[[Any], Any] | None = None) -> Any:
     """A module that computes what `module` does and swaps its residuals until backward needs them. No name changes.
 
     Args:
@@ -99,7 +100,7 @@ def swap_wrapper(module: Any, policy_fn: Callable[[Any], Any] | None = None) -> 
     return _backend_of(module, "swap_wrapper").swap_wrapper(module, policy_fn)
 
 
-def offload_wrapper(module: Any) -> Any:
+def offload_wrapper(module: Module) -> Any:
     """A module that computes what `module` does and keeps every eligible residual on the host. No name changes.
 
     Raises:
@@ -113,7 +114,7 @@ def offload_wrapper(module: Any) -> Any:
     return _backend_of(module, "offload_wrapper").offload_wrapper(module)
 
 
-def _backend_of(module: Any, call: str) -> ActivationsBackend:
+def _backend_of(module: Module, call: str) -> ActivationsBackend:
     _check_given(module, call)
     try:
         platform = platform_of(module, call=call)
@@ -124,6 +125,6 @@ def _backend_of(module: Any, call: str) -> ActivationsBackend:
     return backend(platform, ActivationsBackend, call)
 
 
-def _check_given(module: Any, call: str) -> None:
+def _check_given(module: Module, call: str) -> None:
     if module is None:  # a ValueError: the argument was forgotten rather than mistaken
         raise ArgumentError(f"`{call}` needs a module.", expected="a module or a function", got="None")

@@ -6,10 +6,11 @@ from typing import Any
 
 from hyper_parallel.core.activation_checkpoint.backend import ActivationsBackend
 from hyper_parallel.platform import platform_of
+from hyper_parallel.platform.opaque import Module
 from hyper_parallel.platform.selection import backend
 
 
-def wrappers(model: Any) -> list[tuple[str, Any]]:
+def wrappers(model: Module) -> list[tuple[str, Any]]:
     """The wrappers in `model` as `(name, wrapper)`, each once, an outer one before those inside it.
 
     The name is the one that the wrapped module has in the framework's own listing, where wrappers do not appear; wrappers

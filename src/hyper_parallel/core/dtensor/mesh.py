@@ -19,6 +19,7 @@ from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateE
 from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.core.dtensor.interned import Interned
 from hyper_parallel.core.dtensor.mesh_arguments import axis_names_of, ranks_of, shape_of
+from hyper_parallel.platform.opaque import Group
 from hyper_parallel.platform.selection import communicating_platform, device_type_here, started_world_size
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class DeviceMesh(Interned):
     def __new__(
         cls,
         device_type: str,
-        mesh: Any,
+        mesh: object,
         *,
         mesh_dim_names: Sequence[str] | None = None,
         rank_list: Sequence[int] | None = None,
@@ -314,7 +315,7 @@ class DeviceMesh(Interned):
 
     @staticmethod
     def from_group(
-        group: Any, device_type: str, mesh: Any = None, *, mesh_dim_names: Sequence[str] | None = None
+        group: Group, device_type: str, mesh: object = None, *, mesh_dim_names: Sequence[str] | None = None
     ) -> DeviceMesh:
         """The mesh over an existing group, or over several: one per axis, this process's, and then `mesh` has the ranks.
 
@@ -352,7 +353,7 @@ class DeviceMesh(Interned):
         return mesh_to_torch(self)
 
     @staticmethod
-    def from_torch(mesh: Any) -> DeviceMesh:
+    def from_torch(mesh: object) -> DeviceMesh:
         """The mesh of a PyTorch `DeviceMesh`; its groups are used."""
         from hyper_parallel.platform.torch.dtensor import mesh_from_torch
 
@@ -424,7 +425,7 @@ def init_device_mesh(
     return DeviceMesh(device_type, shape, mesh_dim_names=mesh_dim_names, rank_list=ranks)
 
 
-def as_mesh(value: Any, what: str) -> DeviceMesh:
+def as_mesh(value: object, what: str) -> DeviceMesh:
     """A mesh, of this package or PyTorch's own, whose groups are used then; PyTorch's is known by its class's name: nothing is imported.
 
     Raises:

@@ -39,7 +39,7 @@ def ranks_of(mesh: Any, rank_list: Any) -> tuple[tuple[int, ...], tuple[int, ...
     return shape, ranks
 
 
-def shape_of(shape: Any) -> tuple[int, ...]:
+def shape_of(shape: object) -> tuple[int, ...]:
     sizes = tuple(_int(size, "size of an axis") for size in _listed(shape))
     if not sizes or min(sizes) < 1:
         raise ArgumentError(
@@ -74,7 +74,7 @@ def axis_names_of(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[
     return tuple(names)
 
 
-def _unnested(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _unnested(mesh: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and items of nested sequences."""
     items: list[Any] = [_listed(mesh)]
     shape = []
@@ -95,7 +95,7 @@ def _unnested(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
             )
 
 
-def _listed(value: Any) -> list[Any] | tuple[Any, ...]:
+def _listed(value: object) -> list[Any] | tuple[Any, ...]:
     """Sequences, NumPy arrays and tensors as lists."""
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -108,7 +108,7 @@ def _listed(value: Any) -> list[Any] | tuple[Any, ...]:
     return value
 
 
-def _int(value: Any, what: str) -> int:
+def _int(value: object, what: str) -> int:
     number = as_int(value)
     if number is None:
         raise ArgumentTypeError(f"A {what} in a mesh is an int.", expected="an int", got=describe(value))

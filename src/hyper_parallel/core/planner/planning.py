@@ -17,16 +17,17 @@ from hyper_parallel.core.planner.plan.proof import planned, time_by_turns
 from hyper_parallel.core.planner.plan.table import html_of, residual_parts, text_of
 from hyper_parallel.core.swap.sizes import format_size
 from hyper_parallel.platform.arguments import check_flag
+from hyper_parallel.platform.opaque import Module
 
 
 def plan_memory(
-    model: Any,
-    batch: Any,
+    model: Module,
+    batch: object,
     *,
     budget: int | str = "auto",
     loss_fn: Callable[[Any], Any] | None = None,
     regions: Sequence[Any] | None = None,
-    optimizer: Any = None,
+    optimizer: object = None,
     reserve: int | str = 0,
     keeps_output: bool = True,
     verify: bool = True,
@@ -90,8 +91,8 @@ def plan_memory(
 
 
 def explain(
-    model: Any,
-    batch: Any,
+    model: Module,
+    batch: object,
     *,
     loss_fn: Callable[[Any], Any] | None = None,
     regions: Sequence[Any] | None = None,

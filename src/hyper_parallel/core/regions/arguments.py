@@ -74,7 +74,7 @@ class SavedArguments:
         else:
             self._tree = _Taker(kinds, self.tensors, self.is_direct).change((args, kwargs))
 
-    def _take(self, argument: Any, known: dict[int, int]) -> Any:
+    def _take(self, argument: object, known: dict[int, int]) -> Any:
         if not isinstance(argument, self._kinds.tensor):
             return argument
         if id(argument) not in known:
@@ -94,7 +94,7 @@ class SavedArguments:
             return args, kwargs
         made: dict[int, Any] = {}
 
-        def fill(argument: Any) -> Any:
+        def fill(argument: object) -> Any:
             if not isinstance(argument, _Slot):
                 return argument
             if argument.index not in made:
@@ -115,7 +115,7 @@ class _Walk:
         self._originals: list[Any] = []  # so that no id is used twice while the walk lasts
         self._depth_in_objects = 0
 
-    def leaf(self, thing: Any) -> Any:
+    def leaf(self, thing: object) -> Any:
         """What replaces a leaf; `thing` itself to leave it."""
         raise NotImplementedError
 
@@ -140,7 +140,7 @@ class _Walk:
                 self._depth_in_objects -= 1
         return thing
 
-    def _once(self, thing: Any, change: Callable[[Any], Any]) -> Any:
+    def _once(self, thing: object, change: Callable[[Any], Any]) -> Any:
         if id(thing) not in self._known:
             self._originals.append(thing)
             changed = change(thing)
@@ -171,7 +171,7 @@ class _Taker(_Walk):
         self._tensors = tensors
         self._is_direct = is_direct
 
-    def leaf(self, thing: Any) -> Any:
+    def leaf(self, thing: object) -> Any:
         self._tensors.append(thing)
         self._is_direct.append(self._depth_in_objects == 0)
         return _Slot(len(self._tensors) - 1)
@@ -182,5 +182,5 @@ class _Builder(_Walk):
         super().__init__(kinds)
         self._tensor = tensor
 
-    def leaf(self, thing: Any) -> Any:
+    def leaf(self, thing: object) -> Any:
         return self._tensor(thing.index) if isinstance(thing, _Slot) else thing

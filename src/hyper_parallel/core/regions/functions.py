@@ -7,18 +7,20 @@ import itertools
 import weakref
 from typing import Any
 
+from hyper_parallel.platform.opaque import Module
+
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _next_number = itertools.count()
 
 
-def bare(function: Any) -> Any:
+def bare(function: object) -> Any:
     """What a functools.partial calls; every other function itself."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
-def identity(function: Any, module: Any) -> Any:
+def identity(function: object, module: Module) -> Any:
     """What is the same in the next step: the module, or the code of a function that may be made anew each time."""
     if module is not None:
         return module
@@ -26,14 +28,14 @@ def identity(function: Any, module: Any) -> Any:
     return getattr(getattr(function, "__func__", function), "__code__", type(function))
 
 
-def region_name(function: Any, module: Any, paths: Any) -> str:
+def region_name(function: object, module: Any, paths: Any) -> str:
     """`paths`: those of the model that runs, or None."""
     if module is not None:
         return ("" if paths is None else paths.name(module)) or type(module).__name__
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
-def engine_key(name: str, of: Any) -> str:
+def engine_key(name: str, of: object) -> str:
     """What a swap engine learns by, from step to step: no two blocks of one class have it, nor a new model and one that is gone.
 
     An address is no such key: Python gives it to the next object.

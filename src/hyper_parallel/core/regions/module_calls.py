@@ -47,7 +47,7 @@ class ModuleCall:
         self._in_call: dict[int, int] = {}
         self._in_module = in_module
 
-    def count(self, func: Any) -> Occurrence:
+    def count(self, func: object) -> Occurrence:
         """Which call of the op this is. Whoever asks keeps the op, and so its id."""
         key = id(func)
         in_module = self._in_module.get(key, 0)
@@ -56,7 +56,7 @@ class ModuleCall:
         self._in_call[key] = in_call + 1
         return Occurrence(self.name, in_module, self.number, in_call)
 
-    def note(self, func: Any, in_module: int, in_call: int) -> None:
+    def note(self, func: object, in_module: int, in_call: int) -> None:
         """The op was met so often."""
         self._in_module[id(func)] = in_module
         self._in_call[id(func)] = in_call

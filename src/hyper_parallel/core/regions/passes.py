@@ -20,7 +20,7 @@ class Pass:
         self._waiting: Counter[Any] = Counter()
         self._keeps_all = False
 
-    def has_given(self, value: Any) -> bool:
+    def has_given(self, value: object) -> bool:
         return value in self._waiting and value not in self.found
 
     def keep_all(self) -> None:
@@ -44,7 +44,7 @@ class Pass:
         if self.asking[index] <= 0 and not self.will_replay and not self._keeps_all:
             self.inputs.pop(index, None)
 
-    def take(self, value: Any) -> Any | None:
+    def take(self, value: object) -> Any | None:
         """The value for one residual, and for the last that waits for it the only reference; None if it was written over."""
         tensor = self.found[value]
         self._waiting[value] -= 1

@@ -63,7 +63,7 @@ class RegionPolicy(ABC):
 
     @abstractmethod
     def answer(
-        self, context: PolicyContext, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, context: PolicyContext, op: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CheckpointPolicy:
         """What becomes of the result of an op that was called with these arguments.
 
@@ -71,7 +71,7 @@ class RegionPolicy(ABC):
             ArgumentError: a function of the user's raised a TypeError, or gave an answer that means nothing.
         """
 
-    def __call__(self, ctx: PolicyContext, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, ctx: PolicyContext, op: object, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Asked as a user's function is: it is given to `checkpoint` where a user gives one."""
         return self.answer(ctx, op, args, kwargs)
 
@@ -83,7 +83,7 @@ class UserPolicy(RegionPolicy):
         self._function = function
 
     def answer(
-        self, context: PolicyContext, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, context: PolicyContext, op: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CheckpointPolicy:
         try:
             answer = self._function(context, op, *args, **kwargs)
@@ -115,7 +115,7 @@ class RulePolicy(RegionPolicy):
         self._by_op = rules.by_op
 
     def answer(
-        self, context: PolicyContext, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, context: PolicyContext, op: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CheckpointPolicy:
         try:
             left_open, answer = self._by_op.about(op)
@@ -131,7 +131,7 @@ class RulePolicy(RegionPolicy):
         return answer
 
 
-def region_policy(policy_fn: Any) -> RegionPolicy | None:
+def region_policy(policy_fn: object) -> RegionPolicy | None:
     """What a region asks in place of what a user gave as `policy_fn`; None: it recomputes everything.
 
     Rules and plans give the same object each time, a function gives a new one.
@@ -157,7 +157,7 @@ def region_policy(policy_fn: Any) -> RegionPolicy | None:
     return known[0]
 
 
-def _raised(error: TypeError, context: PolicyContext, op: Any) -> ArgumentError:
+def _raised(error: TypeError, context: PolicyContext, op: object) -> ArgumentError:
     # Not as a TypeError: PyTorch's binary operators take one for "the other operand may know", and forget it.
     return ArgumentError(
         "A policy raised an error.",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class PolicyContext:
     """What a policy is told about an op beside its arguments.
@@ -25,7 +23,7 @@ class PolicyContext:
         is_recompute: bool,
         module: str,
         occurrence: int,
-        op_output: Any,
+        op_output: object,
         call: int = 0,
         occurrence_in_call: int = 0,
     ) -> None:

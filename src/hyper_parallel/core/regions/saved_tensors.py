@@ -68,7 +68,7 @@ class OfSavedTensors(Generic[T]):
         setattr(block._recorder.saved, self._name, value)
 
 
-def checked_policy(policy_fn: Any) -> Any:
+def checked_policy(policy_fn: object) -> Any:
     """What decides for each tensor whether it is swapped, or None."""
     if policy_fn is not None and not callable(policy_fn):
         raise ArgumentTypeError(

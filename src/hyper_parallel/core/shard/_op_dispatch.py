@@ -17,6 +17,7 @@ from hyper_parallel.core.shard.decision import Decision, LocalCall, tied_axes
 from hyper_parallel.core.shard.dispatched_op import DispatchedOp, has_empty_parts
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.user_rule import decide_by_user_rule
+from hyper_parallel.platform.opaque import Tensor
 
 __all__ = ["NoRuleError", "OpDispatcher", "unknown_ops", "_OP_DISPATCHER"]
 
@@ -28,14 +29,14 @@ class NoRuleError(HyperParallelError, NotImplementedError):
 class Glue(Protocol):
     """What a framework adds. Its DTensor class has it as `_glue`."""
 
-    def is_tensor(self, value: Any) -> bool: ...  # of the framework, plain or not
-    def is_plain_scalar(self, value: Any) -> bool: ...  # a tensor without dims that needs no gradient
+    def is_tensor(self, value: object) -> bool: ...  # of the framework, plain or not
+    def is_plain_scalar(self, value: object) -> bool: ...  # a tensor without dims that needs no gradient
     def op_name(self, func: Any) -> str: ...
-    def decide(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Prepared | None: ...
-    def wrap(self, local: Any, spec: Spec) -> Any: ...
-    def redistribute(self, tensor: Any, layout: Layout) -> Any: ...
+    def decide(self, func: object, args: Sequence[Any], kwargs: dict[str, Any]) -> Prepared | None: ...
+    def wrap(self, local: object, spec: Spec) -> Any: ...
+    def redistribute(self, tensor: Tensor, layout: Layout) -> Any: ...
     def coordinate(self, layout: Layout) -> tuple[int, ...]: ...
-    def anchored(self, result: Any, locals_: Sequence[Any]) -> Any: ...  # rule G7
+    def anchored(self, result: object, locals_: Sequence[Any]) -> Any: ...  # rule G7
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +364,7 @@ def _is_number(tensor: Any, glue: Glue) -> bool:
     return tensor._spec.shape == () and tensor._spec.layout.is_replicated and glue.is_plain_scalar(tensor)
 
 
-def _has_plain(value: Any, glue: Glue, dtensors: dict[type, Glue]) -> bool:
+def _has_plain(value: object, glue: Glue, dtensors: dict[type, Glue]) -> bool:
     """Whether plain tensors with dims are among the arguments."""
     if isinstance(value, (list, tuple)):
         return any(_has_plain(each, glue, dtensors) for each in value)
@@ -372,7 +373,7 @@ def _has_plain(value: Any, glue: Glue, dtensors: dict[type, Glue]) -> bool:
     return glue.is_tensor(value) and type(value) not in dtensors and not glue.is_plain_scalar(value)
 
 
-def _as_it_is(result: Any) -> Any:
+def _as_it_is(result: object) -> Any:
     return result
 
 
@@ -389,7 +390,7 @@ def type_of_sequence(value: Any) -> Callable[[Any], Any]:
 
 
 def _positions(args: Sequence[Any], kwargs: dict[str, Any], dtensors: dict[type, Glue]) -> tuple[int, ...] | None:
-    def is_nested(value: Any) -> bool:
+    def is_nested(value: object) -> bool:
         if type(value) in dtensors:
             return True
         if isinstance(value, (list, tuple)):

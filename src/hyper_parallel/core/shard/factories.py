@@ -12,12 +12,13 @@ from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
 from hyper_parallel.core.shard.local_parts import as_layout, mesh_coordinate
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.arguments import check_flag, check_size, in_our_words
+from hyper_parallel.platform.opaque import Device, Dtype
 
 __all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
 
 
 def full(
-    size: Sequence[int], fill_value: Any, mesh: Any, placements: Any = None, *, dtype: Any = None, device: Any = None,
+    size: Sequence[int], fill_value: Any, mesh: Any, placements: object = None, *, dtype: Any = None, device: Any = None,
     requires_grad: bool = False,
 ) -> Any:  # fmt: skip
     """A DTensor of one value.
@@ -40,42 +41,42 @@ def full(
 
 
 def ones(
-    size: Sequence[int], mesh: Any, placements: Any = None, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+    size: Sequence[int], mesh: object, placements: object = None, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False
 ) -> Any:  # fmt: skip
     """A DTensor of ones. Options are those of `full`."""
     return full(size, 1.0, mesh, placements, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 def zeros(
-    size: Sequence[int], mesh: Any, placements: Any = None, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+    size: Sequence[int], mesh: object, placements: object = None, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False
 ) -> Any:  # fmt: skip
     """A DTensor of zeros. Options are those of `full`."""
     return full(size, 0.0, mesh, placements, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 def empty(
-    size: Sequence[int], mesh: Any, placements: Any = None, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+    size: Sequence[int], mesh: object, placements: object = None, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False
 ) -> Any:  # fmt: skip
     """A DTensor of whatever is in memory. Options are those of `full`."""
     return full(size, None, mesh, placements, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 def rand(
-    size: Sequence[int], mesh: Any, placements: Any = None, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+    size: Sequence[int], mesh: object, placements: object = None, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False
 ) -> Any:  # fmt: skip
     """Uniform random numbers, the same whatever the mesh: those of one stream over the whole tensor. Options are those of `full`."""
     return _drawn("rand", size, mesh, placements, dtype, device, requires_grad)
 
 
 def randn(
-    size: Sequence[int], mesh: Any, placements: Any = None, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+    size: Sequence[int], mesh: object, placements: object = None, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False
 ) -> Any:  # fmt: skip
     """Normal random numbers, the same whatever the mesh: those of one stream over the whole tensor. Options are those of `full`."""
     return _drawn("randn", size, mesh, placements, dtype, device, requires_grad)
 
 
 def _drawn(
-    kind: str, size: Sequence[int], mesh: Any, placements: Any, dtype: Any, device: Any, requires_grad: bool
+    kind: str, size: Sequence[int], mesh: object, placements: object, dtype: Any, device: Any, requires_grad: bool
 ) -> Any:
     """Every rank draws the whole stream, slab by slab, and keeps its part: time for the sake of one stream, not memory."""
 

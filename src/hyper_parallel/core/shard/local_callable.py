@@ -38,11 +38,11 @@ class FunctionOnShards:
     _other_framework: ClassVar[str] = ""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(ctx: object, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("A DFunction has a static `forward(ctx, ...)` on local tensors.")
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: object, *grads: Any) -> Any:
         raise NotImplementedError(
             "A DFunction has a static `backward(ctx, *grads)`, with a gradient for each argument of `forward`."
         )

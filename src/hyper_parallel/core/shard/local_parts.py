@@ -38,7 +38,7 @@ def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
     return found
 
 
-def noted_transport(platform: Any, tensors: LocalTensors, mesh: DeviceMesh) -> PlatformTransport:
+def noted_transport(platform: object, tensors: LocalTensors, mesh: DeviceMesh) -> PlatformTransport:
     """The collectives of a platform, told to the communication log."""
 
     def noted(kind: str, ranks: tuple[int, ...], num_bytes: int) -> None:

@@ -16,7 +16,7 @@ _builtin_names: set[str] = set()
 _lock = threading.Lock()
 
 
-def register(name: str, rule: Any, *, override: bool = False) -> None:
+def register(name: str, rule: object, *, override: bool = False) -> None:
     """Raises where the name is taken, unless `override` is given."""
     with _lock:
         is_taken = name in _rules or name in _builtin_names

@@ -18,6 +18,7 @@ from hyper_parallel.core.shard.decision import tied_axes
 from hyper_parallel.core.shard.local_parts import checked_spec
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform import platform_of
+from hyper_parallel.platform.opaque import Module
 from hyper_parallel.platform.patterns import matching
 
 __all__ = ["ShardPlan", "custom_shard", "shard_module"]
@@ -41,7 +42,7 @@ class ShardPlan:
     outputs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def shard_module(module: Any, mesh: DeviceMesh, plan: ShardPlan | Mapping[str, Mapping[str, Any]]) -> Any:
+def shard_module(module: Module, mesh: DeviceMesh, plan: ShardPlan | Mapping[str, Mapping[str, Any]]) -> Any:
     """Makes every parameter of a module a DTensor, and lays out what goes in and comes out. The module itself is changed and returned.
 
     Every rank has the same whole parameters when it calls this. What goes in where `inputs` names the module may be plain: it is taken to be the
@@ -106,7 +107,7 @@ def custom_shard(
     fn: Callable[..., Any],
     mesh: DeviceMesh,
     in_placements: Sequence[Any],
-    out_placements: Any,
+    out_placements: object,
 ) -> Callable[..., Any]:
     """A function of local tensors as one of DTensors: arguments are laid out as said and passed locally, results are wrapped as said.
 
@@ -255,7 +256,9 @@ def _lay_out_inputs(folder: str, mesh: DeviceMesh, wanted: Any, name: str, modul
     return tuple(laid_out), named
 
 
-def _lay_out_outputs(folder: str, mesh: DeviceMesh, wanted: Any, name: str, module: Any, args: Any, output: Any) -> Any:
+def _lay_out_outputs(
+    folder: str, mesh: DeviceMesh, wanted: object, name: str, module: Module, args: object, output: object
+) -> Any:
     tensors = importlib.import_module(folder)
     if not isinstance(output, (tuple, list)):
         return _laid_out(tensors, output, wanted, mesh, f"the output of {name}")

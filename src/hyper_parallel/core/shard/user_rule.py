@@ -11,6 +11,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.decision import tied_axes
 from hyper_parallel.core.shard.dispatched_op import DispatchedOp, has_empty_parts
 from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform.opaque import Tensor
 
 if TYPE_CHECKING:
     from hyper_parallel.core.shard._op_dispatch import Glue
@@ -87,7 +88,7 @@ def _seen(args: Sequence[Any], kwargs: dict[str, Any], glue: Glue) -> tuple[list
     layouts: list[Layout | None] = []
     others: list[Any] = []
 
-    def look(value: Any, is_nested: bool) -> None:
+    def look(value: object, is_nested: bool) -> None:
         if hasattr(value, "_spec"):
             layouts.append(value._spec.layout)
         elif glue.is_tensor(value):
@@ -103,13 +104,13 @@ def _seen(args: Sequence[Any], kwargs: dict[str, Any], glue: Glue) -> tuple[list
     return layouts, others
 
 
-def _has_tensors(value: Any, glue: Glue) -> bool:
+def _has_tensors(value: object, glue: Glue) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_has_tensors(each, glue) for each in value)
     return glue.is_tensor(value)
 
 
-def _wrong_answer(rule: Any, expected: str, got: Any) -> ArgumentTypeError:
+def _wrong_answer(rule: Any, expected: str, got: object) -> ArgumentTypeError:
     return ArgumentTypeError(
         f"The rule of {rule.op_name!r} answered what is no layout.",
         expected=expected,
@@ -133,7 +134,7 @@ class _Preprocessed:
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         specs = iter(self._specs)
 
-        def wrapped(tensor: Any) -> Any:
+        def wrapped(tensor: Tensor) -> Any:
             spec = next(specs)
             return tensor if spec is None else self._glue.wrap(tensor, spec)
 

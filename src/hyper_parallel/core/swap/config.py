@@ -293,7 +293,7 @@ def _disk_budget(value: object, directory: object) -> int | None:
     return num_bytes
 
 
-def _one_of(value: Any, accepted: tuple[Any, ...], name: str) -> Any:
+def _one_of(value: object, accepted: tuple[Any, ...], name: str) -> Any:
     if not any(value is each or (isinstance(value, str) and value == each) for each in accepted):
         expected = " or ".join(repr(each) for each in accepted)
         raise ArgumentError(f"{name} has no such choice.", expected=expected, got=describe(value))

@@ -29,7 +29,7 @@ class Moment(Protocol):
     def query(self) -> bool:
         """Whether the stream has got there."""
 
-    def ms_since(self, earlier: Any) -> float:
+    def ms_since(self, earlier: object) -> float:
         """Milliseconds from an earlier moment of the same stream to this one, which is reached."""
 
 
@@ -82,7 +82,7 @@ class SwapDevice(Protocol):
 
     def load_stream(self) -> Stream: ...
 
-    def stream_of(self, stream: Any) -> Stream | None:
+    def stream_of(self, stream: object) -> Stream | None:
         """A stream of the framework as the engine takes it; None where the engine's own are the only ones."""
 
     def bytes_in_use(self) -> int | None:

@@ -254,7 +254,7 @@ class SwapEngine:
         trace.emit("swap.offload", label=slot.label, bytes=slot.num_bytes, tier=tier.name)
         return None
 
-    def _settle(self, stream: Stream, label: object, memory: Any) -> bool:
+    def _settle(self, stream: Stream, label: object, memory: object) -> bool:
         """A copy is under way and its event could not be recorded: only the host can wait for it now.
 
         False if that fails as well: then nothing will ever tell when the memory may be used again, and it stays with us.

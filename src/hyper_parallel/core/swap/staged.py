@@ -235,6 +235,6 @@ class StagedDevice:
         stream.launched(event)
 
 
-def _raw(stream: Any) -> Any:
+def _raw(stream: object) -> Any:
     """The device's own stream; slots that were saved before the disk was configured have it already."""
     return stream.raw if isinstance(stream, StagedStream) else stream

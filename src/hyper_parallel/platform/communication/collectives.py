@@ -15,20 +15,21 @@ from hyper_parallel.platform.communication.reductions import Reduction
 from hyper_parallel.platform.communication.splits import check_divisible, check_output_shape
 from hyper_parallel.platform.communication.transport import Transport, check_rank
 from hyper_parallel.platform.interface import Platform
+from hyper_parallel.platform.opaque import Group
 
 
 class Collectives(Platform):
     transport: ClassVar[Transport]
 
     @classmethod
-    def all_gather_into_tensor(cls, data: Any, group_info: Any, async_op: bool = False) -> Any:
+    def all_gather_into_tensor(cls, data: object, group_info: object, async_op: bool = False) -> Any:
         """Concatenation over ranks along dim 0: the tensor, or `(tensor, handle)` with `async_op=True`."""
         call, transport = "all_gather_into_tensor", cls.transport
         transport.check_tensor(data, call)
         return _given(launch_all_gather(transport, data, transport.group(group_info, call), call), async_op)
 
     @classmethod
-    def all_reduce(cls, data: Any, group_info: Any, async_op: bool = False) -> Any:
+    def all_reduce(cls, data: Any, group_info: object, async_op: bool = False) -> Any:
         """Sum over ranks, in place when contiguous: the tensor, or `(tensor, handle)` with `async_op=True`."""
         transport = cls.transport
         transport.check_tensor(data, "all_reduce")
@@ -45,7 +46,7 @@ class Collectives(Platform):
         return _given((data, handle), async_op)
 
     @classmethod
-    def reduce_scatter_tensor(cls, data: Any, group_info: Any, async_op: bool = False) -> Any:
+    def reduce_scatter_tensor(cls, data: object, group_info: object, async_op: bool = False) -> Any:
         """Sum over ranks, of which each keeps its part of dim 0: the tensor, or `(tensor, handle)` with `async_op=True`."""
         call, transport = "reduce_scatter_tensor", cls.transport
         transport.check_tensor(data, call)
@@ -53,7 +54,7 @@ class Collectives(Platform):
         return _given(launch_reduce_scatter(transport, data, Reduction.SUM, group, call), async_op)
 
     @classmethod
-    def broadcast(cls, data: Any, src: int, group: Any = None, async_op: bool = False) -> Any:
+    def broadcast(cls, data: object, src: int, group: Group = None, async_op: bool = False) -> Any:
         """In place from world rank `src`: the tensor, or `(tensor, handle)` with `async_op=True`."""
         transport = cls.transport
         transport.check_tensor(data, "broadcast")
@@ -68,7 +69,7 @@ class Collectives(Platform):
 
     @classmethod
     def all_to_all_single(
-        cls, input_tensor: Any, output_shape: Sequence[int], group: Any = None, async_op: bool = False
+        cls, input_tensor: object, output_shape: Sequence[int], group: Group = None, async_op: bool = False
     ) -> tuple[Any, Handle | None]:
         """Exchange of equal splits of dim 0: `(output, handle)`, the handle None without `async_op`."""
         call, transport = "all_to_all_single", cls.transport
@@ -82,7 +83,7 @@ class Collectives(Platform):
         return output, None
 
     @classmethod
-    def barrier(cls, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Handle | None:
+    def barrier(cls, group: Group = None, async_op: bool = False, device_ids: object = None) -> Handle | None:
         """Wait until every rank is here; a handle with `async_op=True`."""
         transport = cls.transport
         group = transport.group(group, "barrier")
@@ -107,7 +108,12 @@ def launch_reduce_scatter(transport: Transport, data: Any, op: Reduction, group:
 
 
 def launch_exchange(
-    transport: Transport, data: Any, input_splits: Sequence[int], output_splits: Sequence[int], group: Any, call: str
+    transport: Transport,
+    data: object,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    group: Group,
+    call: str,
 ) -> Launch:
     start = transport.launch_all_to_all
     return transport.launch(call, group, start, transport.contiguous(data), input_splits, output_splits, group)

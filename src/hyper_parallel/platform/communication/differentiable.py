@@ -19,6 +19,7 @@ from hyper_parallel.platform.communication.splits import (
 from hyper_parallel.platform.communication.sync_hook import Coordinator, check_hook
 from hyper_parallel.platform.communication.transport import Transport, check_rank
 from hyper_parallel.platform.interface import Platform
+from hyper_parallel.platform.opaque import Group, Tensor
 
 _SCATTERED = (Reduction.SUM, Reduction.AVG, *EXTREMES)
 
@@ -28,7 +29,7 @@ class Differentiable(Platform):
     functions: ClassVar[Functions]
 
     @classmethod
-    def differentiable_all_gather_concat(cls, data: Any, group: Any, concat_size: int, concat_dim: int) -> Any:
+    def differentiable_all_gather_concat(cls, data: Any, group: Group, concat_size: int, concat_dim: int) -> Any:
         """Concatenation over ranks along `concat_dim`; `concat_size` is their number. Backward: reduce-scatter (sum)."""
         call = "differentiable_all_gather_concat"
         group, num_ranks = cls._enter(data, group, call)
@@ -37,7 +38,7 @@ class Differentiable(Platform):
         return cls.functions.all_gather.apply(data, dim, group, call)
 
     @classmethod
-    def differentiable_all_reduce(cls, data: Any, op: Any, group: Any) -> Any:
+    def differentiable_all_reduce(cls, data: object, op: object, group: Group) -> Any:
         """`sum`, `avg`, `max`, `min` or `prod` over ranks into a new tensor.
 
         Backward sums the gradient over ranks; for `avg` it is divided, for `max` and `min` it goes where this rank holds the extreme
@@ -69,7 +70,7 @@ class Differentiable(Platform):
         return function.apply(data, dim, reduction, group, call)
 
     @classmethod
-    def differentiable_all_to_all(cls, input_data: Any, output_shape: Sequence[int], group: Any) -> Any:
+    def differentiable_all_to_all(cls, input_data: Any, output_shape: Sequence[int], group: Group) -> Any:
         """Exchange of equal splits of dim 0; backward: the reverse exchange."""
         call = "differentiable_all_to_all"
         group, num_ranks = cls._enter(input_data, group, call)
@@ -80,10 +81,10 @@ class Differentiable(Platform):
     @classmethod
     def differentiable_all_to_all_single(
         cls,
-        input_tensor: Any,
+        input_tensor: object,
         input_splits: Sequence[int] | None,
         output_splits: Sequence[int] | None,
-        group: Any = None,
+        group: Group = None,
     ) -> Any:
         """Exchange of rows, so many to and from each rank, zeros allowed; both None: equal parts. Backward swaps the splits."""
         return cls._exchange_rows(
@@ -93,10 +94,10 @@ class Differentiable(Platform):
     @classmethod
     def differentiable_all_to_all_single_async(
         cls,
-        input_tensor: Any,
+        input_tensor: object,
         input_splits: Sequence[int] | None,
         output_splits: Sequence[int] | None,
-        group: Any = None,
+        group: Group = None,
     ) -> Any:
         """The same, returning once it is launched: the first use of the result waits, in backward too.
 
@@ -107,7 +108,7 @@ class Differentiable(Platform):
         )
 
     @classmethod
-    def p2p_exchange(cls, tensor: Any, peer_rank: int, group: Any = None) -> Any:
+    def p2p_exchange(cls, tensor: Tensor, peer_rank: int, group: Group = None) -> Any:
         """Send to and receive from the world rank `peer_rank`, which does the same; itself: a copy. Backward exchanges the gradients."""
         group, _ = cls._enter(tensor, group, "p2p_exchange")
         peer = check_rank(peer_rank, cls.transport.ranks_of(group), "peer_rank", "p2p_exchange")
@@ -165,13 +166,13 @@ class Differentiable(Platform):
         return cls.functions.sync_hook.apply(x, hook_name, coordinator)
 
     @classmethod
-    def _exchange_rows(cls, data: Any, sent: Any, received: Any, group: Any, is_lazy: bool, call: str) -> Any:
+    def _exchange_rows(cls, data: Any, sent: Any, received: Any, group: Group, is_lazy: bool, call: str) -> Any:
         group, num_ranks = cls._enter(data, group, call)
         sent, received = check_splits(data.shape, sent, received, num_ranks, call)
         return cls.functions.exchange_rows.apply(data, sent, received, group, is_lazy, call)
 
     @classmethod
-    def _enter(cls, data: Any, group: Any, call: str) -> tuple[Any, int]:
+    def _enter(cls, data: object, group: Group, call: str) -> tuple[Any, int]:
         """The framework's group, and its size."""
         cls.transport.check_tensor(data, call)
         own = cls.transport.group(group, call)

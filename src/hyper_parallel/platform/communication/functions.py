@@ -23,6 +23,7 @@ from hyper_parallel.platform.communication.point_to_point import launch_receive,
 from hyper_parallel.platform.communication.reductions import EXTREMES, Reduction
 from hyper_parallel.platform.communication.sync_hook import Coordinator, Hook, meet
 from hyper_parallel.platform.communication.transport import Transport
+from hyper_parallel.platform.opaque import Group
 
 
 class Functions:
@@ -34,12 +35,12 @@ class Functions:
 
         class AllGather(function):  # type: ignore[misc]
             @staticmethod
-            def forward(ctx: Any, data: Any, dim: int, group: Any, call: str) -> Any:
+            def forward(ctx: Any, data: object, dim: int, group: Any, call: str) -> Any:
                 ctx.arguments = (dim, group, call)
                 return gather_along(transport, data, dim, group, call)
 
             @staticmethod
-            def backward(ctx: Any, grad: Any) -> Any:
+            def backward(ctx: Any, grad: object) -> Any:
                 dim, group, call = ctx.arguments
                 return apply(ReduceScatter, grad, dim, Reduction.SUM, group, call), None, None, None
 
@@ -47,12 +48,12 @@ class Functions:
             """Sum or average."""
 
             @staticmethod
-            def forward(ctx: Any, data: Any, dim: int, op: Reduction, group: Any, call: str) -> Any:
+            def forward(ctx: Any, data: object, dim: int, op: Reduction, group: Any, call: str) -> Any:
                 ctx.arguments = (dim, op, group, call)
                 return scatter_along(transport, data, dim, op, group, call)
 
             @staticmethod
-            def backward(ctx: Any, grad: Any) -> Any:
+            def backward(ctx: Any, grad: object) -> Any:
                 dim, op, group, call = ctx.arguments
                 gathered = apply(AllGather, grad, dim, group, call)
                 return averaged(transport, gathered, op, group), None, None, None, None
@@ -79,7 +80,7 @@ class Functions:
             """Sum or average."""
 
             @staticmethod
-            def forward(ctx: Any, data: Any, op: Reduction, group: Any, call: str) -> Any:
+            def forward(ctx: Any, data: object, op: Reduction, group: Any, call: str) -> Any:
                 ctx.arguments = (op, group, call)
                 return averaged(transport, all_reduced(transport, data, Reduction.SUM, group, call), op, group)
 
@@ -128,7 +129,13 @@ class Functions:
 
             @staticmethod
             def forward(
-                ctx: Any, data: Any, sent: Sequence[int], received: Sequence[int], group: Any, is_lazy: bool, call: str
+                ctx: Any,
+                data: object,
+                sent: Sequence[int],
+                received: Sequence[int],
+                group: Any,
+                is_lazy: bool,
+                call: str,
             ) -> Any:
                 ctx.arguments = (received, sent, group, is_lazy, call)
                 output, handle = launch_exchange(transport, data, sent, received, group, call)
@@ -143,7 +150,7 @@ class Functions:
 
         class Pair(function):  # type: ignore[misc]
             @staticmethod
-            def forward(ctx: Any, data: Any, peer: int, group: Any) -> Any:
+            def forward(ctx: Any, data: object, peer: int, group: Any) -> Any:
                 ctx.arguments = (peer, group)
                 return exchanged(transport, data, peer, group)
 
@@ -160,7 +167,7 @@ class Functions:
                 return joined(transport, received, concat_dim)
 
             @staticmethod
-            def backward(ctx: Any, grad: Any) -> Any:
+            def backward(ctx: Any, grad: object) -> Any:
                 shape, concat_dim, split_dim, group, box = ctx.arguments
                 sent = transport.cat(stacked(transport, grad, num_ranks_of(transport, group), concat_dim), 0)
                 call = "differentiable_async_a2a_wait"
@@ -177,13 +184,13 @@ class Functions:
             """Identity; a node of the graph even while its coordinator is disabled, so that backward finds it whenever that is enabled."""
 
             @staticmethod
-            def forward(ctx: Any, x: Any, name: str, coordinator: Coordinator) -> Any:
+            def forward(ctx: Any, x: object, name: str, coordinator: Coordinator) -> Any:
                 ctx.arguments = (name, coordinator)
                 meet(Hook(name, is_backward=False), coordinator)
                 return x
 
             @staticmethod
-            def backward(ctx: Any, grad: Any) -> Any:
+            def backward(ctx: Any, grad: object) -> Any:
                 name, coordinator = ctx.arguments
                 meet(Hook(name, is_backward=True), coordinator)
                 return grad, None, None
@@ -200,11 +207,11 @@ class Functions:
         self.sync_hook = SyncHook
 
 
-def num_ranks_of(transport: Transport, group: Any) -> int:
+def num_ranks_of(transport: Transport, group: Group) -> int:
     return len(transport.ranks_of(group))
 
 
-def gather_along(transport: Transport, data: Any, dim: int, group: Any, call: str) -> Any:
+def gather_along(transport: Transport, data: object, dim: int, group: Group, call: str) -> Any:
     gathered, handle = launch_all_gather(transport, data, group, call)
     handle.wait()
     if dim == 0:
@@ -212,7 +219,7 @@ def gather_along(transport: Transport, data: Any, dim: int, group: Any, call: st
     return transport.cat(transport.parts(gathered, num_ranks_of(transport, group), 0), dim)
 
 
-def scatter_along(transport: Transport, data: Any, dim: int, op: Reduction, group: Any, call: str) -> Any:
+def scatter_along(transport: Transport, data: object, dim: int, op: Reduction, group: Group, call: str) -> Any:
     num_ranks = num_ranks_of(transport, group)
     if dim != 0:
         data = transport.cat(transport.parts(data, num_ranks, dim), 0)
@@ -222,7 +229,7 @@ def scatter_along(transport: Transport, data: Any, dim: int, op: Reduction, grou
     return averaged(transport, output, op, group)
 
 
-def all_reduced(transport: Transport, data: Any, op: Reduction, group: Any, call: str) -> Any:
+def all_reduced(transport: Transport, data: object, op: Reduction, group: Group, call: str) -> Any:
     output, handle = transport.launch(call, group, transport.launch_all_reduce, transport.copy(data), op, group)
     handle.wait()
     return output
@@ -232,7 +239,7 @@ def averaged(transport: Transport, data: Any, op: Reduction, group: Any) -> Any:
     return data / num_ranks_of(transport, group) if op is Reduction.AVG else data
 
 
-def product_of_others(transport: Transport, whole: Any, group: Any) -> Any:
+def product_of_others(transport: Transport, whole: object, group: Group) -> Any:
     """Of values that were gathered along a new leading dim; 1 where there are no others."""
     ranks = transport.ranks_of(group)
     parts = transport.parts(whole, len(ranks), 0)
@@ -240,7 +247,7 @@ def product_of_others(transport: Transport, whole: Any, group: Any) -> Any:
     return reduce(mul, others, 1)
 
 
-def exchanged(transport: Transport, data: Any, peer: int, group: Any) -> Any:
+def exchanged(transport: Transport, data: object, peer: int, group: Group) -> Any:
     received = transport.copy(data)
     if peer == transport.rank():
         return received
@@ -253,11 +260,11 @@ def exchanged(transport: Transport, data: Any, peer: int, group: Any) -> Any:
     return received
 
 
-def _send(transport: Transport, data: Any, peer: int, group: Any) -> Handle:
+def _send(transport: Transport, data: object, peer: int, group: Group) -> Handle:
     return launch_send(transport, data, peer, group, 0, "p2p_exchange")
 
 
-def _receive(transport: Transport, target: Any, peer: int, group: Any) -> Handle:
+def _receive(transport: Transport, target: object, peer: int, group: Group) -> Handle:
     return launch_receive(transport, target, peer, group, 0, "p2p_exchange")
 
 
@@ -267,7 +274,7 @@ def joined(transport: Transport, pieces: Any, dim: int) -> Any:
     return transport.cat([part.reshape(part.shape[1:]) for part in parts], dim)
 
 
-def stacked(transport: Transport, data: Any, num_parts: int, dim: int) -> list[Any]:
+def stacked(transport: Transport, data: object, num_parts: int, dim: int) -> list[Any]:
     """Equal parts along a dim, each with a new leading dim."""
     return [part.reshape((1, *part.shape)) for part in transport.parts(data, num_parts, dim)]
 

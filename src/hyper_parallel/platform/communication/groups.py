@@ -17,6 +17,7 @@ from hyper_parallel.platform.arguments import cache_key, check_ranks
 from hyper_parallel.platform.communication.answers import ranks_in_words
 from hyper_parallel.platform.communication.transport import Transport
 from hyper_parallel.platform.interface import EXISTING_COMM_GROUPS, Platform
+from hyper_parallel.platform.opaque import Group
 
 _num_created: dict[tuple[int, ...], int] = {}  # per process, all worlds: a name is never used twice
 
@@ -33,7 +34,7 @@ class Groups(Platform):
         return len(cls.transport.ranks_of(cls.transport.world())) if cls.transport.is_up() else 1
 
     @classmethod
-    def get_global_rank(cls, group: Any, group_rank: int) -> int:
+    def get_global_rank(cls, group: Group, group_rank: int) -> int:
         ranks = cls.get_process_group_ranks(group)
         place = as_int(group_rank)
         if place is None or not 0 <= place < len(ranks):
@@ -45,17 +46,17 @@ class Groups(Platform):
         return ranks[place]
 
     @classmethod
-    def get_group_local_rank(cls, group: Any = None) -> int:
+    def get_group_local_rank(cls, group: Group = None) -> int:
         return cls.get_process_group_ranks(group).index(cls.transport.rank())
 
     @classmethod
-    def get_process_group_ranks(cls, group: Any = None) -> list[int]:
+    def get_process_group_ranks(cls, group: Group = None) -> list[int]:
         if group is None and not cls.transport.is_up():
             return [0]
         return list(cls.transport.ranks_of(cls.transport.group(group, "get_process_group_ranks")))
 
     @classmethod
-    def get_backend(cls, group: Any = None) -> str:
+    def get_backend(cls, group: Group = None) -> str:
         return cls.transport.backend_of(cls.transport.group(group, "get_backend"))
 
     @classmethod
@@ -67,9 +68,9 @@ class Groups(Platform):
         timeout: timedelta | None = None,
         world_size: int = -1,
         rank: int = -1,
-        store: Any = None,
-        pg_options: Any = None,
-        device_id: Any = None,
+        store: object = None,
+        pg_options: object = None,
+        device_id: object = None,
     ) -> None:
         """Start communication; repeating it does nothing. The default backend fits the device."""
         if cls.transport.is_up():
@@ -85,7 +86,7 @@ class Groups(Platform):
         log.current_rank = cls.get_rank
 
     @classmethod
-    def destroy_process_group(cls, group: Any = None) -> None:
+    def destroy_process_group(cls, group: Group = None) -> None:
         transport = cls.transport
         if group is None:
             EXISTING_COMM_GROUPS.clear()
@@ -108,10 +109,10 @@ class Groups(Platform):
     @classmethod
     def split_group(
         cls,
-        parent_pg: Any = None,
+        parent_pg: object = None,
         split_ranks: Sequence[Sequence[int]] | None = None,
         timeout: timedelta | None = None,
-        pg_options: Any = None,
+        pg_options: object = None,
         group_desc: str | None = None,
     ) -> Any:
         """Split a group into disjoint ones, given as lists of world ranks. This rank's new group, or None if it is in no list."""
@@ -144,7 +145,7 @@ class Groups(Platform):
         return _new_group(self.transport, ranks) if self.transport.rank() in ranks else None
 
     @classmethod
-    def mark_created_groups(cls, process_group: Any) -> None:
+    def mark_created_groups(cls, process_group: object) -> None:
         groups = process_group if isinstance(process_group, (list, tuple)) else [process_group]
         super().mark_created_groups([cls.transport.group(group, "mark_created_groups") for group in groups])
 
@@ -152,8 +153,8 @@ class Groups(Platform):
 def _new_group(
     transport: Transport,
     ranks: tuple[int, ...],
-    timeout: Any = None,
-    options: Any = None,
+    timeout: object = None,
+    options: object = None,
     description: str | None = None,
 ) -> Any:
     number = _num_created[ranks] = _num_created.get(ranks, 0) + 1

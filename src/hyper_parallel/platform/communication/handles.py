@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hyper_parallel._base import trace
 
@@ -24,7 +24,7 @@ class Handle:
         self,
         transport: Transport,
         record: Record,
-        work: Any,
+        work: object,
         finish: Callable[[], object] | None = None,
         keep: object = None,
     ) -> None:

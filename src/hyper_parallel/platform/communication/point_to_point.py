@@ -11,13 +11,14 @@ from hyper_parallel.platform.communication.collectives import launch_all_gather
 from hyper_parallel.platform.communication.handles import Handle
 from hyper_parallel.platform.communication.transport import Transport, check_rank
 from hyper_parallel.platform.interface import Platform
+from hyper_parallel.platform.opaque import Group, Tensor
 
 
 class PointToPoint(Platform):
     transport: ClassVar[Transport]
 
     @classmethod
-    def isend(cls, tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0) -> Handle:
+    def isend(cls, tensor: Tensor, dst: int | None = None, group: Group = None, tag: int = 0) -> Handle:
         """Start sending to world rank `dst`: a handle."""
         transport = cls.transport
         transport.check_tensor(tensor, "isend")
@@ -26,7 +27,7 @@ class PointToPoint(Platform):
         return launch_send(transport, tensor, peer, group, tag)
 
     @classmethod
-    def irecv(cls, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0) -> Handle:
+    def irecv(cls, tensor: Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> Handle:
         """Start receiving from world rank `src` into the tensor: a handle."""
         transport = cls.transport
         transport.check_tensor(tensor, "irecv")
@@ -35,7 +36,7 @@ class PointToPoint(Platform):
         return launch_receive(transport, tensor, peer, group, tag)
 
     @classmethod
-    def send_object_list(cls, obj_list: list[Any], dst: int | None = None, group: Any = None) -> None:
+    def send_object_list(cls, obj_list: list[Any], dst: int | None = None, group: Group = None) -> None:
         """Send picklable objects to world rank `dst`."""
         transport = cls.transport
         _check_list(obj_list, "send_object_list")
@@ -48,7 +49,7 @@ class PointToPoint(Platform):
             launch_send(transport, tensor, peer, group, 0, "send_object_list").wait()
 
     @classmethod
-    def recv_object_list(cls, obj_list: list[Any], src: int | None = None, group: Any = None) -> None:
+    def recv_object_list(cls, obj_list: list[Any], src: int | None = None, group: Group = None) -> None:
         """Receive as many objects as the list has entries from world rank `src`, into the list."""
         transport = cls.transport
         _check_list(obj_list, "recv_object_list")
@@ -65,7 +66,7 @@ class PointToPoint(Platform):
             start += length
 
     @classmethod
-    def all_gather_object(cls, object_list: list[Any], obj: Any, group: Any = None) -> None:
+    def all_gather_object(cls, object_list: list[Any], obj: object, group: Group = None) -> None:
         """Every rank's object into the list, in group order. The list has one entry per rank."""
         call, transport = "all_gather_object", cls.transport
         group = transport.group(group, call)
@@ -103,14 +104,14 @@ def launch_receive(transport: Transport, tensor: Any, peer: int, group: Any, tag
     return transport.launch(call, group, transport.launch_receive, target, peer, group, tag, peer=peer, then=then)[1]
 
 
-def _check_peer(transport: Transport, rank: Any, group: Any, name: str, call: str) -> int:
+def _check_peer(transport: Transport, rank: object, group: Group, name: str, call: str) -> int:
     peer = check_rank(rank, transport.ranks_of(group), name, call)
     if peer == transport.rank():
         raise ArgumentError(f"`{call}` is between two ranks.", expected=f"another rank than {peer}", got="itself")
     return peer
 
 
-def _check_list(objects: Any, call: str) -> None:
+def _check_list(objects: object, call: str) -> None:
     if not isinstance(objects, list) or not objects:
         raise ArgumentTypeError(
             f"`{call}` takes a list.", expected="a list of at least one object", got=describe(objects)

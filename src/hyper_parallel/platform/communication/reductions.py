@@ -24,7 +24,7 @@ EXTREMES = (Reduction.MAX, Reduction.MIN)
 
 
 def to_reduction(
-    op: Any, native: dict[Any, Reduction], accepted: tuple[Reduction, ...] = tuple(Reduction)
+    op: object, native: dict[Any, Reduction], accepted: tuple[Reduction, ...] = tuple(Reduction)
 ) -> Reduction:
     """The reduction of a name in any case, of the enum itself, or of the framework's own (`native`)."""
     found: Reduction | None = None
@@ -42,7 +42,7 @@ def to_reduction(
     return found
 
 
-def check_can_average(reduction: Reduction, is_floating: bool, call: str, data: Any) -> None:
+def check_can_average(reduction: Reduction, is_floating: bool, call: str, data: object) -> None:
     if reduction is Reduction.AVG and not is_floating:
         raise ArgumentError(
             f"`{call}` cannot average whole numbers.",

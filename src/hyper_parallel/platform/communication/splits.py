@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.platform.arguments import check_size
 
 
-def check_dim(dim: Any, num_dims: int, name: str, call: str) -> int:
+def check_dim(dim: object, num_dims: int, name: str, call: str) -> int:
     """A dim counted from the front."""
     found = as_int(dim)
     if found is None:
@@ -38,14 +37,14 @@ def check_divisible(shape: Sequence[int], dim: int, num_parts: int, call: str) -
     return shape[dim] // num_parts
 
 
-def check_num_ranks(given: Any, num_ranks: int, name: str, call: str) -> None:
+def check_num_ranks(given: object, num_ranks: int, name: str, call: str) -> None:
     if as_int(given) != num_ranks:
         raise ArgumentError(
             f"`{name}` of `{call}` is the number of ranks in the group.", expected=str(num_ranks), got=describe(given)
         )
 
 
-def check_output_shape(shape: Sequence[int], output_shape: Any, num_ranks: int, call: str) -> tuple[int, ...]:
+def check_output_shape(shape: Sequence[int], output_shape: object, num_ranks: int, call: str) -> tuple[int, ...]:
     """The shape of what an exchange of equal splits gives: as many elements as go in."""
     wanted = check_size(output_shape, "output_shape")
     check_divisible(shape, 0, num_ranks, call)
@@ -59,7 +58,7 @@ def check_output_shape(shape: Sequence[int], output_shape: Any, num_ranks: int, 
 
 
 def check_splits(
-    shape: Sequence[int], input_splits: Any, output_splits: Any, num_ranks: int, call: str
+    shape: Sequence[int], input_splits: object, output_splits: object, num_ranks: int, call: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows sent to and received from each rank; both None: equal parts."""
     if (input_splits is None) != (output_splits is None):
@@ -83,7 +82,7 @@ def check_splits(
     return sent, received
 
 
-def _check_rows(splits: Any, name: str, num_ranks: int, call: str) -> tuple[int, ...]:
+def _check_rows(splits: object, name: str, num_ranks: int, call: str) -> tuple[int, ...]:
     if hasattr(splits, "tolist"):  # a tensor or array of counts
         splits = splits.tolist()
     rows = check_size(splits, name)

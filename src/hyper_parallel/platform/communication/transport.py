@@ -18,6 +18,7 @@ from hyper_parallel.platform.communication.board import Board
 from hyper_parallel.platform.communication.handles import Handle
 from hyper_parallel.platform.communication.reductions import Reduction
 from hyper_parallel.platform.communication.roll_call import Like, Record, RollCall, in_words
+from hyper_parallel.platform.opaque import Group, Tensor
 
 # The result, the framework's own work (None: done already), and what is left to do on this rank once that is done.
 Launched = tuple[Any, Any, Callable[[], object] | None]
@@ -50,7 +51,7 @@ class Transport(ABC):
         """The group of all ranks."""
 
     @abstractmethod
-    def own_group(self, group: Any) -> Any:
+    def own_group(self, group: Group) -> Any:
         """The framework's group that this is, or the name of; None if it is none."""
 
     @abstractmethod
@@ -68,22 +69,22 @@ class Transport(ABC):
     def start(self, backend: str | None, **settings: Any) -> None: ...
 
     @abstractmethod
-    def end(self, group: Any) -> None:
+    def end(self, group: Group) -> None:
         """End a group; None: all of them."""
 
     @abstractmethod
     def new_group(
-        self, ranks: tuple[int, ...], number: int, timeout: Any, options: Any, description: str | None
+        self, ranks: tuple[int, ...], number: int, timeout: object, options: object, description: str | None
     ) -> Any:
         """The number-th group of these ranks. Called by members only."""
 
     # Tensors
 
     @abstractmethod
-    def contiguous(self, tensor: Any) -> Any: ...
+    def contiguous(self, tensor: Tensor) -> Any: ...
 
     @abstractmethod
-    def is_writable_in_place(self, tensor: Any) -> bool:
+    def is_writable_in_place(self, tensor: Tensor) -> bool:
         """Whether the framework's collectives write into this very tensor."""
 
     @abstractmethod
@@ -91,14 +92,14 @@ class Transport(ABC):
         """A contiguous tensor of its own."""
 
     @abstractmethod
-    def write(self, target: Any, values: Any) -> None:
+    def write(self, target: object, values: object) -> None:
         """Copy values into a tensor, also through a view."""
 
     @abstractmethod
-    def zeros(self, shape: Sequence[int], like: Any) -> Any: ...
+    def zeros(self, shape: Sequence[int], like: object) -> Any: ...
 
     @abstractmethod
-    def is_floating(self, tensor: Any) -> bool: ...
+    def is_floating(self, tensor: Tensor) -> bool: ...
 
     @abstractmethod
     def cat(self, tensors: Sequence[Any], dim: int) -> Any: ...
@@ -108,20 +109,20 @@ class Transport(ABC):
         """Equal parts along a dim, as views."""
 
     @abstractmethod
-    def where_equal(self, left: Any, right: Any) -> Any:
+    def where_equal(self, left: object, right: object) -> Any:
         """1 where two tensors are equal, 0 elsewhere, in their dtype."""
 
     @abstractmethod
-    def bytes_to_tensor(self, data: bytes, group: Any) -> Any: ...
+    def bytes_to_tensor(self, data: bytes, group: Group) -> Any: ...
 
     @abstractmethod
-    def ints_to_tensor(self, numbers: Sequence[int], group: Any) -> Any: ...
+    def ints_to_tensor(self, numbers: Sequence[int], group: Group) -> Any: ...
 
     @abstractmethod
-    def tensor_to_bytes(self, tensor: Any) -> bytes: ...
+    def tensor_to_bytes(self, tensor: Tensor) -> bytes: ...
 
     @abstractmethod
-    def pending(self, tensor: Any, handle: Handle) -> Any:
+    def pending(self, tensor: Tensor, handle: Handle) -> Any:
         """A tensor that waits for its handle when it is first used, where the framework can do that; else the finished one."""
 
     @abstractmethod
@@ -131,7 +132,7 @@ class Transport(ABC):
     # Communication
 
     @abstractmethod
-    def join(self, work: Any, record: Any) -> None:
+    def join(self, work: object, record: object) -> None:
         """Wait for the framework's work (on an accelerator: let the current stream wait)."""
 
     @abstractmethod
@@ -176,12 +177,12 @@ class Transport(ABC):
     # Built on the above
 
     def launch_equal_exchange(
-        self, tensor: Any, input_splits: Sequence[int], output_splits: Sequence[int], group: Any
+        self, tensor: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], group: Group
     ) -> Launched:
         """As `launch_all_to_all`, for equal parts, which all ranks have of one size."""
         return self.launch_all_to_all(tensor, input_splits, output_splits, group)
 
-    def check_tensor(self, data: Any, call: str) -> None:
+    def check_tensor(self, data: object, call: str) -> None:
         """A tensor of this rank's own values."""
         check_tensor(data, self.tensor_type, call)
         if type(data) is not self.tensor_type and hasattr(type(data), "to_local"):
@@ -230,7 +231,7 @@ class Transport(ABC):
     def launch(
         self,
         call: str,
-        group: Any,
+        group: Group,
         start: Callable[..., Launched],
         *arguments: Any,
         peer: int | None = None,
@@ -299,7 +300,7 @@ def _like(start: Callable[..., Launched], arguments: Sequence[Any]) -> Like | No
     return (arguments[0].dtype, arguments[0].shape) if name in _SAME_SHAPE else None
 
 
-def check_rank(rank: Any, ranks: Sequence[int], name: str, call: str) -> int:
+def check_rank(rank: object, ranks: Sequence[int], name: str, call: str) -> int:
     """A world rank that is in the group."""
     if rank is None:
         raise ArgumentError(f"`{call}` needs `{name}`.", expected="a world rank", got="None")

@@ -86,5 +86,5 @@ class _Codec:
         return _loaded(np.ndarray(record.shape, _dtype_to_nptype(dtype), record.data), record.name)  # a copy
 
 
-def _loaded(data: Any, name: str) -> Parameter:
+def _loaded(data: object, name: str) -> Parameter:
     return new_parameter(data, name=name, requires_grad=False)

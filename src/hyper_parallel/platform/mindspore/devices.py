@@ -99,7 +99,7 @@ class Devices:
         mindspore.manual_seed(seed)
 
 
-def to_device(device: Any) -> str:
+def to_device(device: object) -> str:
     """MindSpore's name of a device: `cpu` and `meta` in any case, and the accelerator of this process."""
     target = _target()
     if isinstance(device, str):
@@ -119,7 +119,7 @@ def to_device(device: Any) -> str:
     raise ArgumentError("There is no such device.", expected=f"'cpu' or 'meta'{accelerator}", got=describe(device))
 
 
-def to_device_or_none(device: Any) -> str | None:
+def to_device_or_none(device: object) -> str | None:
     return None if device is None else to_device(device)
 
 

@@ -21,12 +21,12 @@ _NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}  # the first 
 _ONLY_STORED_ON_CPU = frozenset({mstype.qint4x2, mstype.float8_e4m3fn, mstype.float8_e5m2, mstype.hifloat8})
 
 
-def to_dtype(dtype: Any) -> Any:
+def to_dtype(dtype: object) -> Any:
     """The dtype of a name, or the dtype itself."""
     return dtype_by_name(dtype, DTYPES, mstype.Type)
 
 
-def to_dtype_or(dtype: Any, default: Any) -> Any:
+def to_dtype_or(dtype: object, default: object) -> Any:
     return default if dtype is None else to_dtype(dtype)
 
 

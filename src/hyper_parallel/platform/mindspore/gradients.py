@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import mindspore
 import numpy as np
@@ -118,7 +117,7 @@ def _scale_grad(parameter: Tensor, scale: Tensor) -> None:
         parameter._grad = scaled  # the CPU cannot write through a view
 
 
-def _as_parameters(parameters: Any) -> list[Tensor]:
+def _as_parameters(parameters: object) -> list[Tensor]:
     if isinstance(parameters, nn.Cell):
         return list(parameters.get_parameters())
     if isinstance(parameters, Tensor):

@@ -72,11 +72,11 @@ class Modules:
         return True
 
     @staticmethod
-    def is_linear_module(module: Any) -> bool:
+    def is_linear_module(module: object) -> bool:
         return isinstance(module, (nn.Dense, mint.nn.Linear))
 
     @staticmethod
-    def is_embedding_module(module: Any) -> bool:
+    def is_embedding_module(module: object) -> bool:
         return isinstance(module, (nn.Embedding, mint.nn.Embedding))
 
     @staticmethod
@@ -110,7 +110,7 @@ class Modules:
         return MicroBatch(micro_batch_num, args_batch_dim, kwargs_batch_dim, Tensor, mint.narrow)
 
     @staticmethod
-    def get_model_state_dict(model: nn.Cell, *, options: Any = None) -> dict[str, Tensor]:
+    def get_model_state_dict(model: nn.Cell, *, options: object = None) -> dict[str, Tensor]:
         """Parameters and buffers by name; `options` may have `full_state_dict`, `cpu_offload` and `rank0_only`."""
         state = dict(check_module(model, nn.Cell, "get_model_state_dict").state_dict())
         if getattr(options, "full_state_dict", False):  # every rank takes part, whoever keeps the result
@@ -122,7 +122,7 @@ class Modules:
         return state
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> Any:
     gather = getattr(value, "full_tensor", None)  # of a DTensor
     return value if gather is None else gather()
 
@@ -141,7 +141,7 @@ def _replace_in(cell: nn.Cell, old: Parameter, new: Parameter) -> None:
             vars(cell)[name] = _replaced(value, old, new)
 
 
-def _replaced(value: Any, old: Parameter, new: Parameter) -> Any:
+def _replaced(value: object, old: Parameter, new: Parameter) -> Any:
     if value is old:
         return new
     if isinstance(value, list):
@@ -222,7 +222,7 @@ def _forgets_when_it_raises(hook: Callable[..., Any]) -> Callable[..., Any]:
         raise ArgumentTypeError("A hook is a function.", expected="a callable", got=describe(hook))
 
     @functools.wraps(hook, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
-    def run(cell: nn.Cell, grad_input: Any, grad_output: Any) -> Any:
+    def run(cell: nn.Cell, grad_input: object, grad_output: object) -> Any:
         try:
             return hook(cell, grad_input, grad_output)
         except BaseException:

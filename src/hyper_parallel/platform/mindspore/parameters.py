@@ -28,7 +28,9 @@ from hyper_parallel.platform.mindspore.tensors import filled, is_whole
 
 class Parameters:
     @staticmethod
-    def new_zero_parameter(param_shape: Sequence[int], param_type: Any, requires_grad: bool, device: Any) -> Parameter:
+    def new_zero_parameter(
+        param_shape: Sequence[int], param_type: object, requires_grad: bool, device: object
+    ) -> Parameter:
         size = check_size(param_shape, "param_shape")
         zeros = filled(size, 0, to_dtype(param_type), to_device_or_none(device), "new_zero_parameter")
         return new_parameter(zeros, requires_grad=check_flag(requires_grad, "requires_grad"))
@@ -112,11 +114,11 @@ class Parameters:
     def meta_device(self) -> str:
         return "meta"
 
-    def init_on_device(self, device: Any, include_buffers: bool = False) -> Any:
+    def init_on_device(self, device: object, include_buffers: bool = False) -> Any:
         return _creation_on(to_device(device), include_buffers)
 
 
-def new_parameter(data: Any, **options: Any) -> Parameter:
+def new_parameter(data: object, **options: Any) -> Parameter:
     """A parameter where `data` is, also inside a block of `init_on_device`, which is about a module's parameters."""
     blocks, _creation.blocks = _creation.blocks, []
     try:
@@ -226,13 +228,13 @@ def _creation_on(device: str, include_buffers: bool) -> Iterator[None]:
                 _buffer_hooks.pop().remove()
 
 
-def _new_args_on_device(data: Any, num_references: int, init_param: bool = True) -> Any:
+def _new_args_on_device(data: object, num_references: int, init_param: bool = True) -> Any:
     # What an initializer describes is not computed for the meta device: the parameter keeps the initializer instead,
     # with which `init_parameters` fills it later.
     return _plain_new_args(data, num_references, init_param and _creation.device() != "meta")
 
 
-def _init_on_device(self: Parameter, default_input: Any, *args: Any, **kwargs: Any) -> None:
+def _init_on_device(self: Parameter, default_input: object, *args: Any, **kwargs: Any) -> None:
     _plain_init(self, default_input, *args, **kwargs)
     device = _creation.device()
     if device is not None and not _is_on(self, device):

@@ -30,7 +30,7 @@ class Tensors:
         return redistribution
 
     @staticmethod
-    def is_tensor(obj: Any) -> bool:
+    def is_tensor(obj: object) -> bool:
         return isinstance(obj, Tensor)
 
     @staticmethod
@@ -43,21 +43,21 @@ class Tensors:
         return tensor.numel() * tensor.itemsize
 
     @staticmethod
-    def tensor_type_cast(input_data: Tensor, cast_type: Any) -> Tensor:
+    def tensor_type_cast(input_data: Tensor, cast_type: object) -> Tensor:
         return _cast(check_tensor(input_data, Tensor, "tensor_type_cast"), to_dtype(cast_type), "tensor_type_cast")
 
-    def cast_fp_tensor(self, dtype: Any, x: Any) -> Any:
+    def cast_fp_tensor(self, dtype: object, x: object) -> Any:
         dtype = to_dtype(dtype)
         if isinstance(x, Tensor) and x.dtype in mstype.float_type:
             return _cast(x, dtype, "cast_fp_tensor")
         return x
 
-    def apply_to_tensors(self, fn: Callable[[Any], Any], container: Any) -> Any:
+    def apply_to_tensors(self, fn: Callable[[Any], Any], container: object) -> Any:
         if not callable(fn):
             raise ArgumentTypeError("The function to apply comes first.", expected="a callable", got=describe(fn))
         return trees.map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, container)
 
-    def tree_map(self, fn: Callable[[Any], Any], tree: Any) -> Any:
+    def tree_map(self, fn: Callable[[Any], Any], tree: object) -> Any:
         return trees.map_leaves(fn, tree)
 
     @staticmethod
@@ -89,43 +89,45 @@ class Tensors:
         return _take_spans(x, slicing.slice_spans(x.shape, begin, end, stride))
 
     @staticmethod
-    def arange(start: Any, end: Any = None, step: Any = 1, dtype: Any = None, device: Any = None) -> Tensor:
+    def arange(
+        start: object, end: object = None, step: object = 1, dtype: object = None, device: object = None
+    ) -> Tensor:
         if end is None:
             start, end = 0, start
         with in_our_words("arange", start=start, end=end, step=step):
             return _arange(start, end, step, to_dtype_or(dtype, mindspore.int64), to_device_or_none(device))
 
     @staticmethod
-    def zeros(size: Sequence[int], dtype: Any = None, device: Any = None) -> Tensor:
+    def zeros(size: Sequence[int], dtype: object = None, device: object = None) -> Tensor:
         return filled(check_size(size), 0, to_dtype_or(dtype, mindspore.float32), to_device_or_none(device), "zeros")
 
     @staticmethod
-    def ones(size: Sequence[int], dtype: Any = None, device: Any = None) -> Tensor:
+    def ones(size: Sequence[int], dtype: object = None, device: object = None) -> Tensor:
         """Ones of a size, float32 unless told."""
         return filled(check_size(size), 1, to_dtype_or(dtype, mindspore.float32), to_device_or_none(device), "ones")
 
     @staticmethod
-    def full(size: Sequence[int], fill_value: Any, dtype: Any = None, device: Any = None) -> Tensor:
+    def full(size: Sequence[int], fill_value: object, dtype: object = None, device: object = None) -> Tensor:
         """A size filled with one value, float32 unless told."""
         dtype = to_dtype_or(dtype, mindspore.float32)
         with in_our_words("full", size=size, fill_value=fill_value):
             return filled(check_size(size), fill_value, dtype, to_device_or_none(device), "full")
 
     @staticmethod
-    def empty(size: Sequence[int], dtype: Any = None, device: Any = None) -> Tensor:
+    def empty(size: Sequence[int], dtype: object = None, device: object = None) -> Tensor:
         """An uninitialised tensor of a size, float32 unless told."""
         dtype = to_dtype_or(dtype, mindspore.float32)
         return mint.empty(check_size(size), dtype=dtype, device=to_device_or_none(device))
 
     @staticmethod
-    def full_like(tensor: Tensor, fill_value: Any, dtype: Any = None) -> Tensor:
+    def full_like(tensor: Tensor, fill_value: object, dtype: object = None) -> Tensor:
         check_tensor(tensor, Tensor, "full_like")
         device = "meta" if tensor.is_meta else None
         with in_our_words("full_like", fill_value=fill_value):
             return filled(tensor.shape, fill_value, to_dtype_or(dtype, tensor.dtype), device, "full_like")
 
     @staticmethod
-    def empty_like(tensor: Tensor, *, dtype: Any = None, device: Any = None, pin_memory: bool = False) -> Tensor:
+    def empty_like(tensor: Tensor, *, dtype: object = None, device: object = None, pin_memory: bool = False) -> Tensor:
         check_tensor(tensor, Tensor, "empty_like")
         dtype = to_dtype_or(dtype, tensor.dtype)
         target = to_device_or_none(device)
@@ -136,7 +138,7 @@ class Tensors:
         return mint.empty_like(tensor, dtype=dtype, device=target)
 
     @staticmethod
-    def new_tensor(tensor_shape: Sequence[int], tensor_type: Any, device: Any) -> Tensor:
+    def new_tensor(tensor_shape: Sequence[int], tensor_type: object, device: object) -> Tensor:
         size = check_size(tensor_shape, "tensor_shape")
         return mint.empty(size, dtype=to_dtype(tensor_type), device=to_device_or_none(device))
 
@@ -165,7 +167,7 @@ class Tensors:
         return check_size(size_list, "size_list")
 
     @staticmethod
-    def get_op_name(func: Any) -> str:
+    def get_op_name(func: object) -> str:
         return _op_name(func)
 
 
@@ -192,7 +194,7 @@ class _CastOfNothing(_Function):
         return mint.empty(grad.shape, dtype=ctx.dtype), None
 
 
-def _cast(tensor: Tensor, dtype: Any, call: str) -> Tensor:
+def _cast(tensor: Tensor, dtype: object, call: str) -> Tensor:
     if tensor.dtype == dtype:
         return tensor
     check_computable(call, tensor.dtype, dtype)
@@ -201,7 +203,7 @@ def _cast(tensor: Tensor, dtype: Any, call: str) -> Tensor:
     return tensor.to(dtype)
 
 
-def _common_dtype(left: Any, right: Any) -> Any:
+def _common_dtype(left: object, right: object) -> Any:
     """The dtype in which MindSpore would add the two."""
     if left == right:
         return left
@@ -231,7 +233,7 @@ def _pick(x: Tensor, steps: tuple[slice, ...] | None, backwards: list[int]) -> T
     return mint.flip(picked, backwards) if backwards else picked
 
 
-def filled(size: tuple[int, ...], value: Any, dtype: Any, device: str | None, call: str) -> Tensor:
+def filled(size: tuple[int, ...], value: object, dtype: object, device: str | None, call: str) -> Tensor:
     if device == "meta" or math.prod(size) == 0:  # nothing to fill, and no kernel that could warn about it
         return mint.empty(size, dtype=dtype, device=device)
     check_computable(call, dtype)
@@ -265,7 +267,7 @@ def _arange(start: Any, end: Any, step: Any, dtype: Any, device: str | None) -> 
     return ops.arange(first, last, by, dtype=dtype)
 
 
-def _op_name(func: Any) -> str:
+def _op_name(func: object) -> str:
     if isinstance(func, functools.partial):
         return _op_name(func.func)
     for attribute in ("name", "__name__"):  # a primitive's `name` first: it is the key under which rules are kept

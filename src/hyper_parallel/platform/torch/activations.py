@@ -29,7 +29,9 @@ class Activations:
         return torch.utils.checkpoint.noop_context_fn
 
     @staticmethod
-    def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Any:
+    def create_selective_checkpoint_contexts(
+        policy_fn_or_list: object, allow_cache_entry_mutation: bool = False
+    ) -> Any:
         return _features().create_selective_checkpoint_contexts(policy_fn_or_list, allow_cache_entry_mutation)
 
     @staticmethod
@@ -37,7 +39,9 @@ class Activations:
         return _features().AsyncSaveOnCpu(policy_fn)
 
     @staticmethod
-    def ckpt_wrapper(module: Any, checkpoint_fn: Callable[..., Any] | None = None, **checkpoint_fn_kwargs: Any) -> Any:
+    def ckpt_wrapper(
+        module: object, checkpoint_fn: Callable[..., Any] | None = None, **checkpoint_fn_kwargs: Any
+    ) -> Any:
         """A module whose forward is a region, run by `checkpoint_fn(module, *args, **kwargs)` with these keywords.
 
         Without a function PyTorch's own non-reentrant checkpoint runs it, unless there is something that only this package's
@@ -48,5 +52,5 @@ class Activations:
         return _features().checkpoint_wrapper(module, checkpoint_fn=checkpoint_fn, **checkpoint_fn_kwargs)
 
     @staticmethod
-    def swap_wrapper(module: Any, policy_fn: Callable[[Any], Any] | None = None) -> Any:
+    def swap_wrapper(module: object, policy_fn: Callable[[Any], Any] | None = None) -> Any:
         return _features().swap_wrapper(module, policy_fn)

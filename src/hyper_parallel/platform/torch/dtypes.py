@@ -11,10 +11,10 @@ from hyper_parallel.platform.dtype_names import dtype_by_name
 DTYPES: dict[str, Any] = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
-def to_dtype(dtype: Any) -> Any:
+def to_dtype(dtype: object) -> Any:
     """The dtype of a name, or the dtype itself."""
     return dtype_by_name(dtype, DTYPES, torch.dtype)
 
 
-def to_dtype_or(dtype: Any, default: Any) -> Any:
+def to_dtype_or(dtype: object, default: object) -> Any:
     return default if dtype is None else to_dtype(dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -52,7 +51,7 @@ class Gradients:
         return total
 
 
-def _as_parameters(parameters: Any) -> list[torch.Tensor]:
+def _as_parameters(parameters: object) -> list[torch.Tensor]:
     if isinstance(parameters, nn.Module):
         return list(parameters.parameters())
     if isinstance(parameters, torch.Tensor):

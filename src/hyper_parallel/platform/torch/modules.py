@@ -69,11 +69,11 @@ class Modules:
         return True
 
     @staticmethod
-    def is_linear_module(module: Any) -> bool:
+    def is_linear_module(module: object) -> bool:
         return isinstance(module, nn.Linear)
 
     @staticmethod
-    def is_embedding_module(module: Any) -> bool:
+    def is_embedding_module(module: object) -> bool:
         return isinstance(module, nn.Embedding)
 
     @staticmethod
@@ -85,7 +85,7 @@ class Modules:
         return MicroBatch(micro_batch_num, args_batch_dim, kwargs_batch_dim, torch.Tensor, torch.narrow)
 
     @staticmethod
-    def get_model_state_dict(model: nn.Module, *, options: Any = None) -> dict[str, torch.Tensor]:
+    def get_model_state_dict(model: nn.Module, *, options: object = None) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name; `options` has `full_state_dict`, `cpu_offload`, `rank0_only` (all optional)."""
         state = dict(check_module(model, nn.Module, "get_model_state_dict").state_dict())
         if getattr(options, "full_state_dict", False):  # every rank takes part, whoever keeps the result
@@ -97,7 +97,7 @@ class Modules:
         return state
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> Any:
     gather = getattr(value, "full_tensor", None)  # of a DTensor, ours or PyTorch's
     return value if gather is None else gather().detach()
 

@@ -102,7 +102,7 @@ class Parameters:
     def meta_device(self) -> torch.device:
         return torch.device("meta")
 
-    def init_on_device(self, device: Any, include_buffers: bool = False) -> Any:
+    def init_on_device(self, device: object, include_buffers: bool = False) -> Any:
         try:
             target = torch.device(device)
         except (RuntimeError, TypeError) as error:

@@ -118,7 +118,7 @@ def _describe_devices(kind: str) -> list[Facts]:
     return [_describe_device(module, kind, index) for index in range(module.device_count())]
 
 
-def _describe_device(module: Any, kind: str, index: int) -> Facts:
+def _describe_device(module: object, kind: str, index: int) -> Facts:
     properties = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
     free_bytes, total_bytes = module.mem_get_info(index) if hasattr(module, "mem_get_info") else (None, None)
     major, minor = getattr(properties, "major", None), getattr(properties, "minor", None)

@@ -24,7 +24,7 @@ class Tensors:
         return redistribution
 
     @staticmethod
-    def is_tensor(obj: Any) -> bool:
+    def is_tensor(obj: object) -> bool:
         return isinstance(obj, torch.Tensor)
 
     @staticmethod
@@ -37,21 +37,21 @@ class Tensors:
         return tensor.numel() * tensor.element_size()
 
     @staticmethod
-    def tensor_type_cast(input_data: torch.Tensor, cast_type: Any) -> torch.Tensor:
+    def tensor_type_cast(input_data: torch.Tensor, cast_type: object) -> torch.Tensor:
         return check_tensor(input_data, torch.Tensor, "tensor_type_cast").to(to_dtype(cast_type))
 
-    def cast_fp_tensor(self, dtype: Any, x: Any) -> Any:
+    def cast_fp_tensor(self, dtype: object, x: object) -> Any:
         dtype = to_dtype(dtype)
         if isinstance(x, torch.Tensor) and x.is_floating_point():
             return x.to(dtype)
         return x
 
-    def apply_to_tensors(self, fn: Callable[[Any], Any], container: Any) -> Any:
+    def apply_to_tensors(self, fn: Callable[[Any], Any], container: object) -> Any:
         if not callable(fn):
             raise ArgumentTypeError("The function to apply comes first.", expected="a callable", got=describe(fn))
         return trees.map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, container)
 
-    def tree_map(self, fn: Callable[[Any], Any], tree: Any) -> Any:
+    def tree_map(self, fn: Callable[[Any], Any], tree: object) -> Any:
         return trees.map_leaves(fn, tree)
 
     @staticmethod
@@ -79,44 +79,46 @@ class Tensors:
         return picked.flip(backwards) if backwards else picked  # PyTorch's own slices know no negative step
 
     @staticmethod
-    def arange(start: Any, end: Any = None, step: Any = 1, dtype: Any = None, device: Any = None) -> torch.Tensor:
+    def arange(
+        start: object, end: object = None, step: object = 1, dtype: object = None, device: object = None
+    ) -> torch.Tensor:
         if end is None:
             start, end = 0, start
         with in_our_words("arange", start=start, end=end, step=step, device=device):
             return torch.arange(start, end, step, dtype=to_dtype_or(dtype, torch.int64), device=device)
 
     @staticmethod
-    def zeros(size: Sequence[int], dtype: Any = None, device: Any = None) -> torch.Tensor:
+    def zeros(size: Sequence[int], dtype: object = None, device: object = None) -> torch.Tensor:
         with in_our_words("zeros", size=size, device=device):
             return torch.zeros(check_size(size), dtype=to_dtype_or(dtype, torch.float32), device=device)
 
     @staticmethod
-    def ones(size: Sequence[int], dtype: Any = None, device: Any = None) -> torch.Tensor:
+    def ones(size: Sequence[int], dtype: object = None, device: object = None) -> torch.Tensor:
         """Ones of a size, float32 unless told."""
         with in_our_words("ones", size=size, device=device):
             return torch.ones(check_size(size), dtype=to_dtype_or(dtype, torch.float32), device=device)
 
     @staticmethod
-    def full(size: Sequence[int], fill_value: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
+    def full(size: Sequence[int], fill_value: object, dtype: object = None, device: object = None) -> torch.Tensor:
         """A size filled with one value, float32 unless told."""
         with in_our_words("full", size=size, fill_value=fill_value, device=device):
             return torch.full(check_size(size), fill_value, dtype=to_dtype_or(dtype, torch.float32), device=device)
 
     @staticmethod
-    def empty(size: Sequence[int], dtype: Any = None, device: Any = None) -> torch.Tensor:
+    def empty(size: Sequence[int], dtype: object = None, device: object = None) -> torch.Tensor:
         """An uninitialised tensor of a size, float32 unless told."""
         with in_our_words("empty", size=size, device=device):
             return torch.empty(check_size(size), dtype=to_dtype_or(dtype, torch.float32), device=device)
 
     @staticmethod
-    def full_like(tensor: torch.Tensor, fill_value: Any, dtype: Any = None) -> torch.Tensor:
+    def full_like(tensor: torch.Tensor, fill_value: object, dtype: object = None) -> torch.Tensor:
         check_tensor(tensor, torch.Tensor, "full_like")
         with in_our_words("full_like", fill_value=fill_value):
             return torch.full_like(tensor, fill_value, dtype=to_dtype_or(dtype, tensor.dtype))
 
     @staticmethod
     def empty_like(
-        tensor: torch.Tensor, *, dtype: Any = None, device: Any = None, pin_memory: bool = False
+        tensor: torch.Tensor, *, dtype: object = None, device: object = None, pin_memory: bool = False
     ) -> torch.Tensor:
         check_tensor(tensor, torch.Tensor, "empty_like")
         check_flag(pin_memory, "pin_memory")
@@ -127,13 +129,13 @@ class Tensors:
         return torch.empty_like(tensor, dtype=to_dtype_or(dtype, tensor.dtype), device=target, pin_memory=can_pin)
 
     @staticmethod
-    def new_tensor(tensor_shape: Sequence[int], tensor_type: Any, device: Any) -> torch.Tensor:
+    def new_tensor(tensor_shape: Sequence[int], tensor_type: object, device: object) -> torch.Tensor:
         with in_our_words("new_tensor", tensor_shape=tensor_shape, device=device):
             return torch.empty(check_size(tensor_shape, "tensor_shape"), dtype=to_dtype(tensor_type), device=device)
 
     @staticmethod
     def new_zero_parameter(
-        param_shape: Sequence[int], param_type: Any, requires_grad: bool, device: Any
+        param_shape: Sequence[int], param_type: object, requires_grad: bool, device: object
     ) -> torch.nn.Parameter:
         check_flag(requires_grad, "requires_grad")
         with in_our_words("new_zero_parameter", param_shape=param_shape, device=device):
@@ -163,14 +165,14 @@ class Tensors:
         return torch.Size(check_size(size_list, "size_list"))
 
     @staticmethod
-    def get_op_name(func: Any) -> str:
+    def get_op_name(func: object) -> str:
         return _op_name(func)
 
 
 _NOT_IN_NUMPY = {torch.bfloat16} | {value for name, value in vars(torch).items() if name.startswith("float8")}
 
 
-def _op_name(func: Any) -> str:
+def _op_name(func: object) -> str:
     if isinstance(func, torch._ops.OpOverload):
         return func.overloadpacket.__name__
     if isinstance(func, functools.partial):

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from hyper_parallel.platform.communication.collectives import launch_exchange
 from hyper_parallel.platform.communication.functions import all_reduced, gather_along, scatter_along
 from hyper_parallel.platform.communication.reductions import Reduction
+from hyper_parallel.platform.opaque import Tensor
 
 __all__ = ["LocalTensors", "PlatformTransport"]
 
@@ -24,12 +25,12 @@ class LocalTensors(Protocol):
     like: Any  # dtype and device, for a rank that sends nothing
     itemsize: int
 
-    def slice(self, tensor: Any, starts: Sequence[int], sizes: Sequence[int]) -> Any: ...
+    def slice(self, tensor: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> Any: ...
     def place(
-        self, shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], Any]], like: Any, fill: int | None
+        self, shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], Any]], like: object, fill: int | None
     ) -> Any: ...
     def reduce_local(self, tensors: Sequence[Any], op: str) -> Any: ...
-    def divide(self, tensor: Any, divisor: int) -> Any: ...
+    def divide(self, tensor: Tensor, divisor: int) -> Any: ...
 
 
 class PlatformTransport:
@@ -51,7 +52,7 @@ class PlatformTransport:
         self.reduce_local = tensors.reduce_local
         self.divide = tensors.divide
 
-    def all_gather(self, tensor: Any, ranks: tuple[int, ...], dim: int) -> Any:
+    def all_gather(self, tensor: Tensor, ranks: tuple[int, ...], dim: int) -> Any:
         self._note("all_gather", ranks, self._num_bytes(tensor) * (len(ranks) - 1))
         gathered = gather_along(self._transport, tensor, dim, self._group(ranks), "redistribute")
         order = _order(ranks)
@@ -60,7 +61,7 @@ class PlatformTransport:
         blocks = self._transport.parts(gathered, len(ranks), dim)
         return self._transport.cat([blocks[order.index(position)] for position in range(len(ranks))], dim)
 
-    def reduce_scatter(self, tensor: Any, ranks: tuple[int, ...], dim: int, op: str) -> Any:
+    def reduce_scatter(self, tensor: Tensor, ranks: tuple[int, ...], dim: int, op: str) -> Any:
         self._note("reduce_scatter", ranks, self._num_bytes(tensor) * (len(ranks) - 1) // len(ranks))
         order = _order(ranks)
         if order is not None:
@@ -68,11 +69,11 @@ class PlatformTransport:
             tensor = self._transport.cat([blocks[position] for position in order], dim)
         return scatter_along(self._transport, tensor, dim, Reduction(op), self._group(ranks), "redistribute")
 
-    def all_reduce(self, tensor: Any, ranks: tuple[int, ...], op: str) -> Any:
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], op: str) -> Any:
         self._note("all_reduce", ranks, 2 * self._num_bytes(tensor) * (len(ranks) - 1) // len(ranks))
         return all_reduced(self._transport, tensor, Reduction(op), self._group(ranks), "redistribute")
 
-    def all_to_all(self, tensor: Any, ranks: tuple[int, ...], split_dim: int, concat_dim: int) -> Any:
+    def all_to_all(self, tensor: Tensor, ranks: tuple[int, ...], split_dim: int, concat_dim: int) -> Any:
         pieces = self._transport.parts(tensor, len(ranks), split_dim)
         self._note("all_to_all", ranks, self._num_bytes(tensor) * (len(ranks) - 1) // len(ranks))
         shapes = [tuple(piece.shape) for piece in pieces]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
+from hyper_parallel.platform.opaque import Module
 from hyper_parallel.platform.patterns import matching
 
 
@@ -22,7 +23,7 @@ class Kinds(NamedTuple):
     modules: Callable[[Any], Iterable[tuple[str, Any]]]  # all below a module, by path; itself as ""
 
 
-def find_blocks(kinds: Kinds, model: Any, regions: Sequence[str | type] | None = None) -> dict[str, Any]:
+def find_blocks(kinds: Kinds, model: Module, regions: Sequence[str | type] | None = None) -> dict[str, Any]:
     """Paths and modules, in the order of the model; none inside another.
 
     `regions`: paths, classes, or patterns in which `*` stands for anything, dots included (see `patterns`). Without it: the members of every
@@ -73,7 +74,7 @@ def check_unplanned(planned: Iterable[str], paths: Iterable[str]) -> None:
                 )
 
 
-def suggested(kinds: Kinds, model: Any, blocks: Iterable[str], inside: str | None = None) -> list[str]:
+def suggested(kinds: Kinds, model: Module, blocks: Iterable[str], inside: str | None = None) -> list[str]:
     """Patterns of modules that could be planned as well: the parts of one block, or, without it, what is in no block. For a refusal's advice."""
     modules, planned = dict(kinds.modules(model)), list(blocks)
     if inside is not None:
@@ -108,7 +109,7 @@ def _pattern(path: str, planned: Sequence[str]) -> str:
     )
 
 
-def other_reference(kinds: Kinds, model: Any, blocks: Iterable[Any]) -> str | None:
+def other_reference(kinds: Kinds, model: Module, blocks: Iterable[Any]) -> str | None:
     """Where the model also holds one of the blocks, and no wrapper would be put: an attribute with a Python list, tuple or dict."""
     wanted = {id(each) for each in blocks}
     for path, module in kinds.modules(model):
@@ -120,7 +121,7 @@ def other_reference(kinds: Kinds, model: Any, blocks: Iterable[Any]) -> str | No
     return None
 
 
-def check_ran(kinds: Kinds, model: Any, blocks: dict[str, Any], *, num_seen: int, num_ran: int) -> None:
+def check_ran(kinds: Kinds, model: Module, blocks: dict[str, Any], *, num_seen: int, num_ran: int) -> None:
     """Refuse a model whose blocks did not run, or not where a wrapper would be. `num_ran`: calls of blocks; `num_seen`: those through wrappers.
 
     Raises:
@@ -144,7 +145,7 @@ def check_ran(kinds: Kinds, model: Any, blocks: dict[str, Any], *, num_seen: int
         )
 
 
-def _repeated(kinds: Kinds, path: str, module: Any) -> Iterator[tuple[str, Any]]:
+def _repeated(kinds: Kinds, path: str, module: Module) -> Iterator[tuple[str, Any]]:
     """Members of lists with repeated classes; what is below such a member is part of it."""
     for name, child in kinds.children(module):
         below = f"{path}.{name}" if path else name
@@ -157,7 +158,7 @@ def _repeated(kinds: Kinds, path: str, module: Any) -> Iterator[tuple[str, Any]]
         yield from found
 
 
-def _own(kinds: Kinds, path: str, module: Any) -> Iterator[tuple[str, Any]]:
+def _own(kinds: Kinds, path: str, module: Module) -> Iterator[tuple[str, Any]]:
     """Children with parameters, and in place of a container that is never called those in it."""
     for name, child in kinds.children(module):
         below = f"{path}.{name}" if path else name
@@ -167,7 +168,7 @@ def _own(kinds: Kinds, path: str, module: Any) -> Iterator[tuple[str, Any]]:
             yield below, child
 
 
-def _members(kinds: Kinds, path: str, container: Any) -> list[tuple[str, Any]]:
+def _members(kinds: Kinds, path: str, container: object) -> list[tuple[str, Any]]:
     """Those of a class that is called, stands in it at least twice and has submodules of its own."""
     classes = Counter(type(each) for _, each in kinds.children(container))
     return [
@@ -180,11 +181,11 @@ def _members(kinds: Kinds, path: str, container: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def _has_parameters(kinds: Kinds, module: Any) -> bool:
+def _has_parameters(kinds: Kinds, module: Module) -> bool:
     return any(True for _ in kinds.parameters(module))
 
 
-def _named(kinds: Kinds, model: Any, regions: Sequence[str | type]) -> dict[str, Any]:
+def _named(kinds: Kinds, model: Module, regions: Sequence[str | type]) -> dict[str, Any]:
     if isinstance(regions, (str, type)):
         regions = [regions]
     if not isinstance(regions, Iterable):

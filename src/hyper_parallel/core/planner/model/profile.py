@@ -267,7 +267,7 @@ def checked(data: _Data) -> _Data:
     return data
 
 
-def check_kind(value: Any, kind: str, name: str) -> None:
+def check_kind(value: object, kind: str, name: str) -> None:
     """Raises where a value from a file is not of its kind, in the words of an annotation. Numbers are finite, and none is below 0.
 
     Example:

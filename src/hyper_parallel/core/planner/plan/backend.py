@@ -171,7 +171,7 @@ class PlannerBackend(Protocol):
     def said_in_backward(self, words: str) -> AbstractContextManager[None]:
         """While it is open, a backward that runs out of memory says these words, too."""
 
-    def some_loss(self, output: Any) -> object:
+    def some_loss(self, output: object) -> object:
         """A loss for what a model gives, where nobody has said which."""
 
 

@@ -66,7 +66,7 @@ class PlannedBatch:
     `forward`: what the model is called by, so that an argument is the same whether it comes by name or by place.
     """
 
-    def __init__(self, look: Any, look_of: Callable[[Any], Any], forward: Callable[..., Any]) -> None:
+    def __init__(self, look: object, look_of: Callable[[Any], Any], forward: Callable[..., Any]) -> None:
         self._look_of = look_of
         self._signature = _signature(forward)
         self._planned = None if look is None else dict(self._places(*_as_arguments(look)))
@@ -152,7 +152,7 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _as_arguments(look: Any) -> tuple[list[Any], dict[str, Any]]:
+def _as_arguments(look: object) -> tuple[list[Any], dict[str, Any]]:
     """The look of a batch, as a plan has it, as arguments and keywords."""
     if isinstance(look, dict):
         if look.keys() == {"args", "kwargs"} and isinstance(look["args"], list) and isinstance(look["kwargs"], dict):
@@ -161,7 +161,7 @@ def _as_arguments(look: Any) -> tuple[list[Any], dict[str, Any]]:
     return (look, {}) if isinstance(look, list) else ([look], {})
 
 
-def _tensors(where: str, look: Any) -> Iterator[tuple[str, _TensorLook]]:
+def _tensors(where: str, look: object) -> Iterator[tuple[str, _TensorLook]]:
     if isinstance(look, dict):
         for name, each in look.items():
             yield from _tensors(f"{where}.{name}", each)
@@ -190,7 +190,7 @@ def _key(value: Any) -> Any:
     return type(value)
 
 
-def tensor_fields(value: Any) -> dict[str, Any]:
+def tensor_fields(value: object) -> dict[str, Any]:
     """The fields of a dataclass; of another object the attributes that are tensors. Empty for what is no object of a user's."""
     if isinstance(value, type) or callable(value):
         return {}

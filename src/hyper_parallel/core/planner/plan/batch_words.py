@@ -14,7 +14,7 @@ _NO_TENSORS = (type(None), bool, int, float, complex, str, bytes)
 
 
 @contextmanager
-def telling_of_the_batch(batch: Any, forward: Callable[..., Any], to_tensor: str) -> Iterator[None]:
+def telling_of_the_batch(batch: object, forward: Callable[..., Any], to_tensor: str) -> Iterator[None]:
     """Around the call of a model. Only where it failed is the batch looked at: hooks may change what a model is given.
 
     Args:
@@ -84,13 +84,13 @@ def _takes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     return True
 
 
-def _gives_batches(thing: Any) -> bool:
+def _gives_batches(thing: object) -> bool:
     """A loader, a data set, a generator: gone through, and no tensor."""
     kind = type(thing)
     return (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")) and not hasattr(kind, "shape")
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
+def _leaves(tree: object) -> Iterator[Any]:
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     if isinstance(tree, (tuple, list)):
@@ -100,7 +100,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def check_loss_fn(loss_fn: Any) -> None:
+def check_loss_fn(loss_fn: object) -> None:
     """Raises TypeError where it cannot be called: before anything is measured."""
     if loss_fn is not None and not callable(loss_fn):
         raise ArgumentTypeError(

@@ -22,6 +22,7 @@ from hyper_parallel.core.planner.search.choosing import smallest_budget
 from hyper_parallel.core.planner.solve.solver import BudgetError
 from hyper_parallel.core.swap.sizes import format_size
 from hyper_parallel.platform.arguments import check_flag
+from hyper_parallel.platform.opaque import Module
 
 _FIRST = (1, 2, 4)  # are profiled in any case: what grows with n, and with its square
 _FARTHEST = 8  # times the largest size that is known to fit: beyond, a prediction is not worth much
@@ -102,14 +103,14 @@ class Largest:
 
 
 def largest(
-    model: Any,
+    model: Module,
     make_batch: Callable[[int], Any],
     budget: int | str = "auto",
     *,
     at_most: int | None = None,
     loss_fn: Callable[[Any], Any] | None = None,
     regions: Sequence[Any] | None = None,
-    optimizer: Any = None,
+    optimizer: object = None,
     reserve: int | str = 0,
     keeps_output: bool = True,
     progress: bool | Progress = True,
@@ -164,7 +165,7 @@ def largest(
     return found
 
 
-def _checked(at_most: Any) -> int | None:
+def _checked(at_most: object) -> int | None:
     if at_most is None:
         return None
     if isinstance(at_most, bool) or not hasattr(at_most, "__index__"):

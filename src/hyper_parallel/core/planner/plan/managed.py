@@ -28,6 +28,7 @@ from hyper_parallel.core.planner.plan.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.plan.proof import planned
 from hyper_parallel.core.planner.solve.solver import BudgetError
 from hyper_parallel.core.swap.sizes import format_size
+from hyper_parallel.platform.opaque import Module
 
 if TYPE_CHECKING:
     from hyper_parallel.core.planner.plan.plan import MemoryPlan
@@ -57,7 +58,7 @@ class ManagedModel:
     """
 
     def __init__(
-        self, planner: PlannerBackend, model: Any, plan: MemoryPlan, *, on_mismatch: str, retries_forward: bool
+        self, planner: PlannerBackend, model: Module, plan: MemoryPlan, *, on_mismatch: str, retries_forward: bool
     ) -> None:
         planner.check_alone("Planning anew where memory runs out")
         self.current = self._first = plan
@@ -106,7 +107,7 @@ class ManagedModel:
         state.note_given((args, kwargs))
         return self._until_it_fits(lambda: original(*args, **kwargs), state, lambda: batch, "forward")
 
-    def _choose(self, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _choose(self, batch: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """M1."""
         model: Any = self._model()
         check = self.current.applied(model).check
@@ -185,7 +186,7 @@ class ManagedModel:
             + (f"and again under {num_plans} plans made anew for it." if num_plans else "before the model ran.")
         )
 
-    def _replan(self, batch: Any, part_of_room: float) -> None:
+    def _replan(self, batch: object, part_of_room: float) -> None:
         model = self._model()
         self.current.detach(model)
         self._is_planning = True
@@ -203,7 +204,7 @@ class ManagedModel:
         self._attach(plan)
         self.num_replans += 1
 
-    def _planned(self, model: Any, batch: Any, part_of_room: float) -> MemoryPlan:
+    def _planned(self, model: Module, batch: object, part_of_room: float) -> MemoryPlan:
         first = self._first
         origin = first.origin
         profiled = self._planner.profiled(

@@ -30,6 +30,7 @@ from hyper_parallel.core.planner.plan.table import html_of, plan_parts, text_of
 from hyper_parallel.core.planner.search.settings import Setting
 from hyper_parallel.core.swap.config import SwapSetting, configure_swap, current_config
 from hyper_parallel.core.swap.sizes import format_size
+from hyper_parallel.platform.opaque import Module
 
 if TYPE_CHECKING:
     from hyper_parallel.core.planner.plan.managed import ManagedModel
@@ -185,7 +186,7 @@ class MemoryPlan:
 
     # -- on a model -----------------------------------------------------------------------------------------------------
 
-    def apply(self, model: Any, *, on_mismatch: str = "error", on_oom: str = "error") -> MemoryPlan:
+    def apply(self, model: Module, *, on_mismatch: str = "error", on_oom: str = "error") -> MemoryPlan:
         """Let `model` train inside the budget from now on; `remove` undoes it. Its names and parameters stay as they are.
 
         Args:
@@ -226,7 +227,7 @@ class MemoryPlan:
         if managed is not None:
             managed.close()
 
-    def run(self, step_fn: Callable[[], Any], *, model: Any = None) -> Any:
+    def run(self, step_fn: Callable[[], Any], *, model: Module = None) -> Any:
         """One step, made to fit: if memory runs out, everything is put back, planned again for this batch, and repeated.
 
         Random generators, buffers and gradients are put back, so the result is what it would have been with enough memory, bit for bit.
@@ -266,12 +267,12 @@ class MemoryPlan:
         managed = self._managed.get(models[0]) or self._manage(models[0], "recompute", retries_forward=False)
         return managed.run(step_fn)
 
-    def replans(self, model: Any) -> list[MemoryPlan]:
+    def replans(self, model: Module) -> list[MemoryPlan]:
         """The plans that were made anew for this model since the plan was applied, by the size of their batches."""
         self._on(model)
         return [plan for plan in self._managed[model].plans if plan is not self] if model in self._managed else []
 
-    def _manage(self, model: Any, on_mismatch: str, *, retries_forward: bool) -> ManagedModel:
+    def _manage(self, model: Module, on_mismatch: str, *, retries_forward: bool) -> ManagedModel:
         from hyper_parallel.core.planner.plan.managed import ManagedModel
 
         planner = planner_of(model, "MemoryPlan.run")
@@ -279,7 +280,7 @@ class MemoryPlan:
         self._managed[model] = managed
         return managed
 
-    def _on(self, model: Any) -> MemoryPlan:
+    def _on(self, model: Module) -> MemoryPlan:
         """This plan, or the one made anew that is on the model in its place.
 
         Raises:
@@ -294,7 +295,7 @@ class MemoryPlan:
             raise StateError("The plan is not applied to this model.", do="Call `plan.apply(model)` first.")
         return current
 
-    def attach(self, model: Any, on_mismatch: str) -> Applied:
+    def attach(self, model: Module, on_mismatch: str) -> Applied:
         """Put this very plan on the model, and nothing around it; what carries it out."""
         planner = planner_of(model, "MemoryPlan.apply")
         self._check_identity(planner.identity(model))
@@ -322,11 +323,11 @@ class MemoryPlan:
             raise
         return applied
 
-    def applied(self, model: Any) -> Applied:
+    def applied(self, model: Module) -> Applied:
         """What carries this very plan out on the model."""
         return self._entry(model)[0]
 
-    def _entry(self, model: Any) -> tuple[Applied, SwapSetting | None]:
+    def _entry(self, model: Module) -> tuple[Applied, SwapSetting | None]:
         try:
             found = self._applied.get(model)
         except TypeError:  # what cannot be a key is no model
@@ -335,7 +336,7 @@ class MemoryPlan:
             raise StateError("The plan is not applied to this model.", do="Call `plan.apply(model)` first.")
         return found
 
-    def detach(self, model: Any) -> None:
+    def detach(self, model: Module) -> None:
         """Undo `attach`."""
         applied, setting = self._entry(model)
         del self._applied[model]
@@ -376,7 +377,7 @@ class MemoryPlan:
                 do="Plan this model: `hp.plan_memory(model, batch, budget=...)`.",
             )
 
-    def stats(self, model: Any) -> dict[str, int]:
+    def stats(self, model: Module) -> dict[str, int]:
         """What was met that the plan does not know, or knows otherwise, since it was applied, and how often a plan was made anew for it; of the last time,
         if it is not applied any more."""
         if model in self._last_stats and model not in self._applied and model not in self._managed:
@@ -386,7 +387,7 @@ class MemoryPlan:
             counts["plans made anew"] = self._managed[model].num_replans
         return counts
 
-    def verify(self, model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None = None) -> MemoryPlan:
+    def verify(self, model: Module, batch: object, *, loss_fn: Callable[[Any], Any] | None = None) -> MemoryPlan:
         """Run steps under the plan and compare: the plan with what was measured, solved again if it was above the budget.
 
         The model is left as it was, with the plan applied only if it was before.
@@ -455,7 +456,7 @@ class MemoryPlan:
                 "A plan file lacks something.", got=f"{type(error).__name__}: {error}", where=str(path), do=_PLAN_AGAIN
             ) from error
 
-    def check(self, model: Any, batch: Any) -> None:
+    def check(self, model: Module, batch: object) -> None:
         """Whether the plan was made for this model and a batch that looks like this one.
 
         Raises:
@@ -464,7 +465,7 @@ class MemoryPlan:
         self._check_identity(planner_of(model, "MemoryPlan.check").identity(model, batch))
 
 
-def check_choices(*, on_mismatch: Any = "error", on_oom: Any = "error") -> None:
+def check_choices(*, on_mismatch: object = "error", on_oom: object = "error") -> None:
     """What `apply` is told, before anything else is done.
 
     Raises:

@@ -181,12 +181,12 @@ def _no_number(name: str) -> Any:
     raise ValueError(f"{name}, which is no number")
 
 
-def first_difference(expected: Any, got: Any, where: str = "") -> tuple[str, str, str] | None:
+def first_difference(expected: object, got: object, where: str = "") -> tuple[str, str, str] | None:
     """Where two facts differ first, in words: place, expected, got; None if they are equal."""
     return next(_differences(expected, got, where), None)
 
 
-def _differences(expected: Any, got: Any, where: str) -> Iterator[tuple[str, str, str]]:
+def _differences(expected: object, got: object, where: str) -> Iterator[tuple[str, str, str]]:
     if isinstance(expected, dict) and isinstance(got, dict):
         for key in expected:
             place = f"{where}: {key}" if where else str(key)
@@ -206,6 +206,6 @@ def _differences(expected: Any, got: Any, where: str) -> Iterator[tuple[str, str
         yield where, _short(expected), _short(got)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

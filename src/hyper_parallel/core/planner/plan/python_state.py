@@ -160,7 +160,7 @@ def check_no_iterators(state: PythonState, names: Mapping[int, str]) -> None:
         )
 
 
-def is_iterator(value: Any) -> bool:
+def is_iterator(value: object) -> bool:
     """Whether it has a place that moves. A file is left alone: what is read and written is not put back anyway."""
     if not hasattr(type(value), "__next__") or isinstance(value, io.IOBase) or type(value) in weakref.ProxyTypes:
         return False
@@ -303,7 +303,7 @@ class _State:
 
     __slots__ = ("_how", "_state", "object")
 
-    def __init__(self, value: Any, how: Saved) -> None:
+    def __init__(self, value: object, how: Saved) -> None:
         self.object = value
         self._how = how
         self._state = how.read(value)
@@ -345,14 +345,14 @@ class _Walk:
             self._note(*self._to_see.popleft())
         return self._parts
 
-    def _note_attributes(self, owner: Any, reach: int, where: _Where) -> None:
+    def _note_attributes(self, owner: object, reach: int, where: _Where) -> None:
         own, slots = self._framework.names, self._slots_of(owner)
         self._parts.append(_Attributes(owner, own, slots, holds=self._holds))
         for name, value in _attributes_of(owner, slots).items():
             if type(value) not in _LEAVES and name not in own:
                 self._to_see.append((value, reach, (where, name)))
 
-    def _note(self, value: Any, reach: int, where: _Where) -> None:
+    def _note(self, value: object, reach: int, where: _Where) -> None:
         if type(value) in _LEAVES or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -381,10 +381,10 @@ class _Walk:
         elif not self._note_object(value, reach, where) and self._is_far and is_iterator(value):
             self.iterators.append((value, where))
 
-    def _slots_of(self, value: Any) -> _Slots:
+    def _slots_of(self, value: object) -> _Slots:
         return _slots_of(type(value)) if self._is_far else {}
 
-    def _is_next(self, value: Any, reach: int, where: _Where) -> None:
+    def _is_next(self, value: object, reach: int, where: _Where) -> None:
         """It is no farther than what led to it."""
         if type(value) not in _LEAVES:
             self._to_see.appendleft((value, reach, where))
@@ -424,12 +424,12 @@ class _Walk:
                 self._is_next(value, reach, (where, name))
 
 
-def _root_of(value: Any) -> str:
+def _root_of(value: object) -> str:
     """The package that a class or a function is of."""
     return (getattr(value, "__module__", None) or "builtins").partition(".")[0]
 
 
-def _is_plain_object(value: Any, slots: _Slots) -> bool:
+def _is_plain_object(value: object, slots: _Slots) -> bool:
     kind = type(value)
     if kind in (types.SimpleNamespace,):
         return True
@@ -449,7 +449,7 @@ def _slots_of(kind: type) -> _Slots:
     }
 
 
-def _attributes_of(value: Any, slots: _Slots) -> dict[str, Any]:
+def _attributes_of(value: object, slots: _Slots) -> dict[str, Any]:
     own: dict[str, Any] = getattr(value, "__dict__", {})
     if not slots:
         return own
@@ -466,12 +466,12 @@ def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(list(container))
 
 
-def _is_busy(value: Any, slots: _Slots) -> bool:
+def _is_busy(value: object, slots: _Slots) -> bool:
     """Whether others may work with it meanwhile: it has a lock, a thread, a queue, a socket."""
     return any(type(each).__module__ in _BUSY for each in _attributes_of(value, slots).values())
 
 
-def _is_pure(value: Any, depth: int = 4) -> bool:
+def _is_pure(value: object, depth: int = 4) -> bool:
     """Whether there is nothing in it but numbers and texts."""
     if type(value) in _LEAVES:
         return True
@@ -481,7 +481,7 @@ def _is_pure(value: Any, depth: int = 4) -> bool:
     return all(type(each) in _LEAVES or _is_pure(each, depth - 1) for each in within)
 
 
-def _weakly(value: Any) -> Any:
+def _weakly(value: object) -> Any:
     """What a note that holds nothing has of a value."""
     if type(value) in _LEAVES or _is_pure(value):
         return value
@@ -490,11 +490,11 @@ def _weakly(value: Any) -> Any:
     return _LEFT if isinstance(value, (*_CONTAINERS, tuple, frozenset)) else value
 
 
-def _can_be_weak(value: Any) -> bool:
+def _can_be_weak(value: object) -> bool:
     return type(value).__weakrefoffset__ != 0
 
 
-def _saved_of(value: Any, most_array_bytes: int) -> Saved | None:
+def _saved_of(value: object, most_array_bytes: int) -> Saved | None:
     """For generators and arrays that are no framework's."""
     if isinstance(value, random.Random):
         return _PYTHON_GENERATOR

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from hyper_parallel.core.shard.decision import Decision, decided
 from hyper_parallel.core.shard.dims import dims_in
@@ -15,7 +14,7 @@ __all__ = ["reduction", "whole_dims"]
 
 
 def reduction(
-    x: Spec, dim: Any = None, keepdim: bool = False, op: str | None = None, how: str | None = None
+    x: Spec, dim: object = None, keepdim: bool = False, op: str | None = None, how: str | None = None
 ) -> Decision:
     """A reduction over `dim` (None: all). `op` is what combines the parts of a split dim; without one that dim must be whole.
 
@@ -48,7 +47,9 @@ def reduction(
     return decided([x], strategies, shape, how="mean" if op == "mean" else how, count=count)
 
 
-def whole_dims(x: Spec, dims: Any, *shapes: Sequence[int], is_linear: bool = False, how: str | None = None) -> Decision:
+def whole_dims(
+    x: Spec, dims: object, *shapes: Sequence[int], is_linear: bool = False, how: str | None = None
+) -> Decision:
     """An operator on each line along `dims` by itself: softmax, sort, cumsum. Outputs have the dims of the input, in its order.
 
     Without `shapes` there is one output of the shape of `x`; with `how="random"` ranks with the same part draw the same numbers.

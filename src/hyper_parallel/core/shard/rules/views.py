@@ -56,7 +56,7 @@ def unsqueeze(x: Spec, dim: int) -> Decision:
     return remap(x, {each: each + (each >= at) for each in range(x.ndim)}, [*x.shape[:at], 1, *x.shape[at:]])
 
 
-def squeeze(x: Spec, dim: Any = None) -> Decision:
+def squeeze(x: Spec, dim: object = None) -> Decision:
     """Drops dims of length 1. A dim that is split over several ranks is gathered first: elsewhere its local length is 0."""
     asked = dims_in(dim, x.ndim) if x.ndim and dim != () else ()
     dropped = {each for each in asked if x.shape[each] == 1}

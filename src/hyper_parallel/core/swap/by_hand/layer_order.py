@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, final
 
 from hyper_parallel.core.swap.by_hand import storage as moves
 from hyper_parallel.core.swap.by_hand.storage import Storage
+from hyper_parallel.platform.opaque import Module
 
 _Joined: TypeAlias = "list[weakref.ref[Storage]]"  # the storages of one forward of one layer
 
@@ -41,14 +42,14 @@ class LayerOrder:
         self._firsts: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
         self._thread = _Thread()
 
-    def pair(self, first: Any, second: Any) -> None:
+    def pair(self, first: object, second: object) -> None:
         with self._lock:
             self._firsts.setdefault(second, weakref.WeakSet()).add(first)
 
-    def first_begins(self, module: Any) -> None:
+    def first_begins(self, module: Module) -> None:
         self._thread.joined[module] = self._thread.open = []
 
-    def second_begins(self, module: Any) -> None:
+    def second_begins(self, module: Module) -> None:
         with self._lock:
             firsts = list(self._firsts.get(module, ()))
         thread = self._thread
@@ -57,7 +58,7 @@ class LayerOrder:
         if any(thread.open is each for each in joined):
             thread.open = None
 
-    def second_ends(self, module: Any) -> Callable[[], None] | None:
+    def second_ends(self, module: Module) -> Callable[[], None] | None:
         """What to call when the backward of this forward begins; None if nothing was put aside before it."""
         joined = [ref for each in self._thread.before.pop(module, []) for ref in each]
         if not joined:

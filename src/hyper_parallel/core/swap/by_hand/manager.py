@@ -21,6 +21,7 @@ from hyper_parallel.core.swap.by_hand.layer_order import ORDER
 from hyper_parallel.core.swap.by_hand.storage import Storage
 from hyper_parallel.core.swap.by_hand.tensor import ByHandBackend
 from hyper_parallel.platform import platform_of
+from hyper_parallel.platform.opaque import Stream
 from hyper_parallel.platform.selection import backend
 
 _MIN_REFERENCES = 64  # fewer dead ones are not worth a look
@@ -97,7 +98,7 @@ class SwapManager:
         with self._named(group) as storages:
             moves.launch_offload(storages, copy_stream)
 
-    def wait_offload(self, group: str, copy_stream: Any = None) -> None:
+    def wait_offload(self, group: str, copy_stream: Stream = None) -> None:
         """Make the current stream wait for those copies, and let go of the tensors. Raises as `launch_offload`."""
         with self._named(group) as storages:
             moves.wait_offload(storages)
@@ -107,7 +108,7 @@ class SwapManager:
         with self._named(group) as storages:
             moves.launch_load(storages, copy_stream)
 
-    def wait_load(self, group: str, copy_stream: Any = None) -> None:
+    def wait_load(self, group: str, copy_stream: Stream = None) -> None:
         """Make the current stream wait for those. Raises as `launch_offload`."""
         with self._named(group) as storages:
             moves.wait_load(storages)
@@ -125,7 +126,7 @@ class SwapManager:
         _check_name(name)
         self._thread.name = name
 
-    def set_forward_prefetch_layer(self, first: Any, second: Any) -> None:
+    def set_forward_prefetch_layer(self, first: object, second: object) -> None:
         """Tell that module `second` runs after `first`; to repeat it changes nothing.
 
         When the backward of `second` begins, the loads of what joined groups from the start of `first` to the start of `second` are
@@ -199,6 +200,6 @@ def _living(references: list[weakref.ref[Storage]]) -> list[Storage]:
     return [storage for ref in references if (storage := ref()) is not None]
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
     if not isinstance(name, str):
         raise ArgumentTypeError("A group is called by its name.", expected="a str", got=describe(name))

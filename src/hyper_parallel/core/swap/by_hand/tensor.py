@@ -122,7 +122,7 @@ class SwapTensor:
         "label",
     )
 
-    def __init__(self, tensor: Any, label: object) -> None:
+    def __init__(self, tensor: Tensor, label: object) -> None:
         self.label = label
         self._lock = threading.Lock()
         self._value: Any = None  # of a value that is no tensor
@@ -160,7 +160,7 @@ class SwapTensor:
         """Where the value is, as far as the calls so far say; of what moves by itself, where it is."""
         return self._state if self._saved is None else self._saved.state
 
-    def async_offload(self, copy_stream: Any = None) -> None:
+    def async_offload(self, copy_stream: object = None) -> None:
         """Launch the copy to slower memory. `copy_stream`: in place of the engine's own; means nothing on the CPU."""
         self._launch_offload(copy_stream, {})
 
@@ -183,7 +183,7 @@ class SwapTensor:
                     self._held = None
             self._state = self._next(Change.FINISH_OFFLOAD)
 
-    def async_load(self, copy_stream: Any = None) -> None:
+    def async_load(self, copy_stream: object = None) -> None:
         """Launch the copy back to the device. `copy_stream`: as in `async_offload`.
 
         Raises:
@@ -258,7 +258,7 @@ class SwapTensor:
         """Raise if the change is illegal now."""
         self._next(change)
 
-    def _launch_offload(self, copy_stream: Any, moved: dict[int, Slot | None]) -> None:
+    def _launch_offload(self, copy_stream: object, moved: dict[int, Slot | None]) -> None:
         """As `async_offload`. `moved`: what was launched in the same breath, by storage: it moves once (rule 1)."""
         with self._lock:
             new = self._next(Change.LAUNCH_OFFLOAD)
@@ -284,18 +284,18 @@ class SwapTensor:
 
     # -- inside; the lock is held -------------------------------------------------------------------------------------
 
-    def _hold(self, tensor: Any) -> None:
+    def _hold(self, tensor: Tensor) -> None:
         held = cast(ByHandBackend, self._backend).hold(tensor)  # what is no tensor is never held
         self._held, self._saved_version = held, held.read_version()
 
-    def _launch_load(self, copy_stream: Any) -> None:
+    def _launch_load(self, copy_stream: object) -> None:
         new = self._next(Change.LAUNCH_LOAD)
         if self._moved is not None:
             engine = self._moved.engine
             engine.launch_load(self._moved.handle, stream_of(engine, copy_stream))
         self._state = new
 
-    def _launch(self, parts: Parts, copy_stream: Any) -> Slot | None:
+    def _launch(self, parts: Parts, copy_stream: object) -> Slot | None:
         """The slot whose offload was launched; None if no tier had room."""
         engine = parts.engine
         stream = stream_of(engine, copy_stream)
@@ -338,7 +338,7 @@ class SwapTensor:
             )
 
 
-def stream_of(engine: SwapEngine, stream: Any) -> Stream | None:
+def stream_of(engine: SwapEngine, stream: object) -> Stream | None:
     """A stream of the user's as the engine takes it; None for the engine's own, and on the CPU, which has no other."""
     return None if stream is None else engine.device.stream_of(stream)
 

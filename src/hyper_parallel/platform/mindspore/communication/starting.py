@@ -92,7 +92,7 @@ def connect_again(store: Any) -> Any:
     return _kept(TCPStore(store.host, store.port, None, False, timedelta(seconds=5)))
 
 
-def _kept(store: Any) -> Any:
+def _kept(store: object) -> Any:
     """A store that lives as long as the process: the end of one meets the thread that serves it, which at times ends the process (SIGSEGV).
 
     Not on Ascend, where communication can be started again, and at the same address.
@@ -110,7 +110,7 @@ def _name_the_world(backend: str) -> None:
                 function.__defaults__ = (GlobalComm.WORLD_COMM_GROUP,)
 
 
-def _address(init_method: Any) -> tuple[str, int]:
+def _address(init_method: object) -> tuple[str, int]:
     host, _, port = str(init_method).removeprefix("tcp://").rpartition(":")
     if not str(init_method).startswith("tcp://") or not host or not port.isdigit():
         raise ArgumentError(

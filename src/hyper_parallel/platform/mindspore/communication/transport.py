@@ -64,7 +64,7 @@ class MindSporeTransport(Transport):
     def world(self) -> str:
         return GlobalComm.WORLD_COMM_GROUP
 
-    def own_group(self, group: Any) -> Any:
+    def own_group(self, group: object) -> Any:
         if not isinstance(group, str):
             return None
         return group if group == self.world() or group in self._ranks or self._adopt(group) else None
@@ -110,7 +110,7 @@ class MindSporeTransport(Transport):
             communication.destroy_group(group)
 
     def new_group(
-        self, ranks: tuple[int, ...], number: int, timeout: Any, options: Any, description: str | None
+        self, ranks: tuple[int, ...], number: int, timeout: object, options: object, description: str | None
     ) -> str:
         name = f"hyper_parallel_{'_'.join(map(str, ranks))}_{number}"
         communication.create_group(name, list(ranks), options)
@@ -166,12 +166,12 @@ class MindSporeTransport(Transport):
             return (left.to(mindspore.float32) == right.to(mindspore.float32)).to(left.dtype)
         return (left == right).to(left.dtype)
 
-    def bytes_to_tensor(self, data: bytes, group: Any) -> Tensor:
+    def bytes_to_tensor(self, data: bytes, group: object) -> Tensor:
         if not data:
             return mint.empty((0,), dtype=mindspore.uint8)
         return Tensor(np.frombuffer(data, dtype=np.uint8).copy())
 
-    def ints_to_tensor(self, numbers: Sequence[int], group: Any) -> Tensor:
+    def ints_to_tensor(self, numbers: Sequence[int], group: object) -> Tensor:
         return Tensor(np.array(list(numbers), dtype=np.int64))
 
     def tensor_to_bytes(self, tensor: Tensor) -> bytes:
@@ -186,7 +186,7 @@ class MindSporeTransport(Transport):
 
     # Communication
 
-    def join(self, work: Any, record: Any) -> None:
+    def join(self, work: Any, record: object) -> None:
         work.wait()
 
     def is_completed(self, work: Any) -> bool:

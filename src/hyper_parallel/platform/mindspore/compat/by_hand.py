@@ -57,15 +57,15 @@ def _rebuilder(tensor: Tensor) -> Callable[[Any], Tensor]:
 # Functions of this module, and no closures: a model that has them can be pickled.
 
 
-def _first_begins(cell: nn.Cell, _args: Any) -> None:
+def _first_begins(cell: nn.Cell, _args: object) -> None:
     ORDER.first_begins(cell)
 
 
-def _second_begins(cell: nn.Cell, _args: Any) -> None:
+def _second_begins(cell: nn.Cell, _args: object) -> None:
     ORDER.second_begins(cell)
 
 
-def _second_ends(cell: nn.Cell, _args: Any, output: Any) -> None:
+def _second_ends(cell: nn.Cell, _args: object, output: object) -> None:
     launch = ORDER.second_ends(cell)
     if launch is None:
         return

@@ -22,7 +22,7 @@ from hyper_parallel.platform.mindspore.regions.replaying import Replay
 from hyper_parallel.platform.mindspore.swap.storages import unseen
 
 
-def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Any:
+def create_selective_checkpoint_contexts(policy_fn_or_list: object, allow_cache_entry_mutation: bool = False) -> Any:
     """The contexts in which a function runs first and again.
 
     Args:

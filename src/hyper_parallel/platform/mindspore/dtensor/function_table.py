@@ -84,12 +84,12 @@ def _clone(x: Spec) -> Decision:
 _FLOAT_IDS = {type_to_type_id(each) for each in mstype.float_type}
 
 
-def _is_float(dtype: Any) -> bool:
+def _is_float(dtype: object) -> bool:
     return dtype in _FLOAT_IDS if isinstance(dtype, int) else dtype in mstype.float_type
 
 
 @of("Cast ToDtype CastExt")
-def _cast(x: Spec, dtype: Any = None, *args: Any, **kwargs: Any) -> Decision:
+def _cast(x: Spec, dtype: object = None, *args: Any, **kwargs: Any) -> Decision:
     # Of summands that become whole numbers each would be rounded.
     return elementwise(x, kind=LINEAR if _is_float(dtype) else "")
 
@@ -100,25 +100,25 @@ def _sum_kind(*values: Any) -> str:
 
 
 @of("Add AddExt AddScalar Sub SubExt SubScalar")
-def _add(input: Any, other: Any, alpha: Any = 1) -> Decision:
+def _add(input: object, other: object, alpha: object = 1) -> Decision:
     return elementwise(*_specs([input, other]), kind=_sum_kind(input, other))
 
 
 @of("Mul Muls")
-def _mul(input: Any, other: Any) -> Decision:
+def _mul(input: object, other: object) -> Decision:
     specs = _specs([input, other])
     return elementwise(*specs, kind=MULTIPLY if len(specs) > 1 else LINEAR)
 
 
 @of("Div Divs RealDiv")
-def _div(input: Any, other: Any) -> Decision:
+def _div(input: object, other: object) -> Decision:
     specs = _specs([input, other])
     kind = DIVIDE if len(specs) > 1 else LINEAR
     return elementwise(*specs, kind=kind if isinstance(input, Spec) else "")
 
 
 @of("BiasAdd")
-def _bias_add(x: Spec, bias: Spec, data_format: Any = 0) -> Decision:
+def _bias_add(x: Spec, bias: Spec, data_format: object = 0) -> Decision:
     """The bias lies along dim 1."""
     if bias.shape != x.shape[1:2]:
         raise ArgumentError("The bias does not fit.", expected=str(x.shape[1:2]), got=str(bias.shape))
@@ -141,12 +141,12 @@ def _dropout(x: Spec, keep_prob: float = 0.5, *seeds: Any) -> Decision:
 
 
 @of("Assign InplaceCopy", is_in_place=True)
-def _assign(x: Spec, value: Any, *args: Any) -> Decision:
+def _assign(x: Spec, value: object, *args: Any) -> Decision:
     return elementwise(*_specs([x, value]), kind=_sum_kind(x, value), in_place=True)
 
 
 @of("AssignAdd AssignSub", is_in_place=True)
-def _assign_add(x: Spec, value: Any) -> Decision:
+def _assign_add(x: Spec, value: object) -> Decision:
     return elementwise(*_specs([x, value]), kind=_sum_kind(x, value), in_place=True)
 
 
@@ -191,12 +191,12 @@ def _outer(input: Spec, vec2: Spec) -> Decision:
 
 
 @of("Addmm")
-def _addmm(input: Spec, mat1: Spec, mat2: Spec, beta: Any = 1, alpha: Any = 1) -> Decision:
+def _addmm(input: Spec, mat1: Spec, mat2: Spec, beta: object = 1, alpha: object = 1) -> Decision:
     return products.summand_and_product("m k, k n -> m n", input, mat1, mat2)
 
 
 @of("Baddbmm")
-def _baddbmm(input: Spec, batch1: Spec, batch2: Spec, beta: Any = 1, alpha: Any = 1) -> Decision:
+def _baddbmm(input: Spec, batch1: Spec, batch2: Spec, beta: object = 1, alpha: object = 1) -> Decision:
     return products.summand_and_product("b m k, b k n -> b m n", input, batch1, batch2)
 
 
@@ -209,12 +209,14 @@ def _dense(input: Spec, weight: Spec, bias: Spec | None = None) -> Decision:
 
 
 @of("SumExt")
-def _sum(input: Spec, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Decision:
+def _sum(input: Spec, dim: object = None, keepdim: bool = False, dtype: object = None) -> Decision:
     return reduction(input, dim, keepdim, "sum")
 
 
 @of("DeprecatedSum")
-def _old_sum(input: Spec, axis: Any = None, dtype: Any = None, keepdims: bool = False, initial: Any = None) -> Decision:
+def _old_sum(
+    input: Spec, axis: object = None, dtype: object = None, keepdims: bool = False, initial: object = None
+) -> Decision:
     if initial is not None:
         raise ArgumentError(
             "`sum` of distributed tensors has no `initial`.", got=repr(initial), do="Add it afterwards."
@@ -223,12 +225,12 @@ def _old_sum(input: Spec, axis: Any = None, dtype: Any = None, keepdims: bool = 
 
 
 @of("ReduceSum")
-def _reduce_sum(input: Spec, axis: Any = (), keep_dims: bool = False, skip_mode: bool = False) -> Decision:
+def _reduce_sum(input: Spec, axis: object = (), keep_dims: bool = False, skip_mode: bool = False) -> Decision:
     return _sum(input, axis, keep_dims)
 
 
 @of("MeanExt")
-def _mean(input: Spec, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Decision:
+def _mean(input: Spec, dim: object = None, keepdim: bool = False, dtype: object = None) -> Decision:
     decision = reduction(input, dim, keepdim, "mean")
     return decision._replace(
         facts={**decision.facts, "dims": dims_in(dim, input.ndim), "keepdim": keepdim, "dtype": dtype}
@@ -236,22 +238,22 @@ def _mean(input: Spec, dim: Any = None, keepdim: bool = False, dtype: Any = None
 
 
 @of("ReduceMean")
-def _reduce_mean(input: Spec, axis: Any = (), keep_dims: bool = False) -> Decision:
+def _reduce_mean(input: Spec, axis: object = (), keep_dims: bool = False) -> Decision:
     return _mean(input, axis, keep_dims)
 
 
 @of("ProdExt")
-def _prod(input: Spec, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Decision:
+def _prod(input: Spec, dim: object = None, keepdim: bool = False, dtype: object = None) -> Decision:
     return reduction(input, dim, keepdim, "prod")
 
 
 @of("DeprecatedProd")
-def _old_prod(input: Spec, axis: Any = None, keep_dims: bool = False, dtype: Any = None) -> Decision:
+def _old_prod(input: Spec, axis: object = None, keep_dims: bool = False, dtype: object = None) -> Decision:
     return reduction(input, axis, keep_dims, "prod")
 
 
 @of("ReduceProd")
-def _reduce_prod(input: Spec, axis: Any = (), keep_dims: bool = False) -> Decision:
+def _reduce_prod(input: Spec, axis: object = (), keep_dims: bool = False) -> Decision:
     return reduction(input, axis, keep_dims, "prod")
 
 
@@ -266,59 +268,59 @@ def _min(input: Spec) -> Decision:
 
 
 @of("ReduceMax AMax")
-def _reduce_max(input: Spec, axis: Any = (), keep_dims: bool = False) -> Decision:
+def _reduce_max(input: Spec, axis: object = (), keep_dims: bool = False) -> Decision:
     return reduction(input, axis, keep_dims, "max")
 
 
 @of("ReduceMin AMin")
-def _reduce_min(input: Spec, axis: Any = (), keep_dims: bool = False) -> Decision:
+def _reduce_min(input: Spec, axis: object = (), keep_dims: bool = False) -> Decision:
     return reduction(input, axis, keep_dims, "min")
 
 
 @of("MaxDim MinDim ArgMaxWithValue ArgMinWithValue MedianDim")
-def _extreme_of_dim(input: Spec, dim: Any, keepdim: bool = False) -> Decision:
+def _extreme_of_dim(input: Spec, dim: object, keepdim: bool = False) -> Decision:
     values = reduction(input, dim, keepdim, None)  # with positions: the dim must be whole
     return values._replace(outputs=values.outputs * 2)
 
 
 @of("DeprecatedMax DeprecatedMin")
-def _old_extreme(input: Spec, axis: Any = None, keepdims: bool = False, **options: Any) -> Decision:
+def _old_extreme(input: Spec, axis: object = None, keepdims: bool = False, **options: Any) -> Decision:
     return reduction(input, axis, keepdims, None)
 
 
 @of("Argmax Argmin")
-def _arg(input: Spec, axis: Any = -1, output_type: Any = None) -> Decision:
+def _arg(input: Spec, axis: object = -1, output_type: object = None) -> Decision:
     return reduction(input, axis, False, None)
 
 
 @of("DeprecatedArgmax DeprecatedArgmin")
-def _old_arg(input: Spec, axis: Any = None, keepdims: bool = False) -> Decision:
+def _old_arg(input: Spec, axis: object = None, keepdims: bool = False) -> Decision:
     return reduction(input, axis, keepdims, None)
 
 
 @of("ArgMaxExt ArgMinExt ReduceAll ReduceAny Any All AnyExt AllExt LogSumExp")
-def _whole_reduction(input: Spec, dim: Any = None, keepdim: bool = False) -> Decision:
+def _whole_reduction(input: Spec, dim: object = None, keepdim: bool = False) -> Decision:
     return reduction(input, dim, keepdim, None)
 
 
 @of("Std Var")
-def _std(input: Spec, dim: Any = None, correction: Any = 1, keepdim: bool = False, **options: Any) -> Decision:
+def _std(input: Spec, dim: object = None, correction: object = 1, keepdim: bool = False, **options: Any) -> Decision:
     return reduction(input, dim, options.get("keepdims", keepdim), None)
 
 
 @of("DeprecatedVar DeprecatedStd")
-def _old_var(input: Spec, axis: Any = None, ddof: Any = 0, keepdims: bool = False) -> Decision:
+def _old_var(input: Spec, axis: object = None, ddof: object = 0, keepdims: bool = False) -> Decision:
     return reduction(input, axis, keepdims, None)
 
 
 @of("ReduceStd")
-def _reduce_std(input: Spec, axis: Any = (), unbiased: bool = True, keep_dims: bool = False) -> Decision:
+def _reduce_std(input: Spec, axis: object = (), unbiased: bool = True, keep_dims: bool = False) -> Decision:
     values = reduction(input, axis, keep_dims, None)
     return values._replace(outputs=values.outputs * 2)
 
 
 @of("Softmax LogSoftmax LogSoftmaxExt")
-def _softmax(input: Spec, axis: Any = -1, dtype: Any = None) -> Decision:
+def _softmax(input: Spec, axis: object = -1, dtype: object = None) -> Decision:
     return whole_dims(input, axis)
 
 
@@ -355,12 +357,12 @@ def _topk(input: Spec, k: int, dim: int = -1, largest: bool = True, sorted: bool
 
 
 @of("ReverseV2")
-def _flip(input: Spec, axis: Any) -> Decision:
+def _flip(input: Spec, axis: object) -> Decision:
     return whole_dims(input, axis, is_linear=True)
 
 
 @of("Tril Triu TrilExt")
-def _triangle(input: Spec, diagonal: int = 0, attributes: Any = None) -> Decision:
+def _triangle(input: Spec, diagonal: int = 0, attributes: object = None) -> Decision:
     return whole_dims(input, (-2, -1), is_linear=True)
 
 
@@ -412,7 +414,7 @@ def _expand_dims(input: Spec, dim: int) -> Decision:
 
 
 @of("Squeeze SqueezeView DeprecatedSqueeze")
-def _squeeze(input: Spec, dim: Any = None) -> Decision:
+def _squeeze(input: Spec, dim: object = None) -> Decision:
     return views.squeeze(input, dim)
 
 
@@ -511,7 +513,7 @@ def _select(input: Spec, dim: int, index: int) -> Decision:
 
 
 @of("__getitem__")
-def _getitem(x: Spec, index: Any) -> Decision:
+def _getitem(x: Spec, index: object) -> Decision:
     items = index if isinstance(index, tuple) else (index,)
     positions = [item for item in items if isinstance(item, Spec)]
     if not positions:
@@ -548,24 +550,24 @@ def _gather_lines(input: Spec, dim: int, index: Spec) -> Decision:
 
 
 @of("Scatter ScatterAddExt ScatterValue")
-def _scatter(input: Spec, dim: int, index: Spec, src: Any, *args: Any) -> Decision:
+def _scatter(input: Spec, dim: int, index: Spec, src: object, *args: Any) -> Decision:
     return indexing.scatter_lines(input, dim, index, src if isinstance(src, Spec) else None)
 
 
 @of("TensorScatterElements")
-def _scatter_elements(input: Spec, indices: Spec, updates: Spec, axis: int = 0, reduce: Any = 0) -> Decision:
+def _scatter_elements(input: Spec, indices: Spec, updates: Spec, axis: int = 0, reduce: object = 0) -> Decision:
     return indexing.scatter_lines(input, axis, indices, updates)
 
 
 @of("PadV3")
-def _pad(input: Spec, paddings: Sequence[int], value: Any = None, attributes: Any = None) -> Decision:
+def _pad(input: Spec, paddings: Sequence[int], value: object = None, attributes: Any = None) -> Decision:
     if (attributes or {}).get("paddings_contiguous") is False:
         raise ArgumentError("`pad` of distributed tensors takes pairs of widths from the last dim on.")
     return indexing.pad(input, tuple(paddings))
 
 
 @of("ConstantPadND")
-def _constant_pad(input: Spec, padding: Sequence[int], value: Any = 0) -> Decision:
+def _constant_pad(input: Spec, padding: Sequence[int], value: object = 0) -> Decision:
     return indexing.pad(input, tuple(padding))
 
 
@@ -573,7 +575,7 @@ def _constant_pad(input: Spec, padding: Sequence[int], value: Any = 0) -> Decisi
 
 
 @of("OneHot OneHotExt")
-def _one_hot(indices: Spec, depth: int, on_value: Any, off_value: Any, axis: int = -1) -> Decision:
+def _one_hot(indices: Spec, depth: int, on_value: object, off_value: object, axis: int = -1) -> Decision:
     if axis not in (-1, indices.ndim):
         raise ArgumentError("`one_hot` of distributed tensors adds the last dim.", expected="axis=-1", got=str(axis))
     strategies = [Strategy((R,), (R,)), *(Strategy((S(dim),), (S(dim),)) for dim in range(indices.ndim))]
@@ -582,7 +584,7 @@ def _one_hot(indices: Spec, depth: int, on_value: Any, off_value: Any, axis: int
 
 @of("Embedding")
 def _embedding(
-    input: Spec, weight: Spec, padding_idx: Any = None, max_norm: Any = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False
+    input: Spec, weight: Spec, padding_idx: object = None, max_norm: object = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False
 ) -> Decision:  # fmt: skip
     if max_norm is not None or scale_grad_by_freq or padding_idx is not None:
         raise ArgumentError(

@@ -36,13 +36,13 @@ class MindSporeGlue:
     def coordinate(self, layout: Layout) -> tuple[int, ...]:
         return mesh_coordinate(layout.mesh)
 
-    def wrap(self, local: Any, spec: Spec) -> Any:
+    def wrap(self, local: object, spec: Spec) -> Any:
         return wrapped(local, spec)
 
     def redistribute(self, tensor: Any, layout: Layout) -> Any:
         return moved(tensor, layout)
 
-    def anchored(self, result: Any, locals_: Sequence[Any]) -> Any:
+    def anchored(self, result: object, locals_: Sequence[Any]) -> Any:
         return anchored(result, locals_)
 
     def decide(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Prepared | None:
@@ -72,7 +72,7 @@ def _given_to_hook(primitive: type[Any], call: Callable[[Any, Sequence[Any]], An
     """
     original = primitive.check_elim
 
-    def check_elim(self: Any, *args: Any) -> tuple[bool, Any]:
+    def check_elim(self: object, *args: Any) -> tuple[bool, Any]:
         tensors = args[0] if args else None
         if isinstance(tensors, (list, tuple)) and any(isinstance(each, DTensor) for each in tensors):
             return True, call(self, tensors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import mindspore
 from mindspore import Parameter, Tensor, mint, ops
@@ -60,7 +59,7 @@ def owned(tensor: Tensor) -> Tensor:
     return Communication.transport.copy(tensor)
 
 
-def filled(shape: Sequence[int], value: Any, dtype: Any, device: Any, mesh: DeviceMesh) -> Tensor:
+def filled(shape: Sequence[int], value: object, dtype: object, device: object, mesh: DeviceMesh) -> Tensor:
     """A local tensor of one value; None: of whatever is in memory."""
     kind, target = to_dtype_or(dtype, mindspore.float32), to_device_or_none(device)
     if value is None:
@@ -68,7 +67,7 @@ def filled(shape: Sequence[int], value: Any, dtype: Any, device: Any, mesh: Devi
     return filled_tensor(tuple(shape), value, kind, target, "full")
 
 
-def drawn(kind: str, spec: Spec, box: Box, dtype: Any, device: Any) -> Tensor:
+def drawn(kind: str, spec: Spec, box: Box, dtype: object, device: object) -> Tensor:
     """This rank's part of random numbers that were drawn over the whole tensor."""
     check_seeded(spec.layout)
     draw = {"rand": ops.rand, "randn": ops.randn}[kind]

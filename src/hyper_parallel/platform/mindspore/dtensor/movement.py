@@ -124,7 +124,7 @@ class _Anchor(_Function):
         return (None, *grads, *(mint.zeros(shape, dtype=dtype) for shape, dtype in ctx.inputs))
 
 
-def anchored(result: Any, locals_: Sequence[Tensor]) -> Any:
+def anchored(result: object, locals_: Sequence[Tensor]) -> Any:
     """The result of a local operation on nothing, in a graph with all of its inputs (rule G7)."""
     inputs = [each for each in locals_ if each._requires_grad]
     outputs = list(result) if isinstance(result, (list, tuple)) else [result]

@@ -45,7 +45,7 @@ _dispatch = _OP_DISPATCHER.dispatch
 _make = Tensor._make_subclass
 
 
-def _taken(x: Tensor, index: Any) -> Tensor:
+def _taken(x: Tensor, index: object) -> Tensor:
     return x[index]
 
 
@@ -91,7 +91,7 @@ class DTensor(Looks, Tensor):
         super().__init_subclass__(**options)
         _OP_DISPATCHER.add_dtensor(cls, DTensor._glue)
 
-    def __fallback__(self, func: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __fallback__(self, func: object, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         operator, given = operator_of(func, args)
         if operator.name == "typeof":  # a question, which composed operators ask
             return operator(*(each._local if isinstance(each, DTensor) else each for each in given))
@@ -189,7 +189,7 @@ class DTensor(Looks, Tensor):
             self._local._update_data(detached(moved(data, self._spec.layout)._local))
         return self._changed_in_place()
 
-    def clone(self, init: Any = "same") -> Any:
+    def clone(self, init: object = "same") -> Any:
         """A copy; of a parameter another parameter."""
         if not isinstance(self, Parameter):
             return super().clone()
@@ -214,7 +214,7 @@ class DTensor(Looks, Tensor):
     def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: object) -> None:
         raise NoRuleError(
             "A distributed tensor cannot be written by index.",
             got=repr(self._spec),
@@ -226,25 +226,25 @@ class DTensor(Looks, Tensor):
 
     # A plain tensor on the left asks its own hook, and has none. Python asks these first, since the class is a subclass.
 
-    def __radd__(self, other: Any) -> Any:
+    def __radd__(self, other: object) -> Any:
         return ops.add(other, self) if isinstance(other, Tensor) else super().__radd__(other)
 
-    def __rsub__(self, other: Any) -> Any:
+    def __rsub__(self, other: object) -> Any:
         return ops.sub(other, self) if isinstance(other, Tensor) else super().__rsub__(other)
 
-    def __rmul__(self, other: Any) -> Any:
+    def __rmul__(self, other: object) -> Any:
         return ops.mul(other, self) if isinstance(other, Tensor) else super().__rmul__(other)
 
-    def __rtruediv__(self, other: Any) -> Any:
+    def __rtruediv__(self, other: object) -> Any:
         return ops.div(other, self) if isinstance(other, Tensor) else super().__rtruediv__(other)
 
-    def __rpow__(self, other: Any) -> Any:
+    def __rpow__(self, other: object) -> Any:
         return ops.pow(other, self) if isinstance(other, Tensor) else super().__rpow__(other)
 
-    def __rfloordiv__(self, other: Any) -> Any:
+    def __rfloordiv__(self, other: object) -> Any:
         return ops.floor_div(other, self) if isinstance(other, Tensor) else super().__rfloordiv__(other)
 
-    def __rmatmul__(self, other: Any) -> Any:
+    def __rmatmul__(self, other: object) -> Any:
         return ops.matmul(other, self)
 
     # -- gradients: those of the local tensor -------------------------------------------------------------------------
@@ -314,7 +314,7 @@ class DTensor(Looks, Tensor):
         memo[id(self)] = made
         return made
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         options = (self.name, self.requires_grad) if isinstance(self, Parameter) else None
         return _rebuilt, (Tensor(detached(self._local)), self._spec, options)
 
@@ -342,7 +342,7 @@ _placeholders: dict[tuple[Spec, Any], Tensor] = {}
 _MOST_PLACEHOLDERS = 4096
 
 
-def _placeholder(spec: Spec, dtype: Any) -> Tensor:
+def _placeholder(spec: Spec, dtype: object) -> Tensor:
     """A tensor without memory, of the shape that a local tensor of this spec has here."""
     found = _placeholders.get((spec, dtype))
     if found is None:
@@ -407,7 +407,7 @@ def as_parameter(tensor: DTensor, name: str | None, requires_grad: bool) -> Any:
     return made
 
 
-def _laid_out(value: Any, like: DTensor) -> Tensor:
+def _laid_out(value: object, like: DTensor) -> Tensor:
     """The local part of a gradient, in the layout of the gradients of `like`."""
     if not isinstance(value, DTensor) or value._spec.shape != like._spec.shape:
         raise ArgumentTypeError(

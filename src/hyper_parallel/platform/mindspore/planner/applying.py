@@ -116,7 +116,7 @@ def _is_forward() -> bool:
     return _pynative_executor.requires_grad() and not is_replaying()
 
 
-def looks_of(output: Any) -> tuple[str, ...]:
+def looks_of(output: object) -> tuple[str, ...]:
     """How the tensors that a block gives look."""
     return tuple(look_of(tensor) for tensor in tensors_of(output))
 

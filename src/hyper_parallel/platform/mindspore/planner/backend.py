@@ -115,7 +115,7 @@ class MindSporePlanner:
     def said_in_backward(self, words: str) -> AbstractContextManager[None]:
         _later()
 
-    def some_loss(self, output: Any) -> object:
+    def some_loss(self, output: object) -> object:
         _later()
 
 

@@ -66,7 +66,7 @@ class HeldMemory:
             del self._holders[address]
             self.held_bytes -= self._bytes.pop(address)
 
-    def ran(self, tensors: Iterable[Tensor], result: Any) -> None:
+    def ran(self, tensors: Iterable[Tensor], result: object) -> None:
         """An op has run, on these tensors."""
         results = [each for each in leaves(result) if isinstance(each, Tensor)]
         at_hand = {storage_address(tensor): storage_bytes(tensor) for tensor in (*tensors, *results)}
@@ -84,7 +84,7 @@ class _Ops(MsDispatchMode):
     def __init__(self, memory: HeldMemory) -> None:
         self._memory = memory
 
-    def __ms_dispatch__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    def __ms_dispatch__(self, func: object, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         call = Call.of(func, args, kwargs)
         result = call.run()
         self._memory.ran(call.sorted()[0], result)

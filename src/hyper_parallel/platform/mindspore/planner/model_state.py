@@ -40,7 +40,7 @@ class ModelState:
         ArgumentError (a ValueError): something of it cannot be put back; it is named.
     """
 
-    def __init__(self, model: nn.Cell, *others: Any, batch: Any = None) -> None:
+    def __init__(self, model: nn.Cell, *others: Any, batch: object = None) -> None:
         self._cells = [cell for cell in cells_in(model) if not type(cell).__module__.startswith("hyper_parallel.")]
         self._hooks = [
             (cell, name, dict(getattr(cell, name) or {}))

@@ -26,7 +26,7 @@ class PlannedBlock(ActivationWrapper):
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         return self._planned_call(self._ckpt_wrapped_module, *args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return operator.getitem, ((self._ckpt_wrapped_module,), 0)
 
     def __copy__(self) -> nn.Cell:

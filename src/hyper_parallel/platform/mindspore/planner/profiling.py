@@ -126,7 +126,7 @@ class ProfiledModel:
         """For several steps in a row: within a block, which it gives, and afterwards, as `preserved` says."""
         return contextlib.nullcontext(preserved(self.model, self.batch, self.loss_fn))
 
-    def agreed(self, profile: Any) -> Any:
+    def agreed(self, profile: object) -> Any:
         """Each rank plans by its own profile."""
         return profile
 
@@ -341,11 +341,11 @@ class _Marks:
         self._counts: Counter[str] = Counter()
 
     def watch(self, path: str, block: nn.Cell) -> list[Any]:
-        def begin(cell: nn.Cell, args: Any, kwargs: Any) -> None:
+        def begin(cell: nn.Cell, args: object, kwargs: object) -> None:
             if _pynative_executor.requires_grad() and not is_replaying():
                 self._begin(path, (args, kwargs))
 
-        def end(cell: nn.Cell, args: Any, output: Any) -> None:
+        def end(cell: nn.Cell, args: object, output: object) -> None:
             if _pynative_executor.requires_grad() and not is_replaying():
                 self._end(output)
 
@@ -450,7 +450,7 @@ def _min_bytes(device: str) -> int:
     return default_min_bytes("disk" if is_cpu(device) else "host") if configured is None else configured
 
 
-def _optimizer_bytes(model: nn.Cell, optimizer: Any, device: str) -> int:
+def _optimizer_bytes(model: nn.Cell, optimizer: object, device: str) -> int:
     """What an optimizer holds beside the parameters of the model: MindSpore's make their state when they are made."""
     if optimizer is None:
         return 0

@@ -15,7 +15,7 @@ from hyper_parallel.platform.mindspore.planner.meters import is_cpu
 from hyper_parallel.platform.mindspore.planner.steps import device_of, tensors_of
 
 
-def identity(model: nn.Cell, batch: Any = None, blocks: Iterable[str] | None = None) -> Identity:
+def identity(model: nn.Cell, batch: object = None, blocks: Iterable[str] | None = None) -> Identity:
     """What a plan is made for; without a batch, of the model alone."""
     return Identity(
         framework="mindspore",
@@ -29,7 +29,7 @@ def identity(model: nn.Cell, batch: Any = None, blocks: Iterable[str] | None = N
     )
 
 
-def look(batch: Any) -> Any:
+def look(batch: object) -> Any:
     """A batch with the look of each tensor in its place; what is no tensor is named by its type."""
     if isinstance(batch, Tensor):
         return look_of(batch)
@@ -43,7 +43,7 @@ def look(batch: Any) -> Any:
     return {name: look(each) for name, each in fields.items()} if fields else type(batch).__name__
 
 
-def check_model(model: Any, call: str) -> None:
+def check_model(model: object, call: str) -> None:
     """Raises TypeError where it is none."""
     check_module(model, nn.Cell, call)
 
@@ -53,7 +53,7 @@ def forward_of(model: nn.Cell) -> Callable[..., Any]:
     return type(model).construct
 
 
-def batch_bytes(batch: Any) -> int:
+def batch_bytes(batch: object) -> int:
     """Bytes of all tensors of a batch."""
     return sum(int(tensor.nbytes) for tensor in tensors_of(batch))
 

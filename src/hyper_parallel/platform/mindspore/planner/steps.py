@@ -22,7 +22,7 @@ _states: weakref.WeakKeyDictionary[nn.Cell, ModelState] = weakref.WeakKeyDiction
 
 
 @contextlib.contextmanager
-def preserved(model: nn.Cell, batch: Any = None, loss_fn: LossFn | None = None) -> Iterator[ModelState]:
+def preserved(model: nn.Cell, batch: object = None, loss_fn: LossFn | None = None) -> Iterator[ModelState]:
     """Afterwards all is as before, also after Ctrl-C. A `with` block inside of another one puts everything back as well, so that all steps begin alike.
 
     Raises:
@@ -70,7 +70,7 @@ def call(model: nn.Cell, batch: Any) -> Any:
         return model(batch)
 
 
-def loss_of(output: Any, loss_fn: LossFn | None) -> Tensor:
+def loss_of(output: object, loss_fn: LossFn | None) -> Tensor:
     """The scalar that backward starts from.
 
     Raises:
@@ -99,7 +99,7 @@ def loss_of(output: Any, loss_fn: LossFn | None) -> Tensor:
     return loss
 
 
-def run_step(model: nn.Cell, batch: Any, loss_fn: LossFn | None, at_turn: Callable[[], None] | None = None) -> float:
+def run_step(model: nn.Cell, batch: object, loss_fn: LossFn | None, at_turn: Callable[[], None] | None = None) -> float:
     """One forward and backward, as `value_and_grad` runs them; the loss. `at_turn` is called between the two."""
     weights = model.trainable_params()
     if not weights:
@@ -123,7 +123,7 @@ def run_step(model: nn.Cell, batch: Any, loss_fn: LossFn | None, at_turn: Callab
     return float(loss.asnumpy())
 
 
-def tensors_of(batch: Any) -> list[Tensor]:
+def tensors_of(batch: object) -> list[Tensor]:
     return [each for each in leaves(batch) if isinstance(each, Tensor)]
 
 

@@ -156,7 +156,7 @@ class Frame:
             return Kept(tensor)
         return self._recompute((Saves(last), order), tensor, last)
 
-    def _recompute(self, value: Any, tensor: Tensor, saved_after: int) -> Recomputed:
+    def _recompute(self, value: object, tensor: Tensor, saved_after: int) -> Recomputed:
         recomputed = Recomputed(self, value, tensor, saved_after)
         self._recomputed.append(weakref.ref(recomputed))
         return recomputed
@@ -507,7 +507,7 @@ def _living(refs: list[Any]) -> list[Any]:
     return [each for ref in refs if (each := ref()) is not None]
 
 
-def _cell_of(function: Any) -> nn.Cell | None:
+def _cell_of(function: object) -> nn.Cell | None:
     function = bare(function)
     owner = function if isinstance(function, nn.Cell) else getattr(function, "__self__", None)
     return unwrapped(owner) if isinstance(owner, nn.Cell) else None

@@ -57,5 +57,5 @@ class ReplayEntries:
         self.takes = frozenset(value for value in plan.takes if isinstance(value, Node) and value.kept is not None)
 
 
-def _is_available(value: Any) -> bool:
+def _is_available(value: object) -> bool:
     return isinstance(value, Node) and (value.op < 0 or value.kept is not None)

@@ -58,7 +58,7 @@ class SeedState:
             now.restore()
 
 
-def seeds_of(primitive: Any) -> tuple[Any, ...] | None:
+def seeds_of(primitive: object) -> tuple[Any, ...] | None:
     """The seeds of a primitive; None if it has none."""
     attributes = getattr(primitive, "attrs", None) or {}
     for names in _SEEDS:

@@ -298,7 +298,7 @@ class Record:
             elif node.base.kept is not None:
                 node.base.kept = None  # written over: it is made again
 
-    def _note_outputs(self, op: RecordedOp, result: Any, tensors: list[Tensor], writes: bool) -> Any:
+    def _note_outputs(self, op: RecordedOp, result: object, tensors: list[Tensor], writes: bool) -> Any:
         if isinstance(result, Tensor):
             return self._note_tensor(op, result, tensors, writes)
         if isinstance(result, (list, tuple)):
@@ -322,7 +322,7 @@ class Record:
             self._note_view(node)
         return node
 
-    def _note_random(self, op: RecordedOp, call: Call, result: Any) -> None:
+    def _note_random(self, op: RecordedOp, call: Call, result: object) -> None:
         op.is_random = True
         if not self._keeps_random_state or draws_the_same_again(call.primitive):
             return
@@ -335,7 +335,7 @@ class Record:
 
     # -- policy -------------------------------------------------------------------------------------------------------
 
-    def _ask(self, policy: RegionPolicy, op: RecordedOp, call: Call, result: Any) -> None:
+    def _ask(self, policy: RegionPolicy, op: RecordedOp, call: Call, result: object) -> None:
         where = op.where
         context = PolicyContext(False, where.module, where.occurrence, result, where.call, where.occurrence_in_call)
         op.policy = answer = policy.answer(context, call.name, call.args, call.kwargs)
@@ -428,7 +428,7 @@ class RegionMode(MsDispatchMode):
         self._handler = handler
         self._postponed: BaseException | None = None
 
-    def __ms_dispatch__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    def __ms_dispatch__(self, func: object, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         call = Call.of(func, args, kwargs)
         result = self._handled(call)
         watching = watcher()

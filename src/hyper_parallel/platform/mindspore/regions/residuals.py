@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspore import Tensor
 
@@ -21,7 +21,7 @@ class Recomputed:
 
     __slots__ = ("__weakref__", "_frame", "_held", "_kept", "_look", "saved_after", "value")
 
-    def __init__(self, frame: Frame, value: Any, tensor: Tensor, saved_after: int) -> None:
+    def __init__(self, frame: Frame, value: object, tensor: Tensor, saved_after: int) -> None:
         self._frame: Frame | None = frame
         self.value = value
         self.saved_after = saved_after
@@ -74,7 +74,7 @@ class FromKept:
 
     __slots__ = ("_kept", "_look")
 
-    def __init__(self, kept: Any, tensor: Tensor) -> None:
+    def __init__(self, kept: object, tensor: Tensor) -> None:
         self._look = Look.of(tensor)
         self._kept = kept.another(self._look) if isinstance(kept, Swapped) else aliased(tensor)
 

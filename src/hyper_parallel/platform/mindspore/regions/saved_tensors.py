@@ -26,7 +26,7 @@ from hyper_parallel.platform.mindspore.swap.storages import (
 _CAST = "Cast"
 
 
-def base_check_fn(tensor: Any) -> bool:
+def base_check_fn(tensor: object) -> bool:
     """Whether a value may be swapped: a tensor with memory that is no parameter. MindSpore saves a parameter as a plain tensor that
     still has its `param_info`."""
     if not isinstance(tensor, Tensor) or isinstance(tensor, Parameter) or tensor.param_info is not None:
@@ -92,7 +92,7 @@ class AsyncSaveOnCpu(Hooks):
         return None if saved.are_all_back else saved.storage
 
     @storage.setter
-    def storage(self, storage: Any) -> None:
+    def storage(self, storage: object) -> None:
         self._recorder.saved.storage = storage
 
     @property
@@ -110,7 +110,7 @@ class AsyncSaveOnCpu(Hooks):
 _slots: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
 
-def living_slot(engine: Any, tensor: Tensor) -> Any:
+def living_slot(engine: object, tensor: Tensor) -> Any:
     """The slot that already has a tensor's storage; None if there is none, or its copy is done and the storage was let go of."""
     known = _slots.get(storage_address(tensor))
     if known is None or known[1] is not engine:
@@ -119,7 +119,7 @@ def living_slot(engine: Any, tensor: Tensor) -> Any:
     return slot if slot is not None and slot.source is not None else None
 
 
-def note_slot(engine: Any, tensor: Tensor, slot: Any) -> None:
+def note_slot(engine: object, tensor: Tensor, slot: object) -> None:
     key = storage_address(tensor)
 
     def forget(ref: weakref.ref[Any], slots: dict[int, Any] = _slots) -> None:  # given: names are gone when Python ends
@@ -294,7 +294,7 @@ class Swapped:
     def tensor(self) -> Tensor:
         return self.seen_in(self.engine.acquire(self.handle))
 
-    def seen_in(self, buffer: Any) -> Tensor:
+    def seen_in(self, buffer: object) -> Tensor:
         """The tensor, over a buffer that has what was in its storage."""
         return tensor_on(buffer, self.look)
 

@@ -195,7 +195,7 @@ def flat(tensor: Tensor) -> Any:
     return whole(tensor)
 
 
-def tensor_on(buffer: Any, look: Look) -> Tensor:
+def tensor_on(buffer: object, look: Look) -> Tensor:
     """A tensor that looks this way at a buffer of the engine."""
     return buffer.seen_as(look) if isinstance(buffer, HostMemory) else look.on(buffer)
 

@@ -21,7 +21,7 @@ unseen = _DisableMsDispatchMode
 class Watcher(Protocol):
     """Who wants to know what memory this package holds: the planner's meter."""
 
-    def ran(self, tensors: Iterable[Tensor], result: Any) -> None:
+    def ran(self, tensors: Iterable[Tensor], result: object) -> None:
         """An op of a region has run, on these tensors. Dispatch modes around a region do not see its ops."""
 
     def holds(self, memory: Tensor | np.ndarray[Any, Any]) -> None:

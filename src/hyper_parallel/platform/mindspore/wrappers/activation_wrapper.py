@@ -150,7 +150,7 @@ class ActivationWrapper(Transparent, nn.Cell, ABC):
 
     # Attributes
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         inner = self._inner_that_has(name)
         if inner is None and isinstance(value, (Parameter, nn.Cell)) and name in self.DEFINED - self.OWN:
             inner = self.__dict__.get(_CKPT_WRAPPED_MODULE)  # else nobody would train it
@@ -209,7 +209,7 @@ def _from_inner(name: str) -> property:
     def read(self: ActivationWrapper) -> Any:
         return getattr(self.__dict__[_CKPT_WRAPPED_MODULE], name)
 
-    def write(self: ActivationWrapper, value: Any) -> None:
+    def write(self: ActivationWrapper, value: object) -> None:
         inner = self.__dict__.get(_CKPT_WRAPPED_MODULE)
         if inner is not None:  # else Cell.__init__ sets up a state that this wrapper does not have
             object.__setattr__(inner, name, value)

@@ -21,7 +21,7 @@ def apply_activation_checkpointing(
     model: nn.Cell,
     checkpoint_wrapper_fn: Callable[..., Any] = checkpoint_wrapper,
     check_fn: Callable[[nn.Cell], Any] = lambda _: True,
-    auto_wrap_policy: Any = None,
+    auto_wrap_policy: object = None,
 ) -> None:
     """Replace cells of `model` by wrapped ones, in place; the model itself stays as it is.
 

@@ -42,7 +42,7 @@ class PendingTensor(torch.Tensor):
         self._handle.wait()
         return self._elem
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         state = "there" if self._handle.is_completed() else "on its way"
         return f"PendingTensor({list(self.shape)}, {self.dtype}, {state})"
 

@@ -48,7 +48,7 @@ class Arrival:
             self._target.copy_(self._host, non_blocking=True)
 
 
-def launch_staged_send(tensor: torch.Tensor, dst: int, group: Any, tag: int) -> StagedWork:
+def launch_staged_send(tensor: torch.Tensor, dst: int, group: object, tag: int) -> StagedWork:
     """Waits until the values are on the host: gloo sends them at once."""
     host = _host_memory_for(tensor)
     host.copy_(tensor, non_blocking=True)
@@ -56,7 +56,7 @@ def launch_staged_send(tensor: torch.Tensor, dst: int, group: Any, tag: int) -> 
     return StagedWork(dist.isend(host, dst, group=group, tag=tag), host)
 
 
-def launch_staged_receive(target: torch.Tensor, src: int, group: Any, tag: int) -> tuple[StagedWork, Arrival]:
+def launch_staged_receive(target: torch.Tensor, src: int, group: object, tag: int) -> tuple[StagedWork, Arrival]:
     host = _host_memory_for(target)
     arrival = Arrival(target, host)
     return StagedWork(dist.irecv(host, src, group=group, tag=tag), host), arrival

@@ -45,15 +45,15 @@ class HeldTensor:
 # Functions of this module, and no closures: a model that has them can be pickled.
 
 
-def _first_begins(module: nn.Module, _args: Any) -> None:
+def _first_begins(module: nn.Module, _args: object) -> None:
     ORDER.first_begins(module)
 
 
-def _second_begins(module: nn.Module, _args: Any) -> None:
+def _second_begins(module: nn.Module, _args: object) -> None:
     ORDER.second_begins(module)
 
 
-def _second_ends(module: nn.Module, _args: Any, output: Any) -> None:
+def _second_ends(module: nn.Module, _args: object, output: object) -> None:
     launch = ORDER.second_ends(module)
     if launch is None:
         return

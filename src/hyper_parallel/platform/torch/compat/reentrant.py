@@ -97,7 +97,7 @@ class _Given(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def _checked_leaves(made: Any) -> list[Any]:
+def _checked_leaves(made: object) -> list[Any]:
     found = list(leaves(made))
     for leaf in found:
         if not isinstance(leaf, torch.Tensor) and any(

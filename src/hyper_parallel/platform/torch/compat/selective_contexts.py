@@ -23,7 +23,7 @@ from hyper_parallel.platform.torch.regions.values import Value
 
 
 def create_selective_checkpoint_contexts(
-    policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
+    policy_fn_or_list: object, allow_cache_entry_mutation: bool = False
 ) -> tuple[RecordingMode, ReplayMode]:
     """The contexts in which a function runs first and again.
 

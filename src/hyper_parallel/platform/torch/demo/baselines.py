@@ -87,7 +87,7 @@ def ways(plan: Any) -> dict[str, Way]:
 
 
 def _selective(block: nn.Module) -> nn.Module:
-    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(_: object, op: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in _MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
 
     return torch_wrapper(block, context_fn=lambda: create_selective_checkpoint_contexts(policy))
@@ -112,7 +112,7 @@ class TorchBaselines:
     def trainer(self) -> Trainer:
         return Trainer()
 
-    def ways(self, plan: Any) -> dict[str, Way]:
+    def ways(self, plan: object) -> dict[str, Way]:
         return ways(plan)
 
     def are_equal(self, left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:

@@ -33,7 +33,7 @@ def mesh_to_torch(mesh: DeviceMesh) -> NativeMesh:
     return found
 
 
-def mesh_from_torch(mesh: Any) -> DeviceMesh:
+def mesh_from_torch(mesh: object) -> DeviceMesh:
     """The mesh of a PyTorch mesh; its groups are used."""
     if not isinstance(mesh, NativeMesh):
         raise ArgumentTypeError(
@@ -58,7 +58,7 @@ def to_torch(tensor: DTensor) -> native.DTensor:
     )
 
 
-def from_torch(tensor: Any) -> DTensor:
+def from_torch(tensor: object) -> DTensor:
     """The DTensor of PyTorch's one, with the same part."""
     if not isinstance(tensor, native.DTensor):
         raise ArgumentTypeError(
@@ -78,7 +78,7 @@ def _to_native(placement: Placement) -> Any:
     return native.Replicate()
 
 
-def _from_native(placement: Any) -> Placement:
+def _from_native(placement: object) -> Placement:
     found = as_placement(placement)
     if found is None:
         raise ArgumentError(

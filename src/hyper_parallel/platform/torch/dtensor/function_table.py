@@ -135,23 +135,23 @@ def _sum_kind(*values: Any) -> str:
 
 
 @of("add", "sub", "subtract", "__add__", "__radd__", "__sub__")
-def _add(input: Any, other: Any, *, alpha: Any = 1) -> Decision:
+def _add(input: object, other: object, *, alpha: object = 1) -> Decision:
     return elementwise(*_specs([input, other]), kind=_sum_kind(input, other))
 
 
 @of("add_", "sub_", "__iadd__", "__isub__", is_in_place=True)
-def _add_in_place(input: Any, other: Any, *, alpha: Any = 1) -> Decision:
+def _add_in_place(input: object, other: object, *, alpha: object = 1) -> Decision:
     return elementwise(*_specs([input, other]), kind=_sum_kind(input, other), in_place=True)
 
 
 @of("mul", "multiply", "__mul__", "__rmul__")
-def _mul(input: Any, other: Any) -> Decision:
+def _mul(input: object, other: object) -> Decision:
     specs = _specs([input, other])
     return elementwise(*specs, kind=MULTIPLY if len(specs) > 1 else LINEAR)
 
 
 @of("div", "divide", "true_divide", "__truediv__", "__div__")
-def _div(input: Any, other: Any, *, rounding_mode: Any = None) -> Decision:
+def _div(input: object, other: object, *, rounding_mode: object = None) -> Decision:
     specs = _specs([input, other])
     kind = DIVIDE if len(specs) > 1 else LINEAR
     is_linear = rounding_mode is None and isinstance(input, Spec)
@@ -159,13 +159,13 @@ def _div(input: Any, other: Any, *, rounding_mode: Any = None) -> Decision:
 
 
 @of("mul_", "multiply_", "__imul__", is_in_place=True)
-def _mul_in_place(input: Any, other: Any) -> Decision:
+def _mul_in_place(input: object, other: object) -> Decision:
     specs = _specs([input, other])
     return elementwise(*specs, kind=MULTIPLY if len(specs) > 1 else LINEAR, in_place=True)
 
 
 @of("div_", "divide_", "true_divide_", "__itruediv__", is_in_place=True)
-def _div_in_place(input: Any, other: Any, *, rounding_mode: Any = None) -> Decision:
+def _div_in_place(input: object, other: object, *, rounding_mode: object = None) -> Decision:
     specs = _specs([input, other])
     kind = "" if rounding_mode is not None else DIVIDE if len(specs) > 1 else LINEAR
     return elementwise(*specs, kind=kind, in_place=True)
@@ -177,22 +177,22 @@ def _linear_in_place(x: Spec) -> Decision:
 
 
 @of("fill_", is_in_place=True)
-def _fill_in_place(x: Spec, value: Any) -> Decision:
+def _fill_in_place(x: Spec, value: object) -> Decision:
     return elementwise(x, in_place=True)
 
 
 @of("copy_", is_in_place=True)
-def _copy_in_place(x: Spec, src: Any, non_blocking: bool = False) -> Decision:
+def _copy_in_place(x: Spec, src: object, non_blocking: bool = False) -> Decision:
     return elementwise(*_specs([x, src]), kind=_sum_kind(x, src), in_place=True)
 
 
 @of("lerp")
-def _lerp(input: Any, end: Any, weight: Any) -> Decision:
+def _lerp(input: object, end: object, weight: object) -> Decision:
     return elementwise(*_specs([input, end, weight]))
 
 
 @of("lerp_", is_in_place=True)
-def _lerp_in_place(input: Any, end: Any, weight: Any) -> Decision:
+def _lerp_in_place(input: object, end: object, weight: object) -> Decision:
     return elementwise(*_specs([input, end, weight]), in_place=True)
 
 
@@ -261,12 +261,12 @@ def _outer(input: Spec, vec2: Spec) -> Decision:
 
 
 @of("addmm")
-def _addmm(input: Spec, mat1: Spec, mat2: Spec, *, beta: Any = 1, alpha: Any = 1) -> Decision:
+def _addmm(input: Spec, mat1: Spec, mat2: Spec, *, beta: object = 1, alpha: object = 1) -> Decision:
     return products.summand_and_product("m k, k n -> m n", input, mat1, mat2)
 
 
 @of("baddbmm")
-def _baddbmm(input: Spec, batch1: Spec, batch2: Spec, *, beta: Any = 1, alpha: Any = 1) -> Decision:
+def _baddbmm(input: Spec, batch1: Spec, batch2: Spec, *, beta: object = 1, alpha: object = 1) -> Decision:
     return products.summand_and_product("b m k, b k n -> b m n", input, batch1, batch2)
 
 
@@ -285,37 +285,37 @@ def _einsum(equation: str, *operands: Any) -> Decision:
 
 
 @of("nansum")
-def _nansum(input: Spec, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Decision:
+def _nansum(input: Spec, dim: object = None, keepdim: bool = False, *, dtype: object = None) -> Decision:
     return reduction(input, dim, keepdim, "nansum")
 
 
 @of("sum")
-def _sum(input: Spec, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Decision:
+def _sum(input: Spec, dim: object = None, keepdim: bool = False, *, dtype: object = None) -> Decision:
     return reduction(input, dim, keepdim, "sum")
 
 
 @of("mean")
-def _mean(input: Spec, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Decision:
+def _mean(input: Spec, dim: object = None, keepdim: bool = False, *, dtype: object = None) -> Decision:
     return reduction(input, dim, keepdim, "mean")
 
 
 @of("prod")
-def _prod(input: Spec, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Decision:
+def _prod(input: Spec, dim: object = None, keepdim: bool = False, *, dtype: object = None) -> Decision:
     return reduction(input, dim, keepdim, "prod")
 
 
 @of("amax")
-def _amax(input: Spec, dim: Any = (), keepdim: bool = False) -> Decision:
+def _amax(input: Spec, dim: object = (), keepdim: bool = False) -> Decision:
     return reduction(input, dim, keepdim, "max")
 
 
 @of("amin")
-def _amin(input: Spec, dim: Any = (), keepdim: bool = False) -> Decision:
+def _amin(input: Spec, dim: object = (), keepdim: bool = False) -> Decision:
     return reduction(input, dim, keepdim, "min")
 
 
 def _extreme(op: str) -> Callable[..., Decision]:
-    def decide(input: Spec, dim: Any = None, keepdim: bool = False) -> Decision:
+    def decide(input: Spec, dim: object = None, keepdim: bool = False) -> Decision:
         if isinstance(dim, Spec):
             return elementwise(input, dim)
         if dim is None:
@@ -337,58 +337,62 @@ def _mode(input: Spec, dim: int = -1, keepdim: bool = False) -> Decision:
 
 
 @of("median")
-def _median(input: Spec, dim: Any = None, keepdim: bool = False) -> Decision:
+def _median(input: Spec, dim: object = None, keepdim: bool = False) -> Decision:
     values = reduction(input, dim, keepdim, None)
     return values if dim is None else values._replace(outputs=values.outputs * 2)
 
 
 @of("argmax", "argmin", "any", "all", "logsumexp", "count_nonzero")
-def _whole_reduction(input: Spec, dim: Any = None, keepdim: bool = False, **options: Any) -> Decision:
+def _whole_reduction(input: Spec, dim: object = None, keepdim: bool = False, **options: Any) -> Decision:
     return reduction(input, dim, keepdim, None)
 
 
 @of("std", "var")
-def _spread(input: Spec, dim: Any = None, unbiased: Any = True, keepdim: bool = False, **options: Any) -> Decision:
+def _spread(
+    input: Spec, dim: object = None, unbiased: object = True, keepdim: bool = False, **options: Any
+) -> Decision:
     # `x.var(False)` is about the correction, not about a dim.
     return reduction(input, None if isinstance(dim, bool) else dim, keepdim, None)
 
 
 @of("norm")
 def _norm(
-    input: Spec, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: None = None, dtype: Any = None
+    input: Spec, p: object = "fro", dim: object = None, keepdim: bool = False, out: None = None, dtype: object = None
 ) -> Decision:
     return reduction(input, dim, keepdim, None)
 
 
 @of(torch.linalg.vector_norm)
-def _vector_norm(x: Spec, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Decision:
+def _vector_norm(
+    x: Spec, ord: object = 2, dim: object = None, keepdim: bool = False, *, dtype: object = None
+) -> Decision:
     return reduction(x, dim, keepdim, None)
 
 
 @of("softmax", "log_softmax", "softmin")
-def _softmax(input: Spec, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Decision:
+def _softmax(input: Spec, dim: object = None, _stacklevel: int = 3, dtype: object = None) -> Decision:
     if dim is None:
         raise ArgumentError("`softmax` of distributed tensors needs its dim.", expected="dim=...", got="None")
     return whole_dims(input, dim)
 
 
 @of("cumsum")
-def _cumsum(input: Spec, dim: int, *, dtype: Any = None) -> Decision:
+def _cumsum(input: Spec, dim: int, *, dtype: object = None) -> Decision:
     return whole_dims(input, dim, is_linear=True)
 
 
 @of("cumprod", "logcumsumexp")
-def _cumprod(input: Spec, dim: int, *, dtype: Any = None) -> Decision:
+def _cumprod(input: Spec, dim: int, *, dtype: object = None) -> Decision:
     return whole_dims(input, dim)
 
 
 @of("sort")
-def _sort(input: Spec, dim: int = -1, descending: bool = False, stable: Any = None) -> Decision:
+def _sort(input: Spec, dim: int = -1, descending: bool = False, stable: object = None) -> Decision:
     return whole_dims(input, dim, input.shape, input.shape)
 
 
 @of("argsort")
-def _argsort(input: Spec, dim: int = -1, descending: bool = False, stable: Any = None) -> Decision:
+def _argsort(input: Spec, dim: int = -1, descending: bool = False, stable: object = None) -> Decision:
     return whole_dims(input, dim)
 
 
@@ -406,7 +410,7 @@ def _flip(input: Spec, *dims: Any, **named: Any) -> Decision:
 
 
 @of("roll")
-def _roll(input: Spec, shifts: Any, dims: Any = None) -> Decision:
+def _roll(input: Spec, shifts: object, dims: object = None) -> Decision:
     return whole_dims(input, dims, is_linear=True)
 
 
@@ -416,7 +420,7 @@ def _triangle(input: Spec, diagonal: int = 0) -> Decision:
 
 
 @of("normalize")
-def _normalize(input: Spec, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None) -> Decision:
+def _normalize(input: Spec, p: float = 2.0, dim: object = 1, eps: float = 1e-12, out: None = None) -> Decision:
     return whole_dims(input, dim)
 
 
@@ -489,7 +493,7 @@ def _unsqueeze(input: Spec, dim: int) -> Decision:
 
 
 @of("squeeze")
-def _squeeze(input: Spec, dim: Any = None) -> Decision:
+def _squeeze(input: Spec, dim: object = None) -> Decision:
     return views.squeeze(input, dim)
 
 
@@ -511,7 +515,7 @@ def _repeat(input: Spec, *sizes: Any, **named: Any) -> Decision:
 
 
 @of("repeat_interleave")
-def _repeat_interleave(input: Spec, repeats: int, dim: int | None = None, *, output_size: Any = None) -> Decision:
+def _repeat_interleave(input: Spec, repeats: int, dim: int | None = None, *, output_size: object = None) -> Decision:
     if not isinstance(repeats, int):
         raise ArgumentError(
             "`repeat_interleave` of distributed tensors takes one number of repetitions.", got=repr(repeats)
@@ -557,7 +561,7 @@ def _unbind(input: Spec, dim: int = 0) -> Decision:
 
 
 @of("narrow")
-def _narrow(input: Spec, dim: int, start: Any, length: int) -> Decision:
+def _narrow(input: Spec, dim: int, start: object, length: int) -> Decision:
     decision = indexing.narrow(input, dim, length)
     if not isinstance(start, Spec):
         return decision
@@ -570,7 +574,7 @@ def _select(input: Spec, dim: int, index: int) -> Decision:
 
 
 @of("__getitem__")
-def _getitem(x: Spec, index: Any) -> Decision:
+def _getitem(x: Spec, index: object) -> Decision:
     items = index if isinstance(index, tuple) else (index,)
     positions = [item for item in items if isinstance(item, Spec)]
     if any(isinstance(item, (list, range)) for item in items):
@@ -588,7 +592,7 @@ def _getitem(x: Spec, index: Any) -> Decision:
 def _indexed_shape(x: Spec, items: Sequence[Any]) -> tuple[int, ...]:
     """The shape of a part, by the framework itself, on tensors without values."""
 
-    def bare(item: Any) -> Any:
+    def bare(item: object) -> Any:
         return torch.empty(item.shape, dtype=torch.int64, device="meta") if isinstance(item, Spec) else item
 
     try:
@@ -610,12 +614,12 @@ def _gather(input: Spec, dim: int, index: Spec, *, sparse_grad: bool = False) ->
 
 
 @of("scatter", "scatter_add", "scatter_reduce")
-def _scatter(input: Spec, dim: int, index: Spec, src: Any, *args: Any, **options: Any) -> Decision:
+def _scatter(input: Spec, dim: int, index: Spec, src: object, *args: Any, **options: Any) -> Decision:
     return indexing.scatter_lines(input, dim, index, src if isinstance(src, Spec) else None)
 
 
 @of("pad")
-def _pad(input: Spec, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Decision:
+def _pad(input: Spec, pad: Sequence[int], mode: str = "constant", value: object = None) -> Decision:
     return indexing.pad(input, pad, can_be_empty=mode == "constant")
 
 
@@ -690,9 +694,9 @@ def _cross_entropy(
     input: Spec,
     target: Spec,
     weight: Spec | None = None,
-    size_average: Any = None,
+    size_average: object = None,
     ignore_index: int = -100,
-    reduce: Any = None,
+    reduce: object = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Decision:

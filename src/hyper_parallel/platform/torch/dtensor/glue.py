@@ -38,13 +38,13 @@ class TorchGlue:
     def coordinate(self, layout: Layout) -> tuple[int, ...]:
         return coordinate_on(layout)
 
-    def wrap(self, local: Any, spec: Spec) -> Any:
+    def wrap(self, local: object, spec: Spec) -> Any:
         return wrapped(local, spec)
 
     def redistribute(self, tensor: Any, layout: Layout) -> Any:
         return moved(tensor, layout)
 
-    def anchored(self, result: Any, locals_: Sequence[Any]) -> Any:
+    def anchored(self, result: object, locals_: Sequence[Any]) -> Any:
         return anchored(result, locals_)
 
     def decide(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Prepared | None:

@@ -52,7 +52,7 @@ def distribute_tensor(
     return wrapped(tensor if tensor.requires_grad else tensor.detach(), spec).redistribute(layout)
 
 
-def filled(shape: Sequence[int], value: Any, dtype: Any, device: Any, mesh: DeviceMesh) -> torch.Tensor:
+def filled(shape: Sequence[int], value: object, dtype: object, device: object, mesh: DeviceMesh) -> torch.Tensor:
     """A local tensor of one value; None: of whatever is in memory."""
     device = device or mesh.device_type
     if value is None:
@@ -60,7 +60,7 @@ def filled(shape: Sequence[int], value: Any, dtype: Any, device: Any, mesh: Devi
     return torch.full(tuple(shape), value, dtype=dtype, device=device)
 
 
-def drawn(kind: str, spec: Spec, box: Box, dtype: Any, device: Any) -> torch.Tensor:
+def drawn(kind: str, spec: Spec, box: Box, dtype: object, device: object) -> torch.Tensor:
     """This rank's part of random numbers that were drawn over the whole tensor."""
     draw = {"rand": torch.rand, "randn": torch.randn}[kind]
     device = device or spec.layout.mesh.device_type

@@ -139,7 +139,7 @@ class _Anchor(torch.autograd.Function):
         return (None, *grads, *zeros)
 
 
-def anchored(result: Any, locals_: Sequence[torch.Tensor]) -> Any:
+def anchored(result: object, locals_: Sequence[torch.Tensor]) -> Any:
     """The result of a local operation on nothing, in a graph with all of its inputs (rule G7)."""
     inputs = [each for each in locals_ if each.requires_grad]
     outputs = list(result) if isinstance(result, (list, tuple)) else [result]

@@ -29,7 +29,7 @@ def _is_native(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_local_tensor") and not isinstance(tensor, DTensor)
 
 
-def _as_ours(tensor: Any) -> Any:
+def _as_ours(tensor: object) -> Any:
     if not _is_native(tensor):
         return tensor
 

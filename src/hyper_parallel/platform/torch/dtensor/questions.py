@@ -44,7 +44,7 @@ def _no_memory(name: str) -> Any:
     return refuse
 
 
-def _compatible(x: Any, y: Any) -> bool:
+def _compatible(x: object, y: object) -> bool:
     """Whether `x.data = y` can be done: what a module asks before it changes dtype or device of its parameters."""
     if not (isinstance(x, DTensor) and isinstance(y, DTensor)):
         return False
@@ -85,7 +85,7 @@ def _fill() -> None:
     DIRECT[torch.autograd.grad] = _grad
 
 
-def _given(grad: Any, of: Any) -> Any:
+def _given(grad: object, of: object) -> Any:
     """The local gradient that backward begins with; None where the framework's own one is right."""
     if not isinstance(of, DTensor):
         return grad
@@ -101,7 +101,7 @@ def _grad(
     grad_outputs: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    allow_unused: Any = None,
+    allow_unused: object = None,
     **options: Any,
 ) -> tuple[Any, ...]:
     """`torch.autograd.grad` over local tensors."""

@@ -6,7 +6,6 @@ It calls nothing of a tensor that would tell, but `detach` while the state dict 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from torch import nn
 
@@ -18,7 +17,7 @@ _SAVES = nn.Module._save_to_state_dict.__code__
 _GATHERS = "torch.distributed.checkpoint.state_dict", "_get_model_state_dict"
 
 
-def check_not_gathered(tensor: Any) -> None:
+def check_not_gathered(tensor: object) -> None:
     """Raises where the caller's caller saves the tensor for PyTorch's `get_model_state_dict` with `full_state_dict`."""
     frame = sys._getframe(1).f_back
     if frame is None or frame.f_code is not _SAVES:

@@ -67,14 +67,14 @@ class DTensor(torch.Tensor):
         )
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         direct = DIRECT.get(func)
         if direct is not None:
             return direct(*args, **(kwargs or {}))
         return _dispatch(func, args, {} if kwargs is None else kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: object, types: object, args: Sequence[Any] = (), kwargs: object = None) -> Any:
         raise NoRuleError(
             f"`{func}` reached the framework with a distributed tensor.",
             expected="a function of `torch`, a method of the tensor, or a `DFunction`",
@@ -173,7 +173,7 @@ class DTensor(torch.Tensor):
         return to_torch(self)
 
     @staticmethod
-    def from_torch(tensor: Any) -> DTensor:
+    def from_torch(tensor: object) -> DTensor:
         """Of PyTorch's own DTensor, with the same part; no copy, and gradients flow."""
         from hyper_parallel.platform.torch.dtensor.conversion import from_torch
 
@@ -234,7 +234,7 @@ class DTensor(torch.Tensor):
             raise TypeError("len() of a 0-d tensor")
         return self._spec.shape[0]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"DTensor({dtype}{list(self._spec.shape)}, {self._spec.layout}, here: {_any_local(self)!r})"
 
@@ -391,20 +391,20 @@ class DTensor(torch.Tensor):
         memo[id(self)] = made
         return made
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         coordinate = mesh_coordinate(self._spec.layout.mesh)
         return _rebuilt, (self._local, self._spec, bool(getattr(self, "_is_param", False)), coordinate)
 
     # -- saved by torch.distributed.checkpoint, as PyTorch's own DTensor is: by its protocol ---------------------------
 
-    def __create_write_items__(self, fqn: str, tensor: Any) -> Any:
+    def __create_write_items__(self, fqn: str, tensor: object) -> Any:
         native = self.detach().to_torch()
         return native.__create_write_items__(fqn, native)
 
     def __create_chunk_list__(self) -> Any:
         return self.detach().to_torch().__create_chunk_list__()
 
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: object) -> torch.Tensor:
         shard: torch.Tensor = self.detach().to_torch().__get_tensor_shard__(index)
         return shard
 
@@ -444,7 +444,7 @@ def _any_local(tensor: DTensor) -> torch.Tensor:
     return tensor._values if found is None else found
 
 
-def _laid_out(value: Any, like: DTensor, what: str) -> torch.Tensor:
+def _laid_out(value: object, like: DTensor, what: str) -> torch.Tensor:
     """The local part of a gradient, in the layout of the gradients of `like`."""
     if not isinstance(value, DTensor) or value._spec.shape != like._spec.shape:
         raise ArgumentTypeError(

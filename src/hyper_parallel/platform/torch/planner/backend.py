@@ -122,7 +122,7 @@ class TorchPlanner:
     def said_in_backward(self, words: str) -> AbstractContextManager[None]:
         return out_of_memory.said_in_backward(words)
 
-    def some_loss(self, output: Any) -> object:
+    def some_loss(self, output: object) -> object:
         return steps.some_loss(output)
 
 

@@ -59,7 +59,7 @@ class ModelState:
         self,
         model: nn.Module,
         *others: Any,
-        batch: Any = None,
+        batch: object = None,
         written: Iterable[str] = (),
         is_for_planning: bool = False,
     ) -> None:

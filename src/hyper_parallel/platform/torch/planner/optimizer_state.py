@@ -91,7 +91,7 @@ def _by_stand_ins(optimizer: Any, place: torch.device) -> int:
     return total
 
 
-def _without_parameters(value: Any, stand_in: torch.nn.Parameter) -> Any:
+def _without_parameters(value: object, stand_in: torch.nn.Parameter) -> Any:
     """An attribute as another optimizer may have it, which is to change nothing of the first."""
     if not isinstance(value, (list, dict, set)):
         return value

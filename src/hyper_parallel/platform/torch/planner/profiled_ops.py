@@ -99,7 +99,7 @@ def _renumbered(op: Any, last: list[int]) -> Any:
     return dataclasses.replace(op, makes=tuple(makes))
 
 
-def _looks(outputs: Any) -> list[str]:
+def _looks(outputs: object) -> list[str]:
     """How results of an op look: "float32[2, 8]"."""
     if isinstance(outputs, Fresh):
         return [signature.look_of(outputs.view.dtype, outputs.view.size)]

@@ -83,11 +83,11 @@ class ProfiledModel:
     def __init__(
         self,
         model: nn.Module,
-        batch: Any,
+        batch: object,
         loss_fn: LossFn | None = None,
         *,
         regions: Sequence[Any] | None = None,
-        optimizer: Any = None,
+        optimizer: object = None,
         reserve_bytes: int = 0,
         keeps_output: bool = True,
     ) -> None:
@@ -178,7 +178,7 @@ class ProfiledModel:
         """Those in which a step of the model communicates, as far as its parameters tell."""
         return [] if self.is_alone else groups_of(self.model)
 
-    def _of_all(self, value: Any) -> list[Any]:
+    def _of_all(self, value: object) -> list[Any]:
         """The value of each rank that plans together with this one, in their order."""
         values = {0 if self.is_alone else dist.get_rank(): value}
         for group in self._groups:
@@ -395,7 +395,7 @@ class ProfiledModel:
         )
         return regions, HostCost(region_ms, without_copies_ms)
 
-    def _marked(self, meter: Any, wrappers: Iterable[nn.Module] = ()) -> None:
+    def _marked(self, meter: object, wrappers: Iterable[nn.Module] = ()) -> None:
         """One step with marks where blocks, or the wrappers around them, begin and end."""
         marks = _Marks(meter, self._reached)
         # Not on a block inside a wrapper: a module with hooks gets all of its values when it runs again.
@@ -432,7 +432,7 @@ class _Reached:
         self.outputs: list[int | None] = []
         self.handles: list[Any] = []
 
-    def watch(self, block: nn.Module, args: Any, output: Any) -> None:
+    def watch(self, block: nn.Module, args: object, output: object) -> None:
         if not torch.is_grad_enabled() or is_replaying():
             return
         number = len(self.outputs)
@@ -441,7 +441,7 @@ class _Reached:
             if tensor.requires_grad:
                 self.handles.append(tensor.register_hook(functools.partial(self._note, number, place)))
 
-    def _note(self, number: int, place: int, gradient: Any) -> None:
+    def _note(self, number: int, place: int, gradient: object) -> None:
         known = self.outputs[number]
         self.outputs[number] = place if known is None else min(known, place)
 

@@ -14,7 +14,7 @@ from hyper_parallel.platform.arguments import check_module
 from hyper_parallel.platform.torch.planner.steps import Arguments, device_of, tensors_of
 
 
-def identity(model: nn.Module, batch: Any = None, blocks: Iterable[str] | None = None) -> Identity:
+def identity(model: nn.Module, batch: object = None, blocks: Iterable[str] | None = None) -> Identity:
     """What a plan is made for; without a batch, of the model alone. Which autocast a step runs under is seen in the step."""
     return Identity(
         framework="torch",
@@ -29,7 +29,7 @@ def identity(model: nn.Module, batch: Any = None, blocks: Iterable[str] | None =
     )
 
 
-def check_model(model: Any, call: str) -> None:
+def check_model(model: object, call: str) -> None:
     """Raises TypeError where it is none."""
     check_module(model, nn.Module, call)
 
@@ -39,7 +39,7 @@ def forward_of(model: nn.Module) -> Callable[..., Any]:
     return type(model).forward
 
 
-def batch_bytes(batch: Any) -> int:
+def batch_bytes(batch: object) -> int:
     """Of all tensors in it."""
     return sum(each.numel() * each.element_size() for each in tensors_of(batch))
 

@@ -31,7 +31,7 @@ class StepState:
         if with_gradients:
             register_optimizer_step_pre_hook(self._note_optimizer)
 
-    def note_given(self, arguments: Any) -> None:
+    def note_given(self, arguments: object) -> None:
         """What the model is called with: it may not be changed, and of a tensor that requires a gradient, what it has before the step's first backward."""
         for tensor in tensors_of(arguments):
             self._versions[id(tensor)] = (tensor, _version(tensor))
@@ -42,7 +42,7 @@ class StepState:
         """The step is over, or given up."""
         forget_before_step(self._note_optimizer)
 
-    def _note_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _note_optimizer(self, optimizer: Any, args: object, kwargs: object) -> None:
         mine = {id(parameter) for parameter in self._parameters}
         if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
             self._stepped = type(optimizer).__name__

@@ -42,7 +42,7 @@ class preserved(left_as_found):  # noqa: N801 - used like a function
         StateError: an optimizer of the model would step within; or a step wrote what no op shows.
     """
 
-    def __init__(self, model: nn.Module, batch: Any = None, loss_fn: LossFn | None = None) -> None:
+    def __init__(self, model: nn.Module, batch: object = None, loss_fn: LossFn | None = None) -> None:
         outer = _states.get(model)
         self._block = _Preserved(model, batch, loss_fn) if outer is None else _PreservedAgain(outer)
         super().__init__(self._block)
@@ -69,7 +69,7 @@ class _Preserved(_PreservedAgain):
     What FSDP and DDP have hung there is part of a step, and runs. A step of an optimizer by any other way is refused before it changes anything.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, loss_fn: LossFn | None) -> None:
+    def __init__(self, model: nn.Module, batch: object, loss_fn: LossFn | None) -> None:
         super().__init__(ModelState(model, loss_fn, batch=batch, is_for_planning=True))
         self._model = model
         self._trained = trained_tensors(model, (batch, self._state.tensors()))
@@ -101,7 +101,7 @@ class _Preserved(_PreservedAgain):
             gradient.end()
         self._state.end()
 
-    def _refuse(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _refuse(self, optimizer: Any, args: object, kwargs: object) -> None:
         if any(id(tensor) in self._mine for group in optimizer.param_groups for tensor in group["params"]):
             raise StateError(
                 "An optimizer steps inside of the model's forward or backward: planning would train the model.",
@@ -111,20 +111,20 @@ class _Preserved(_PreservedAgain):
             )
 
 
-def forget_before_step(hook: Any) -> None:
+def forget_before_step(hook: object) -> None:
     """Take a hook of `register_optimizer_step_pre_hook` away, also where an interrupt came before anybody had its handle."""
     # Equal, not the same: each look at a method makes a new object, and one that is kept would keep what it belongs to.
     for key in [key for key, each in _global_optimizer_pre_hooks.items() if each == hook]:
         del _global_optimizer_pre_hooks[key]
 
 
-def trained_tensors(model: nn.Module, batch: Any) -> list[torch.Tensor]:
+def trained_tensors(model: nn.Module, batch: object) -> list[torch.Tensor]:
     """Those that a backward leaves a gradient on, each once: parameters, and what the batch has of that kind."""
     found = [*model.parameters(), *(tensor for tensor in tensors_of(batch) if tensor.is_leaf)]
     return list({id(tensor): tensor for tensor in found if tensor.requires_grad}.values())
 
 
-def _is_of_framework(hook: Any) -> bool:
+def _is_of_framework(hook: object) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return (getattr(hook, "__module__", None) or "").startswith(("torch.distributed.fsdp", "torch.nn.parallel"))
@@ -188,13 +188,13 @@ def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs or (args[0] if len(args) == 1 and isinstance(args[0], torch.Tensor) else args)
 
 
-def _detached(value: Any) -> Any:
+def _detached(value: object) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().requires_grad_(value.requires_grad)
 
 
-def some_loss(output: Any) -> torch.Tensor:
+def some_loss(output: object) -> torch.Tensor:
     """A loss where nobody has named one: the model's own, or the sum of all that it gives."""
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
@@ -267,7 +267,7 @@ class PatchedForward:
 class _Forward:
     """Not a closure, so that a copy of the model can be refused: it would run the forward of the original."""
 
-    def __init__(self, model: nn.Module, before: Any, handler: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, before: object, handler: Callable[..., Any]) -> None:
         self._model = weakref.ref(model)
         self._before = before
         self._handler = handler
@@ -277,7 +277,7 @@ class _Forward:
         original = self._before or functools.partial(type(model).forward, model)
         return self._handler(original, args, kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         raise StateError(
             'A model cannot be copied or saved whole while a plan with on_oom="replan", or one that `run` was called on, is applied.',
             do="Call `plan.remove(model)` first, or save `model.state_dict()`.",
@@ -296,7 +296,7 @@ def call(model: nn.Module, batch: Any) -> Any:
         return model(batch)
 
 
-def loss_of(output: Any, loss_fn: LossFn | None) -> torch.Tensor:
+def loss_of(output: object, loss_fn: LossFn | None) -> torch.Tensor:
     """The scalar that backward starts from.
 
     Raises:
@@ -336,7 +336,7 @@ class KeptOutput:
         sizes: of what the output has for itself; None before a step was seen
     """
 
-    def __init__(self, model: nn.Module, batch: Any, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, batch: object, device: torch.device) -> None:
         self.sizes: list[int] | None = None
         self._device = device
         held = (*model.parameters(), *model.buffers(), *tensors_of(batch))
@@ -366,7 +366,7 @@ class KeptOutput:
             ]
 
 
-def _is_tree(output: Any) -> bool:
+def _is_tree(output: object) -> bool:
     return isinstance(output, torch.Tensor) or next(leaves(output), None) is not output
 
 
@@ -378,7 +378,7 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def run_step(
-    model: nn.Module, batch: Any, loss_fn: LossFn | None, kept: KeptOutput, meter: Any = None, *, keeps: bool = False
+    model: nn.Module, batch: object, loss_fn: LossFn | None, kept: KeptOutput, meter: Any = None, *, keeps: bool = False
 ) -> float:
     """One forward and backward; the loss. "start", "turn" and "end" are marked where a meter is given, and the output is kept as long as `keeps` says.
 
@@ -405,5 +405,5 @@ def run_step(
     return number
 
 
-def tensors_of(batch: Any) -> list[torch.Tensor]:
+def tensors_of(batch: object) -> list[torch.Tensor]:
     return [each for each in leaves(batch) if isinstance(each, torch.Tensor)]

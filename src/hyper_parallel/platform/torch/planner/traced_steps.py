@@ -46,7 +46,7 @@ class OpTimes(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         begin = self.clock.now()
         result = func(*args, **(kwargs or {}))
@@ -131,7 +131,7 @@ class _RecordedOps(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.note_made()
         self._note_gone()

@@ -110,7 +110,7 @@ class _Run(TorchFunctionMode):
         """The number of a tensor that comes from outside."""
         raise NotImplementedError
 
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, ...]:
+    def _note(self, func: object, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, ...]:
         note = [func]
         numbers = self._numbers
         for each in args:
@@ -153,7 +153,7 @@ class _Run(TorchFunctionMode):
             return kind, getattr(value, "shape", None), str(value.dtype), hash(value.tobytes())
         return kind
 
-    def _gave(self, result: Any) -> None:
+    def _gave(self, result: object) -> None:
         kind = type(result)
         if kind is _Tensor or isinstance(result, torch.Tensor):
             entry = self._numbers.get(id(result))
@@ -180,7 +180,7 @@ class _Run(TorchFunctionMode):
         return node is not None and node._sequence_nr() >= self._sequence
 
 
-def _is_of_hook(func: Any) -> bool:
+def _is_of_hook(func: object) -> bool:
     """Whether a hook of PyTorch's checkpoint calls, and not the function; or whoever, only whether there are gradients, which changes no value."""
     if func is _set_grad_enabled:
         return True
@@ -224,7 +224,7 @@ class Asking(_Run):
         self._add(note, first if self._is_needed(result, first) else -1 - first)
         return result
 
-    def _is_needed(self, result: Any, first: int) -> bool:
+    def _is_needed(self, result: object, first: int) -> bool:
         """Whether a second run must make the call: it has a gradient, or wrote something."""
         if isinstance(result, torch.Tensor):
             return self._next == first or result.requires_grad
@@ -232,7 +232,7 @@ class Asking(_Run):
             return any(self._is_needed(each, first) for each in result if isinstance(each, torch.Tensor))
         return result is None
 
-    def _add(self, note: Any, first: int) -> None:
+    def _add(self, note: object, first: int) -> None:
         number = len(self._firsts)
         self._firsts.append(first)
         known, notes = self._known, self._notes
@@ -312,7 +312,7 @@ class AskingAgain(_Run):
         self._gave(result)
         return result
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         super().__exit__(kind, error, trace)
         # The function may have caught it.
         if self._error is not None and not isinstance(error, StateError):
@@ -326,7 +326,7 @@ class AskingAgain(_Run):
         if any(first >= 0 for first in rest):
             self._raise(None)
 
-    def _meet(self, note: Any) -> None:
+    def _meet(self, note: object) -> None:
         notes, firsts = self._asked.notes, self._asked.firsts
         position = self._position
         while position < len(firsts) and notes[position] != note:
@@ -411,7 +411,7 @@ def _look(tensor: torch.Tensor, *, is_made: bool) -> Any:
     return kind, tensor.dtype, tensor.device, tuple(tensor.shape), contents
 
 
-def _is_same(then: Outside, tensor: torch.Tensor, look: Any, *, is_made: bool) -> bool:
+def _is_same(then: Outside, tensor: torch.Tensor, look: object, *, is_made: bool) -> bool:
     """Whether a tensor that the first run did not have is one that it had, or is like one that is there no more."""
     if then.is_made or is_made:
         return then.is_made and is_made and then.look == look
@@ -441,7 +441,7 @@ def _words(note: Any) -> str:
     return f"{name}({', '.join(map(_word, parts))})"
 
 
-def _word(part: Any) -> str:
+def _word(part: object) -> str:
     if type(part) is tuple and len(part) == 1 and type(part[0]) is int:
         return "tensor"
     if type(part) is tuple and part and isinstance(part[0], type):

@@ -91,7 +91,7 @@ def _has_trees(trees: Any) -> bool:
     return hasattr(trees.local, _TREES) or torch._C._is_key_in_tls(_TREES)
 
 
-def check_no_cuda_graph(before: Any, what: str, where: str) -> None:
+def check_no_cuda_graph(before: object, what: str, where: str) -> None:
     """Refuse code that was compiled with CUDA graphs and has run since `before = cuda_graph_now()`."""
     now = cuda_graph_now()
     if now is not None and now is not before:
@@ -117,7 +117,7 @@ def not_compiled(function: _Function) -> _Function:
     return function
 
 
-def check_not_in_compiled_code(func: Any, where: str) -> None:
+def check_not_in_compiled_code(func: object, where: str) -> None:
     """Called for ops that write into a result they were given: few programs have them, and compiled code is full of them."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -126,7 +126,7 @@ def check_not_in_compiled_code(func: Any, where: str) -> None:
         frame = frame.f_back
 
 
-def _compiled_too_early(func: Any, where: str) -> StateError:
+def _compiled_too_early(func: object, where: str) -> StateError:
     from torch._inductor import config
 
     if hasattr(config, "wrap_inductor_compiled_regions"):

@@ -149,7 +149,7 @@ class Inputs:
 class _Packed:
     """A tensor as the saved-tensor hooks around a region have packed it."""
 
-    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
+    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: object) -> None:
         self._unpack = unpack
         self._packed = packed
 
@@ -189,7 +189,7 @@ class _NoLeaf(torch.autograd.Function):
     """The same tensor as the result of something."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, tensor: torch.Tensor) -> torch.Tensor:
         if is_placeholder(tensor):
             return another_placeholder(tensor)
         if not is_plain(tensor):
@@ -197,5 +197,5 @@ class _NoLeaf(torch.autograd.Function):
         return View.of(tensor).on(local_tensor(tensor).untyped_storage(), tensor.device)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
         return gradient

@@ -69,7 +69,7 @@ class OpTraits:
 TRAITS: dict[int, OpTraits] = {}  # by the operator's id: its hash is written in Python
 
 
-def traits_of(func: Any) -> OpTraits:
+def traits_of(func: object) -> OpTraits:
     found = TRAITS.get(id(func))
     if found is None:
         found = TRAITS[id(func)] = _read_traits(func)

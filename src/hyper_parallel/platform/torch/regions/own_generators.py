@@ -26,7 +26,7 @@ class _DrawingMode(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
 
-def _refuse_recomputation_by_pytorch(func: Any) -> None:
+def _refuse_recomputation_by_pytorch(func: object) -> None:
     """PyTorch's checkpoint sets the default generators for as long as it recomputes, and knows nothing of a lock."""
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]

@@ -107,7 +107,7 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise _read(f"{func} of {next((describe(each) for each in args if isinstance(each, cls)), 'it')}")
 
@@ -135,7 +135,7 @@ def _read(what: str) -> BaseException:
     )
 
 
-def is_placeholder(tensor: Any) -> bool:
+def is_placeholder(tensor: object) -> bool:
     """Whether a tensor was left out, or is a DTensor whose own part was."""
     return isinstance(tensor, Placeholder) or isinstance(getattr(tensor, "_local_tensor", None), Placeholder)
 
@@ -183,7 +183,7 @@ def view_of_placeholder(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return _without_memory(result)
 
 
-def _looks(argument: Any) -> Any:
+def _looks(argument: object) -> Any:
     if isinstance(argument, Placeholder):
         return argument._local_tensor
     if not is_placeholder(argument):

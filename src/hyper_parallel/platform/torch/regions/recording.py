@@ -332,7 +332,7 @@ class Record:
         result = traits.call(*args, **kwargs)
         return self.noted_view(traits, result, args, kwargs)
 
-    def noted_view(self, traits: OpTraits, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def noted_view(self, traits: OpTraits, result: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(result) is not _Tensor and _has_communicated(result, args):
             arguments = Arguments(args, kwargs, traits.writes)
             op = self._new_op(traits.func, arguments, args, kwargs)
@@ -398,7 +398,7 @@ class Record:
         op.targets = tuple(targets)
         op.makes = tuple(value for _, value in targets)
 
-    def _note_outputs(self, op: RecordedOp, result: Any, tensors: list[torch.Tensor]) -> Any:
+    def _note_outputs(self, op: RecordedOp, result: object, tensors: list[torch.Tensor]) -> Any:
         if isinstance(result, torch.Tensor):
             found = self._note_tensor(op, result, tensors)
             if type(found) is Value:
@@ -459,7 +459,7 @@ class Record:
         self,
         policy: RegionPolicy,
         op: RecordedOp,
-        result: Any,
+        result: object,
         tensors: list[torch.Tensor],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -475,7 +475,7 @@ class Record:
         if answer.keeps:
             self._keep_results(op, answer, result, tensors)
 
-    def _keep_results(self, op: RecordedOp, answer: Answer, result: Any, tensors: list[torch.Tensor]) -> None:
+    def _keep_results(self, op: RecordedOp, answer: Answer, result: object, tensors: list[torch.Tensor]) -> None:
         """Keep what an op gave, as its policy says."""
         if type(op.outputs) is Value and not op.targets and type(answer) is CheckpointPolicy:  # as most ops have
             self._keep(op.outputs, result, answer)
@@ -505,7 +505,7 @@ class Record:
 
 
 def ask(
-    policy: RegionPolicy, context: PolicyContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    policy: RegionPolicy, context: PolicyContext, func: object, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CheckpointPolicy:
     """Ask a policy about an op. A function of the user's may run in it."""
     answer: CheckpointPolicy = call_uncompiled(policy.answer, context, func, args, kwargs)
@@ -513,7 +513,7 @@ def ask(
 
 
 def _answer_about_view(
-    policy: RegionPolicy, func: Any, call: ModuleCall, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    policy: RegionPolicy, func: object, call: ModuleCall, result: object, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CheckpointPolicy:
     where = call.count(func)
     context = PolicyContext(False, call.name, where.occurrence, result, call.number, where.occurrence_in_call)
@@ -548,7 +548,7 @@ class RecordingMode(RegionMode):
         self._record = record
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: object, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         record = self._record
         call = record.passes.get(id(func))
@@ -563,7 +563,7 @@ class RecordingMode(RegionMode):
         return record.run(traits, args, kwargs or {})
 
 
-def _has_communicated(result: Any, args: tuple[Any, ...]) -> bool:
+def _has_communicated(result: object, args: tuple[Any, ...]) -> bool:
     """Whether a view of a DTensor is none: its shape needed other placements first."""
     first = result[0] if isinstance(result, (list, tuple)) and result else result
     return (

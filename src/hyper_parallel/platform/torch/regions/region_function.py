@@ -145,7 +145,7 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
     return False
 
 
-def module_of(function: Any) -> nn.Module | None:
+def module_of(function: object) -> nn.Module | None:
     function = bare(function)
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None

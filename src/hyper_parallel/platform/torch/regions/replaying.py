@@ -301,7 +301,7 @@ class Replay:
         if value in self._wanted and value not in self.found:
             self._find(value, result, value.num_writes)
 
-    def _note_outputs(self, op: RecordedOp, outputs: Any, result: Any, tensors: list[torch.Tensor]) -> Any:
+    def _note_outputs(self, op: RecordedOp, outputs: Any, result: object, tensors: list[torch.Tensor]) -> Any:
         if type(outputs) is Value:
             if not isinstance(result, torch.Tensor):
                 raise self._other_result(op, outputs, result)
@@ -387,7 +387,7 @@ class Replay:
     # -- which op it is -------------------------------------------------------------------------------------------------
 
     def _match(
-        self, func: Any, values: list[Value | None], tensors: list[torch.Tensor], rest: list[Any]
+        self, func: object, values: list[Value | None], tensors: list[torch.Tensor], rest: list[Any]
     ) -> RecordedOp | None:
         """The recorded op that this one is (rule 1)."""
         ops = self.record.ops
@@ -423,7 +423,7 @@ class Replay:
     def _is_same(
         self,
         op: RecordedOp,
-        func: Any,
+        func: object,
         values: list[Value | None],
         tensors: list[torch.Tensor],
         rest: list[Any],
@@ -512,7 +512,7 @@ class Replay:
     # -- checks -----------------------------------------------------------------------------------------------------------
 
     def _ask_again(
-        self, policy: RegionPolicy, op: RecordedOp, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, policy: RegionPolicy, op: RecordedOp, result: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if op.policy is None or id(op.func) in policy.answers:
             return
@@ -546,7 +546,7 @@ class ReplayMode(RegionMode):
         self._replay = replay
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self._may_shard and is_sharding(2):
             return func(*args, **(kwargs or {}))

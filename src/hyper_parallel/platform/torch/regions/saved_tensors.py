@@ -44,7 +44,7 @@ from hyper_parallel.platform.torch.swap import engines as swap_engines
 from hyper_parallel.platform.torch.swap.device import flat
 
 
-def base_check_fn(tensor: Any) -> bool:
+def base_check_fn(tensor: object) -> bool:
     """Whether a value may be swapped: a tensor with memory that is neither a parameter nor a view of one."""
     if not isinstance(tensor, torch.Tensor):
         return False
@@ -115,7 +115,7 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
         with left_as_found():
             super().__enter__()
 
-    def __exit__(self, kind: Any = None, *rest: Any) -> None:
+    def __exit__(self, kind: object = None, *rest: Any) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()  # at once: in a function of Python's an interrupt could come before
         if kind is None:
             launch_waiting()
@@ -132,7 +132,7 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
         return None if saved.are_all_back else saved.storage
 
     @storage.setter
-    def storage(self, storage: Any) -> None:
+    def storage(self, storage: object) -> None:
         self._recorder.saved.storage = storage
 
     @property
@@ -151,7 +151,7 @@ Part = tuple[int, torch.Size, tuple[int, ...]]
 _slots: dict[int, tuple[StorageWeakRef, weakref.ref[Any], int, Any, Any]] = {}
 
 
-def living_slot(engine: Any, tensor: torch.Tensor, part: Part | None) -> Any:
+def living_slot(engine: object, tensor: torch.Tensor, part: Part | None) -> Any:
     """The slot that already has a tensor's storage as it is now; None if there is none. `part`: see `own_part`."""
     known = _slots.get(tensor.untyped_storage()._cdata)
     if (  # plant: known-storage
@@ -161,7 +161,7 @@ def living_slot(engine: Any, tensor: torch.Tensor, part: Part | None) -> Any:
     return None
 
 
-def note_slot(engine: Any, tensor: torch.Tensor, part: Part | None, slot: Any) -> None:
+def note_slot(engine: object, tensor: torch.Tensor, part: Part | None, slot: object) -> None:
     storage = tensor.untyped_storage()
     key = storage._cdata
 

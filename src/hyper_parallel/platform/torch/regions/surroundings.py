@@ -164,7 +164,7 @@ class Surroundings:
 
 
 class _SurroundingsAgain(PutBack):
-    def __init__(self, autocast: Autocast, has_cache: bool, device: Any, compiler: Any) -> None:
+    def __init__(self, autocast: Autocast, has_cache: bool, device: object, compiler: object) -> None:
         self._then = autocast, has_cache
         self._device = None if device is None else DeviceContext(device)
         self._compiler = compiler
@@ -301,12 +301,12 @@ def _eval_frame_callback() -> Any:
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() if "torch._dynamo" in sys.modules else None
 
 
-def _set_eval_frame(callback: Any) -> Any:
+def _set_eval_frame(callback: object) -> Any:
     return torch._C._dynamo.eval_frame.set_eval_frame(callback)
 
 
 @contextlib.contextmanager
-def _compiling(callback: Any) -> Iterator[None]:
+def _compiling(callback: object) -> Iterator[None]:
     before = _set_eval_frame(callback)
     try:
         yield

@@ -225,7 +225,7 @@ class SecondMode(RegionMode):
         self._run = run
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: object, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         traits = TRAITS.get(id(func)) or traits_of(func)
         if not traits.is_view and not traits.is_invisible:

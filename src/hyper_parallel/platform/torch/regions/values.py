@@ -115,7 +115,7 @@ class RecordedOp:
     def __init__(
         self,
         index: int,
-        func: Any,
+        func: object,
         reads: list[Value | None],
         rest: list[Any],
         where: Occurrence,
@@ -184,7 +184,7 @@ class KnownOp:
 
     def __init__(
         self,
-        func: Any,
+        func: object,
         where: Occurrence,
         rest: list[Any],
         types: list[Any],

@@ -130,7 +130,7 @@ class AcceleratorDevice:
             for host, part in _parts(block, buffer):
                 part.copy_(host, non_blocking=True)
 
-    def stream_of(self, stream: Any) -> AcceleratorStream:
+    def stream_of(self, stream: object) -> AcceleratorStream:
         """A stream of the user's, for copies by hand."""
         if not isinstance(stream, self._handle.Stream) or stream.device != self.device:
             raise ArgumentTypeError(
@@ -174,13 +174,13 @@ class CpuDevice:
     def bytes_in_use(self) -> None:
         """Nobody counts the memory of the CPU."""
 
-    def allocate(self, num_bytes: int, stream: Any) -> torch.Tensor:
+    def allocate(self, num_bytes: int, stream: object) -> torch.Tensor:
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:  # what PyTorch's allocator of the CPU raises
             raise MemoryError(str(error)) from error
 
-    def stream_of(self, stream: Any) -> None:
+    def stream_of(self, stream: object) -> None:
         """The CPU has no other stream for copies than the engine's own."""
 
     def launch_offload(self, block: Any, source: torch.Tensor, stream: Any) -> None:

@@ -247,7 +247,7 @@ def _from_inner(name: str) -> property:
     def read(self: ActivationWrapper) -> Any:
         return getattr(self._checkpoint_wrapped_module, name)
 
-    def write(self: ActivationWrapper, value: Any) -> None:
+    def write(self: ActivationWrapper, value: object) -> None:
         inner = self.__dict__.get(_CHECKPOINT_WRAPPED_MODULE)
         if inner is not None:  # else nn.Module.__init__ sets up a state that this wrapper does not have
             setattr(inner, name, value)

@@ -105,7 +105,7 @@ def checkpoint_wrapper(
     module: nn.Module | Callable[..., Any],
     checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
     checkpoint_fn: Callable[..., Any] | None = None,
-    policy_fn: Any = None,
+    policy_fn: object = None,
     swap_inputs: bool = False,
     **framework_options: Any,
 ) -> CheckpointWrapper:
