@@ -93,7 +93,7 @@ def test_frontier_py_has_a_row_for_every_way_and_every_budget(frontier: tuple[di
 def test_frontier_py_keeps_the_profiles_from_which_its_plans_can_be_made_again(
     frontier: tuple[dict[str, Any], str, str],
 ) -> None:
-    from hyper_parallel.core.planner.model.profile import StepProfile
+    from hyper_parallel.core.planner.plan.plan_file import profile_from_dict
     from hyper_parallel.core.planner.plan.proof import first_margin, solved
 
     result, _, _ = frontier
@@ -101,7 +101,7 @@ def test_frontier_py_keeps_the_profiles_from_which_its_plans_can_be_made_again(
     for row in result["rows"]:
         if row["kind"] == "plan" and "predicted_peak_gib" in row:
             data = json.loads(gzip.decompress((result["profiles"] / f"{row['model']}.json.gz").read_bytes()))
-            profile = StepProfile.from_dict(data)
+            profile = profile_from_dict(data)
             assert len(profile.regions) == result["setting"][row["model"]]["blocks"]
             budget = profile.base_bytes + round(row["budget_gib"] * 2**30)
             plan = solved(profile, budget, margin_bytes=first_margin(profile))

@@ -115,7 +115,7 @@ class RecordedOp:
     def __init__(
         self,
         index: int,
-        func: object,
+        func: Any,
         reads: list[Value | None],
         rest: list[Any],
         where: Occurrence,
