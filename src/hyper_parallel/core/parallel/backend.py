@@ -1,0 +1,84 @@
+"""What parallel training asks of a framework. Each framework has one object that does it: `BACKEND` in its folder `parallel`.
+
+Example: `parallel_of(module, "PipelineStage").stage(module).forward(args, kwargs)` calls the module, recorded for gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from hyper_parallel.platform import platform_of
+from hyper_parallel.platform.opaque import Device, Module, Tensor
+from hyper_parallel.platform.selection import backend
+
+__all__ = ["ParallelBackend", "StageBackend", "TensorMeta", "parallel_of"]
+
+
+class TensorMeta(NamedTuple):
+    """What another rank has to know of a tensor to receive it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+
+class StageBackend(Protocol):
+    """One stage of a model, as a framework runs it. It lives as long as the stage, and keeps nothing from call to call."""
+
+    device: Device
+    undeferred: set[str]  # names of weights whose gradients came with those of the inputs, though they were to come later
+
+    def weights(self) -> list[tuple[str, Tensor]]:
+        """The weights that are trained, by name."""
+
+    def gradient(self, name: str) -> Tensor | None:
+        """What backwards have added to a weight's gradient, None if nothing."""
+
+    def set_gradient(self, name: str, gradient: Tensor | None) -> None: ...
+
+    def forward(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function with recording for gradients switched on."""
+
+    def backward(
+        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Run a whole backward: the weights' gradients are added to theirs, those of `inputs` are given."""
+
+    def backward_of_inputs(
+        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], Callable[[], object]]:
+        """Run the half of a backward that others wait for: the gradients of `inputs`, and the call that runs the other half."""
+
+
+class ParallelBackend(Protocol):
+    """A framework's part of parallel training."""
+
+    folder: ClassVar[str] = "parallel.backend"
+
+    def stage(self, module: Module) -> StageBackend: ...
+
+    def is_tensor(self, value: object) -> bool: ...
+
+    def meta(self, tensor: Tensor) -> TensorMeta: ...
+
+    def empty(self, meta: TensorMeta, device: Device) -> Tensor:
+        """A tensor to receive into."""
+
+    def as_input(self, tensor: Tensor, *, requires_grad: bool) -> Tensor:
+        """The tensor as a leaf of a graph that begins here. It has the same memory."""
+
+    def as_sent(self, tensor: Tensor) -> Tensor:
+        """The tensor without its graph."""
+
+    def scaled(self, loss: Tensor, factor: float) -> Tensor: ...
+
+    def add(self, total: Tensor | None, part: Tensor) -> Tensor:
+        """Add to a sum, without a graph. The result is no tensor that was given."""
+
+    def zeros(self, meta: TensorMeta, device: Device) -> Tensor: ...
+
+
+def parallel_of(thing: object, call: str) -> ParallelBackend:
+    """The part of the framework that a module, a cell or a tensor is of."""
+    return backend(platform_of(thing), ParallelBackend, call)

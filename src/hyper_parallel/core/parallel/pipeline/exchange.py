@@ -1,0 +1,140 @@
+"""What stages hand to each other during a step: put by the one, taken by the other, sent in between where they are on two ranks.
+
+Example: stage 0 puts the result of microbatch 3; `0SEND_F3` begins to send it; on the other rank `1RECV_F3` begins to receive, and the
+forward of stage 1 takes it, waiting until it is there. Two stages of one rank put and take without the other two.
+
+The first time, and each time with `is_dynamic`, the form of a message goes ahead of it. Both ranks remember it by the same name, and
+the one that sends holds every later message against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+from hyper_parallel.core.parallel.backend import ParallelBackend
+from hyper_parallel.core.parallel.pipeline.actions import Action, Kind
+from hyper_parallel.core.parallel.pipeline.messages import Form
+from hyper_parallel.core.parallel.pipeline.placement import Placement
+from hyper_parallel.platform.interface import Platform
+from hyper_parallel.platform.opaque import Device, Group, Tensor
+
+__all__ = ["Exchange", "Name"]
+
+
+class Name(NamedTuple):
+    """Of a message: what `stage` gives for a microbatch, its result (FORWARD) or the gradients of its inputs (BACKWARD)."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        what = "The result" if self.kind is Kind.FORWARD else "The gradient of the input"
+        return f"{what} of stage {self.stage} for microbatch {self.microbatch}"
+
+
+class _Message(NamedTuple):
+    form: Form
+    tensors: Sequence[Tensor]
+    handles: Sequence[Any] = ()  # to wait for before the tensors are read
+
+
+class Exchange:
+    """All messages of one rank. Lives as long as its pipeline, for the forms; a step that has ended has left no message."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        backend: ParallelBackend,
+        placement: Placement,
+        *,
+        device: Device,
+        group: Group,
+        world_ranks: Sequence[int],
+        is_dynamic: bool,
+    ) -> None:
+        self._platform = platform
+        self._backend = backend
+        self._placement = placement
+        self._device = device
+        self._group = group
+        self._world_ranks = world_ranks
+        self._is_dynamic = is_dynamic
+        # Where sends and receives of two ranks stand in one queue, as on NCCL and on MindSpore, one that waits holds up the next.
+        self._is_ahead = platform.get_backend(group) == "gloo" if len(world_ranks) > 1 else False
+        self._forms: dict[Hashable, Form] = {}
+        self._there: dict[Name, _Message] = {}
+        self._on_their_way: list[Any] = []
+
+    def put(self, name: Name, form: Form, tensors: Sequence[Tensor]) -> None:
+        self._there[name] = _Message(form, tensors)
+
+    def take(self, name: Name) -> tuple[Form, Sequence[Tensor]]:
+        form, tensors, handles = self._there.pop(name)
+        for handle in handles:
+            handle.wait()
+        return form, tensors
+
+    def launch_send(self, action: Action) -> None:
+        name = Name(Kind.FORWARD if action.kind is Kind.SEND_F else Kind.BACKWARD, action.stage, action.microbatch or 0)
+        form, tensors, _ = self._there.pop(name)
+        stage = name.stage + (1 if name.kind is Kind.FORWARD else -1)
+        self._launch_send(name, self._placement.rank_of(stage, name.microbatch), form, tensors)
+
+    def launch_receive(self, action: Action) -> None:
+        name = _received(action)
+        self._there[name] = self._launch_receive(name, self._placement.rank_of(name.stage, name.microbatch))
+
+    def may_receive_ahead(self, action: Action) -> bool:
+        """Whether a receive can be begun before its turn: it holds nothing else up, and nothing has to be learned first."""
+        return self._is_ahead and not self._is_dynamic and _received(action) in self._forms
+
+    def send_gradient(self, name: Hashable, to: int, gradient: Tensor | None) -> None:
+        """Begin to send a gradient of a weight, or that there is none."""
+        tensors = [] if gradient is None else [gradient]
+        form = Form(None, tuple(map(self._backend.meta, tensors)) or (None,))
+        self._launch_send(name, to, form, tensors)
+
+    def receive_gradient(self, name: Hashable, source: int) -> Tensor | None:
+        """Receive what another rank gave to `send_gradient` under this name."""
+        _, tensors, handles = self._launch_receive(name, source)
+        for handle in handles:
+            handle.wait()
+        return tensors[0] if tensors else None
+
+    def _launch_send(self, name: Hashable, rank: int, form: Form, tensors: Sequence[Tensor]) -> None:
+        known, to = None if self._is_dynamic else self._forms.get(name), self._world_ranks[rank]
+        if known is None:
+            self._forms[name] = form
+            self._platform.send_object_list([form], to, self._group)
+        else:
+            form.check_same(known, str(name))
+        self._on_their_way = [handle for handle in self._on_their_way if not handle.is_completed()]
+        self._on_their_way += [self._platform.isend(tensor, to, self._group) for tensor in tensors]
+
+    def _launch_receive(self, name: Hashable, rank: int) -> _Message:
+        form, source = None if self._is_dynamic else self._forms.get(name), self._world_ranks[rank]
+        if form is None:
+            found: list[Any] = [None]
+            self._platform.recv_object_list(found, source, self._group)
+            form = self._forms[name] = found[0]
+        tensors = [self._backend.empty(meta, self._device) for meta in form.metas if meta is not None]
+        return _Message(form, tensors, [self._platform.irecv(tensor, source, self._group) for tensor in tensors])
+
+    def join(self) -> None:
+        """Wait until all that was sent is there. At the end of a step."""
+        while self._on_their_way:
+            self._on_their_way.pop(0).wait()
+
+    def forget(self) -> None:
+        """Let go of what a step that failed has left."""
+        self._there.clear()
+        self._on_their_way.clear()
+
+
+def _received(action: Action) -> Name:
+    """The message that a receive is for."""
+    if action.kind is Kind.RECV_F:
+        return Name(Kind.FORWARD, action.stage - 1, action.microbatch or 0)
+    return Name(Kind.BACKWARD, action.stage + 1, action.microbatch or 0)

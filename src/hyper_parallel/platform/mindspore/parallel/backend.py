@@ -1,0 +1,121 @@
+"""Parallel training's MindSpore part, as the core asks for it: a stage's forward and backward, and tensors that cross ranks.
+
+Gradients are those of the tape: they are added to `parameter._grad`, where `platform.clip_grad_norm_` finds them.
+A backward comes as a whole: the half that others wait for runs all of it, and nothing is left for the other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from mindspore import Tensor, mint, nn, ops
+from mindspore._c_expression import run_backward
+from mindspore.graph.api import _no_grad, _pynative_executor
+
+from hyper_parallel.core.parallel.backend import ParallelBackend, TensorMeta
+from hyper_parallel.platform.mindspore.dtypes import to_dtype
+
+
+@contextmanager
+def _recording(flag: bool = True) -> Iterator[None]:
+    """Around operations that are recorded for gradients, which MindSpore keeps per thread, and off."""
+    before = _pynative_executor.grad_flag()
+    _pynative_executor.set_grad_flag(flag)
+    try:
+        yield
+    finally:
+        _pynative_executor.set_grad_flag(before)
+
+
+class MindSporeStage:
+    """See `StageBackend`."""
+
+    def __init__(self, cell: nn.Cell) -> None:
+        self._cell = cell
+        self.device = "CPU"
+        self.undeferred: set[str] = set()
+
+    def weights(self) -> list[tuple[str, Tensor]]:
+        return [(weight.name, weight) for weight in self._cell.trainable_params()]
+
+    def gradient(self, name: str) -> Tensor | None:
+        return dict(self.weights())[name]._grad
+
+    def set_gradient(self, name: str, gradient: Tensor | None) -> None:
+        dict(self.weights())[name]._grad = None if gradient is None else gradient.copy()
+
+    def forward(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with _recording():
+            return function(*args, **kwargs)
+
+    def backward(
+        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        weights = self._cell.trainable_params()
+        wanted = (*inputs, *weights)
+        if not outputs or not wanted:
+            return [None] * len(inputs)
+        with _recording():
+            starts = tuple(
+                ops.ones_like(output) if gradient is None else gradient
+                for output, gradient in zip(outputs, gradients, strict=True)
+            )
+            found = run_backward(tuple(outputs), starts, False, False, wanted, True, accumulate_grad=False)
+        with _no_grad():
+            for weight, gradient in zip(weights, found[len(inputs) :], strict=True):
+                if gradient is not None:
+                    weight._grad = gradient if weight._grad is None else weight._grad + gradient
+        return list(found[: len(inputs)])
+
+    def backward_of_inputs(
+        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], Callable[[], object]]:
+        if not inputs:  # nobody waits for this stage: all of its backward is the half for the weights
+            return [], lambda: self.backward(outputs, gradients, ())
+        self.undeferred.update(weight.name for weight in self._cell.trainable_params())
+        found = self.backward(outputs, gradients, inputs)
+        return found, lambda: None
+
+
+class MindSporeParallel:
+    """See `ParallelBackend`."""
+
+    folder: ClassVar[str] = ParallelBackend.folder
+
+    def stage(self, module: nn.Cell) -> MindSporeStage:
+        return MindSporeStage(module)
+
+    def is_tensor(self, value: object) -> bool:
+        return isinstance(value, Tensor)
+
+    def meta(self, tensor: Tensor) -> TensorMeta:
+        return TensorMeta(tuple(tensor.shape), str(tensor.dtype).lower(), bool(tensor._requires_grad))
+
+    def empty(self, meta: TensorMeta, device: object) -> Tensor:
+        return self.zeros(meta, device)
+
+    def zeros(self, meta: TensorMeta, device: object) -> Tensor:
+        return mint.zeros(meta.shape, dtype=to_dtype(meta.dtype))
+
+    def as_input(self, tensor: Tensor, *, requires_grad: bool) -> Tensor:
+        with _recording(False):
+            if requires_grad:
+                tensor.requires_grad_()
+            return tensor
+
+    def as_sent(self, tensor: Tensor) -> Tensor:
+        with _recording(False):
+            return ops.stop_gradient(tensor)
+
+    def scaled(self, loss: Tensor, factor: float) -> Tensor:
+        return loss if factor == 1.0 else loss * factor
+
+    def add(self, total: Tensor | None, part: Tensor) -> Tensor:
+        with _no_grad():
+            part = ops.stop_gradient(part)
+            return part.copy() if total is None else total + part
+
+
+BACKEND: ParallelBackend = MindSporeParallel()

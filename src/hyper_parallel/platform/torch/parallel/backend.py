@@ -1,0 +1,98 @@
+"""Parallel training's PyTorch part, as the core asks for it: a stage's forward and backward, and tensors that cross ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from hyper_parallel.core.parallel.backend import ParallelBackend, TensorMeta
+from hyper_parallel.platform.torch.dtypes import to_dtype
+from hyper_parallel.platform.torch.parallel.weight_gradients import backward_of_inputs
+
+
+class TorchStage:
+    """See `StageBackend`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        tensors = [*module.parameters(), *module.buffers()]
+        self.device = tensors[0].device if tensors else torch.get_default_device()
+        self.undeferred: set[str] = set()
+
+    def weights(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, weight) for name, weight in self._module.named_parameters() if weight.requires_grad]
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        return self._module.get_parameter(name).grad
+
+    def set_gradient(self, name: str, gradient: torch.Tensor | None) -> None:
+        self._module.get_parameter(name).grad = None if gradient is None else gradient.clone()
+
+    def forward(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with torch.enable_grad():
+            return function(*args, **kwargs)
+
+    def backward(
+        self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+        return _gradients_of(inputs)
+
+    def backward_of_inputs(
+        self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor | None], Callable[[], object]]:
+        if not outputs or not inputs:  # nobody waits for this stage: all of its backward is the half for the weights
+            return _gradients_of(inputs), lambda: self.backward(outputs, gradients, ())
+        weights = [weight for weight in self._module.parameters() if weight.requires_grad]
+        deferred = backward_of_inputs(outputs, gradients, inputs, weights)
+        if deferred.done:
+            done = {id(weight) for weight in deferred.done}
+            self.undeferred.update(name for name, weight in self._module.named_parameters() if id(weight) in done)
+        return _gradients_of(inputs), deferred.run
+
+
+def _gradients_of(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    found = [value.grad for value in inputs]
+    for value in inputs:
+        value.grad = None  # the gradient goes to another rank; the leaf may live on in a user's list
+    return found
+
+
+class TorchParallel:
+    """See `ParallelBackend`."""
+
+    folder: ClassVar[str] = ParallelBackend.folder
+
+    def stage(self, module: nn.Module) -> TorchStage:
+        return TorchStage(module)
+
+    def is_tensor(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    def meta(self, tensor: torch.Tensor) -> TensorMeta:
+        return TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+
+    def empty(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
+        return torch.empty(meta.shape, dtype=to_dtype(meta.dtype), device=device)
+
+    def zeros(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
+        return torch.zeros(meta.shape, dtype=to_dtype(meta.dtype), device=device)
+
+    def as_input(self, tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+        return tensor.detach().requires_grad_(requires_grad)
+
+    def as_sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    def scaled(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
+        return loss if factor == 1.0 else loss * factor
+
+    def add(self, total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+        return part.detach().clone() if total is None else total + part.detach()
+
+
+BACKEND: ParallelBackend = TorchParallel()
