@@ -10,8 +10,8 @@ The *path* is what leads to an input: addmm 2, relu, addmm 1. An edge that leave
 `backward_of_inputs` runs the path, and notes what arrives at each node that has branches. `DeferredWeights.run` runs these nodes
 once more, from what was noted, for their branches alone. Nothing that a node does for an input is done twice.
 
-A weight that several branches lead to (it is used twice) gets its gradient in the first part: a node that runs again for one of
-the branches would count what lies below it as well.
+Two kinds of weights get their gradients in the first part: one that several branches lead to (it is used twice), since a node that
+runs again for one of the branches would count what lies below it as well; and one of an output that does not depend on any input.
 
 Guarantees: both parts together add to each weight's `grad` what one backward adds, and its hooks run once. After an exception no
 hook stays.
@@ -113,6 +113,8 @@ def _split(
         if leads_to_input[node]
     }
     num_branches: dict[Node, int] = dict.fromkeys(leaves, 0)
+    for leaf in (leaf for root in roots if not leads_to_input[root] for leaf in leads_to[root]):
+        num_branches[leaf] = 2  # at least: this output is off the path as a whole
     for found in branches.values():
         for leaf in (leaf for branch in found for leaf in branch):
             num_branches[leaf] += 1

@@ -1,0 +1,236 @@
+"""Stages that are not easy: what goes from one to the next is a dict, a view, the input itself, nothing that needs a gradient.
+
+A program is a list of stages and microbatches for two ranks. `compare` trains it in a pipeline and in a plain loop. Everything here runs in
+the workers of `support.processes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import hyper_parallel as hp
+from hyper_parallel.core.parallel.pipeline.running import Microbatch, Pipeline
+from hyper_parallel.core.parallel.pipeline.schedule import Schedule
+from hyper_parallel.core.parallel.pipeline.stage import PipelineStage
+from support.schedule_names import SCHEDULES
+
+WIDTH = 6
+
+
+class Program(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        stages: makes the modules, the same on every rank.
+        microbatches: of one step.
+        weights: what each of them counts.
+        ties: of each stage, its tied weights.
+    """
+
+    stages: Callable[[], Sequence[nn.Module]]
+    microbatches: Callable[[int], Sequence[Microbatch]]
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    weights: Sequence[float] | None = None
+    ties: Sequence[dict[str, str]] = ({}, {}, {}, {})
+    is_dynamic: bool = False
+
+
+class Stage(nn.Module):
+    """A linear layer, and what a function makes of it."""
+
+    def __init__(self, function: Callable[..., Any], *, num_in: int = WIDTH, num_out: int = WIDTH, bias: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(num_in, num_out, bias=bias)
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.linear, *args, **kwargs)
+
+
+class Plain(nn.Module):
+    """A stage without parameters."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def simple(linear: nn.Linear, x: torch.Tensor, **_: Any) -> torch.Tensor:
+    return torch.tanh(linear(x))
+
+
+def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def random(step: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def four(*functions: Callable[..., Any]) -> Callable[[], list[nn.Module]]:
+    """Stages of these functions, with as many simple ones after them as make four."""
+    return lambda: [Stage(function) for function in (*functions, *[simple] * (4 - len(functions)))]
+
+
+def equal_batch(step: int) -> list[Microbatch]:
+    return [Microbatch((random(10 * step + i, 2, WIDTH),), {}, random(99 + i, 2, WIDTH)) for i in range(4)]
+
+
+def frozen(*numbers: int) -> Callable[[], list[nn.Module]]:
+    def make() -> list[nn.Module]:
+        stages = four()()
+        for number in numbers:
+            stages[number].requires_grad_(False)
+        return stages
+
+    return make
+
+
+def tied() -> list[nn.Module]:
+    """The first and the last stage have equal weights, which a model would share."""
+    stages = four()()
+    with torch.no_grad():
+        stages[3].linear.weight.copy_(stages[0].linear.weight)
+    return stages
+
+
+def gives_dict(linear: nn.Linear, x: torch.Tensor) -> dict[str, Any]:
+    return {"hidden": torch.tanh(linear(x)), "count": 3, "none": None, "ids": torch.arange(4), "unused": linear(x).exp()}
+
+
+def takes_dict(linear: nn.Linear, given: dict[str, Any]) -> torch.Tensor:
+    return linear(given["hidden"]) * given["count"] + given["ids"].sum()
+
+
+def gives_two(linear: nn.Linear, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = linear(x)
+    return y.unflatten(-1, (2, -1)).transpose(0, 1), y[..., :2]  # views, both not contiguous
+
+
+def takes_two(linear: nn.Linear, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return linear(first.transpose(0, 1).flatten(1)) + second.sum()
+
+
+def adds_keyword(linear: nn.Linear, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return linear(x) * scale
+
+
+def lengths(step: int) -> list[Microbatch]:
+    return [
+        Microbatch((random(10 * step + i, 1 + i + step, WIDTH),), {}, random(99 + i, 1 + i + step, WIDTH)) for i in range(4)
+    ]
+
+
+def last_is_smaller(_: int) -> list[Microbatch]:
+    return [Microbatch((random(i, n, WIDTH),), {}, random(99 + i, n, WIDTH)) for i, n in enumerate([3, 3, 3, 1])]
+
+
+def with_keyword(step: int) -> list[Microbatch]:
+    return [Microbatch(m.args, {"scale": random(i, 1, WIDTH)}, m.target) for i, m in enumerate(equal_batch(step))]
+
+
+def own_loss(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return linear(x).square().mean()
+
+
+PROGRAMS: dict[str, Program] = {
+    "a dict with numbers, integers, nothing and an output that nobody uses": Program(
+        four(gives_dict, takes_dict), equal_batch, mean_square
+    ),
+    "two outputs that are views": Program(four(gives_two, takes_two), equal_batch, mean_square),
+    "the input itself": Program(four(simple, lambda linear, x: x), equal_batch, mean_square),
+    "a stage without parameters": Program(
+        lambda: [Stage(simple), Plain(torch.tanh), Plain(lambda x: x[:]), Stage(simple)], equal_batch, mean_square
+    ),
+    "frozen first stages": Program(frozen(0, 1), equal_batch, mean_square),
+    "a frozen stage in the middle": Program(frozen(2), equal_batch, mean_square),
+    "a frozen last stage": Program(frozen(3), equal_batch, mean_square),
+    "only the last stage is trained": Program(frozen(0, 1, 2), equal_batch, mean_square),
+    "a gradient that stops in the middle": Program(four(simple, simple, lambda linear, x: linear(x.detach())), equal_batch, mean_square),
+    "a keyword for every stage": Program(four(*[adds_keyword] * 4), with_keyword, mean_square),
+    "a last microbatch that is smaller": Program(four(), last_is_smaller, mean_square, weights=(3, 3, 3, 1)),
+    "other lengths in each step": Program(four(), lengths, mean_square, weights=(1, 2, 3, 4), is_dynamic=True),
+    "a microbatch that counts nothing": Program(four(), equal_batch, mean_square, weights=(1, 0, 2, 0.5)),
+    "the last stage makes the loss": Program(four(simple, simple, simple, own_loss), equal_batch),
+    "a tied weight": Program(
+        tied, equal_batch, mean_square, ties=({"linear.weight": "both"}, {}, {}, {"linear.weight": "both"})
+    ),
+}  # fmt: skip
+
+
+def modules_of(program: Program) -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [module.double() for module in program.stages()]
+
+
+def plain(program: Program, num_steps: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Losses and gradients of a loop over the microbatches, in one process, without a package."""
+    modules = modules_of(program)
+    losses = []
+    for step in range(num_steps):
+        microbatches = program.microbatches(step)
+        weights = program.weights or [1.0] * len(microbatches)
+        total = 0.0
+        for microbatch, weight in zip(microbatches, weights, strict=True):
+            value: Any = microbatch.args
+            for module in modules:
+                value = module(*(value if isinstance(value, tuple) else (value,)), **microbatch.kwargs)
+            loss = (program.loss_fn(value, microbatch.target) if program.loss_fn else value) * (weight / sum(weights))
+            if loss.requires_grad:
+                loss.backward()
+            total += loss.item()
+        losses.append(total)
+    gradients = [{name: w.grad for name, w in module.named_parameters() if w.grad is not None} for module in modules]
+    shared: dict[str, torch.Tensor] = {}
+    for stage, ties in enumerate(program.ties):
+        for name, key in ties.items():
+            shared[key] = shared.get(key, 0) + gradients[stage][name]
+    for stage, ties in enumerate(program.ties):
+        gradients[stage].update({name: shared[key] for name, key in ties.items()})
+    return losses, gradients
+
+
+def schedule_of(name: str, num_ranks: int) -> Schedule:
+    """A schedule of four stages and four microbatches on this many ranks."""
+    return SCHEDULES[name](num_ranks, 4)
+
+
+def pipeline_of(program: Program, name: str) -> Pipeline:
+    platform = hp.get_platform()
+    schedule = schedule_of(name, platform.get_world_size())
+    modules = modules_of(program)
+    stages = [
+        PipelineStage(modules[index], index, 4, tied=program.ties[index])
+        for index in schedule.placement.stages_on(platform.get_rank())
+    ]
+    return Pipeline(stages, schedule, loss_fn=program.loss_fn, dynamic_shapes=program.is_dynamic)
+
+
+def compare(title: str, name: str, num_steps: int = 3) -> list[str]:
+    """What differs from the plain loop, in words."""
+    program = PROGRAMS[title]
+    pipeline = pipeline_of(program, name)
+    losses = [pipeline.step_of(program.microbatches(step), weights=program.weights).item() for step in range(num_steps)]
+    expected_losses, expected = plain(program, num_steps)
+    wrong = [
+        f"loss {step}: {found}, expected {loss}"
+        for step, (found, loss) in enumerate(zip(losses, expected_losses, strict=True))
+        if abs(found - loss) > 1e-12
+    ]
+    for index, stage in pipeline.stages.items():
+        found = {key: w.grad for key, w in stage.module.named_parameters() if w.grad is not None}
+        if found.keys() != expected[index].keys():
+            wrong.append(f"stage {index} has gradients of {sorted(found)}, expected {sorted(expected[index])}")
+        wrong += [
+            f"stage {index}, {key}: off by {(gradient - expected[index][key]).abs().max().item()}"
+            for key, gradient in found.items()
+            if key in expected[index] and not torch.allclose(gradient, expected[index][key], rtol=0, atol=1e-12)
+        ]
+    return wrong
