@@ -5,10 +5,17 @@ Everything here runs in the workers of `support.processes`.
 
 from __future__ import annotations
 
+import gc
+import os
+
 import torch
+import torch.distributed as dist
+import torch.distributed.pipelining as pytorch
 from torch import nn
 
-from hyper_parallel.core.parallel.pipeline.running import Microbatch, Pipeline
+import hyper_parallel as hp
+from hyper_parallel.core.parallel.pipeline.running import Pipeline
+from hyper_parallel.core.parallel.pipeline.schedule import Schedule
 from hyper_parallel.core.parallel.pipeline.stage import PipelineStage
 from support.schedule_names import SCHEDULES
 
@@ -73,13 +80,17 @@ def batch(num_microbatches: int, step: int) -> tuple[torch.Tensor, torch.Tensor]
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def batches(num_microbatches: int, num_steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [batch(num_microbatches, step) for step in range(num_steps)]
+
+
 def plain(num_stages: int, num_microbatches: int, num_steps: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
     """Losses and gradients of one process that goes through the microbatches in a loop, for each stage by name."""
     modules = stages_of(num_stages)
     losses = []
-    for step in range(num_steps):
+    for whole in batches(num_microbatches, num_steps):
         total = 0.0
-        for tokens, target in zip(*(part.chunk(num_microbatches) for part in batch(num_microbatches, step)), strict=True):
+        for tokens, target in zip(*(part.chunk(num_microbatches) for part in whole), strict=True):
             x = tokens
             for module in modules:
                 x = module(x)
@@ -94,25 +105,104 @@ def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.grad for name, weight in module.named_parameters() if weight.grad is not None}
 
 
-def train(name: str, num_ranks: int, num_microbatches: int, num_steps: int = 2) -> tuple[list[float], float, list[str]]:
-    """Losses, the largest error of a gradient, and what is wrong otherwise, on this rank."""
-    import hyper_parallel as hp
-
+def train(name: str, num_ranks: int, num_microbatches: int, num_steps: int = 2) -> tuple[float, list[str]]:
+    """The largest difference of losses and gradients from those of one process, and what is wrong otherwise, on this rank."""
     schedule = SCHEDULES[name](num_ranks, num_microbatches)
-    modules = stages_of(schedule.num_stages)
-    rank = hp.get_platform().get_rank()
-    stages = [PipelineStage(modules[i], i, schedule.num_stages) for i in schedule.placement.stages_on(rank)]
-    pipeline = Pipeline(stages, schedule, loss_fn=loss_fn)
-    losses = []
-    for step in range(num_steps):
-        tokens, target = batch(num_microbatches, step)
-        losses.append(pipeline.step(tokens, target=target).item())
+    pipeline = pipeline_of(schedule)
+    losses = [pipeline.step(tokens, target=target).item() for tokens, target in batches(num_microbatches, num_steps)]
     expected_losses, expected = plain(schedule.num_stages, num_microbatches, num_steps)
     error = max(abs(one - other) for one, other in zip(losses, expected_losses, strict=True))
     wrong = []
-    for stage in stages:
+    for stage in pipeline.stages.values():
         found, truth = gradients_of(stage.module), expected[stage.index]
         if found.keys() != truth.keys():
             wrong.append(f"stage {stage.index}: {sorted(found.keys() ^ truth.keys())}")
         error = max([error, *((found[key] - truth[key]).abs().max().item() for key in truth if key in found)])
-    return losses, error, wrong + [f"{s.index}: {s.undeferred()}" for s in stages]
+    return error, wrong
+
+
+def pipeline_of(schedule: Schedule) -> Pipeline:
+    modules = stages_of(schedule.num_stages)
+    rank = hp.get_platform().get_rank()
+    stages = [PipelineStage(modules[i], i, schedule.num_stages) for i in schedule.placement.stages_on(rank)]
+    return Pipeline(stages, schedule, loss_fn=loss_fn)
+
+
+def undeferred(name: str) -> dict[int, tuple[str, ...]]:
+    """The weights of each of this rank's stages whose gradients did not wait."""
+    pipeline = pipeline_of(SCHEDULES[name](2, 4))
+    tokens, target = batch(4, 0)
+    pipeline.step(tokens, target=target)
+    return {stage.index: stage.undeferred() for stage in pipeline.stages.values()}
+
+
+def objects_over_steps(name: str, num_steps: int) -> list[int]:
+    """How many tensors are alive after each step, with the collector off."""
+    pipeline = pipeline_of(SCHEDULES[name](2, 4))
+    counts = []
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(num_steps):
+            tokens, target = batch(4, step)
+            pipeline.step(tokens, target=target)
+            for stage in pipeline.stages.values():
+                stage.module.zero_grad()
+            counts.append(sum(isinstance(found, torch.Tensor) for found in gc.get_objects()))
+    finally:
+        gc.enable()
+    return counts
+
+
+def like_pytorch(name: str) -> list[str]:
+    """What differs from PyTorch's own runtime of a schedule with this name, on the same stages and microbatches."""
+    classes = {
+        "gpipe": pytorch.ScheduleGPipe,
+        "one_f_one_b": pytorch.Schedule1F1B,
+        "interleaved": pytorch.ScheduleInterleaved1F1B,
+        "zbv": pytorch.ScheduleZBVZeroBubble,
+        "dualpipe_v": pytorch.ScheduleDualPipeV,
+    }
+    schedule = SCHEDULES[name](2, 4)
+    rank = dist.get_rank()
+    numbers = schedule.placement.stages_on(rank)
+    modules = stages_of(schedule.num_stages)
+    theirs = [pytorch.PipelineStage(modules[i], i, schedule.num_stages, torch.device("cpu")) for i in numbers]
+    is_single = issubclass(classes[name], pytorch.schedules.PipelineScheduleSingle)
+    run = classes[name](theirs[0] if is_single else theirs, 4, loss_fn=loss_fn)
+    tokens, target = batch(4, 0)
+    losses: list[torch.Tensor] = []
+    first, last = 0 in numbers, schedule.num_stages - 1 in numbers
+    run.step(*([tokens] if first else []), **({"target": target, "losses": losses} if last else {}))
+    ours = pipeline_of(schedule)
+    loss = ours.step(tokens, target=target)
+    wrong = []
+    if last and abs(loss.item() - sum(losses).item() / 4) > 1e-12:
+        wrong.append(f"loss {loss.item()}, PyTorch's {sum(losses).item() / 4}")
+    for index in numbers:
+        expected, found = gradients_of(modules[index]), gradients_of(ours.stages[index].module)
+        wrong += [f"stage {index}: {sorted(expected.keys() ^ found.keys())}"] if expected.keys() != found.keys() else []
+        wrong += [
+            f"stage {index}, {key}" for key in expected if not torch.allclose(expected[key], found[key], rtol=0, atol=1e-12)
+        ]
+    return wrong
+
+
+def fail_in(name: str, kind: str, rank: int, way: str) -> None:
+    """One rank fails in the forward or the backward of its first stage; what the others say of it is what they raise."""
+    pipeline = pipeline_of(SCHEDULES[name](2, 4))
+    me = dist.get_rank()
+
+    def fail(*_: object) -> None:
+        if way == "dies":
+            os._exit(3)
+        raise ValueError("on purpose")
+
+    if me == rank:
+        module = next(iter(pipeline.stages.values())).module
+        if kind == "forward":
+            module.register_forward_hook(fail)
+        else:
+            next(weight for weight in module.parameters() if weight.requires_grad).register_hook(fail)
+    tokens, target = batch(4, 0)
+    pipeline.step(tokens, target=target)
