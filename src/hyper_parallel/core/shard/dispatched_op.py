@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.decision import Decision, LocalCall
+from hyper_parallel.core.shard.rule_answer import LocalCall, RuleAnswer
 from hyper_parallel.core.shard.spec import Spec
 
 
 class DispatchedOp(NamedTuple):
-    """A decision made ready to be carried out, again and again."""
+    """An answer made ready to be carried out, again and again."""
 
     moves: tuple[
         tuple[Layout | None, tuple[str, ...]], ...
@@ -29,14 +29,14 @@ class DispatchedOp(NamedTuple):
     is_view: bool = False  # of the one DTensor among its arguments: see `View`
 
 
-def has_empty_parts(tensors: Sequence[Any], decision: Decision | None) -> bool:
+def has_empty_parts(tensors: Sequence[Any], answer: RuleAnswer | None) -> bool:
     """Whether a rank computes with nothing. All ranks answer alike."""
     specs = [tensor._spec for tensor in tensors]
-    if decision is not None:
-        specs += decision.outputs
+    if answer is not None:
+        specs += answer.outputs
         specs += [
             Spec(layout, spec.shape)
-            for layout, spec in zip(decision.inputs, specs, strict=False)
+            for layout, spec in zip(answer.inputs, specs, strict=False)
             if layout.ndim == spec.ndim
         ]
     return any(spec.has_empty_parts for spec in specs)

@@ -96,8 +96,8 @@ def _made(
     spec = Spec(layout.without_partial(), size)
     box = box_of(spec.layout, spec.shape, mesh_coordinate(layout.mesh))
     folder = framework_folder("a factory of DTensors")
-    glue = _OP_DISPATCHER.glue_of(importlib.import_module(folder).DTensor)
-    made = glue.wrap(make(importlib.import_module(f"{folder}.making"), spec, box), spec)
+    backend = _OP_DISPATCHER.backend_of(importlib.import_module(folder).DTensor)
+    made = backend.wrap(make(importlib.import_module(f"{folder}.making"), spec, box), spec)
     if layout.partial:
-        made = glue.redistribute(made, layout)
+        made = backend.redistribute(made, layout)
     return made.requires_grad_() if requires_grad else made

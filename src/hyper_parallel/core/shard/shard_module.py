@@ -14,8 +14,8 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import DeviceMesh, as_mesh
 from hyper_parallel.core.dtensor.placements import Placement, Shard, as_placement
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
-from hyper_parallel.core.shard.decision import tied_axes
 from hyper_parallel.core.shard.local_parts import checked_spec
+from hyper_parallel.core.shard.rule_answer import tied_axes
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform import platform_of
 from hyper_parallel.platform.opaque import Module
@@ -149,7 +149,7 @@ def _call_on_shards(
     out_placements: Any,
 ) -> Any:
     """`fn` on local tensors; the results as DTensors."""
-    glue = _OP_DISPATCHER.glue_of(dtensor)
+    backend = _OP_DISPATCHER.backend_of(dtensor)
     is_several = isinstance(out_placements, tuple)
     wanted = out_placements if is_several else (out_placements,)
     # What varies is known from the layouts alone, so the ties can be made before the call.
@@ -158,10 +158,10 @@ def _call_on_shards(
     result = fn(*locals_, **kwargs)
 
     def made(index: int, value: Any, each: Any) -> Any:
-        if each is None or not glue.is_tensor(value):
+        if each is None or not backend.is_tensor(value):
             return value
         layout = as_layout(each, mesh, len(value.shape), f"result {index}")
-        return glue.wrap(value, checked_spec(value, layout, None, False))
+        return backend.wrap(value, checked_spec(value, layout, None, False))
 
     results = tuple(result) if is_several else (result,)
     outcome = [made(index, value, each) for index, (value, each) in enumerate(zip(results, wanted, strict=True))]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.dtensor.redistribution.plan import Plan
-from hyper_parallel.core.dtensor.redistribution.steps import Exchange, Kind, Step
+from hyper_parallel.core.dtensor.redistribution.steps import AllToAllStep, Kind, Step
 from hyper_parallel.core.dtensor.redistribution.transport import Ranks, Transport
 
 __all__ = ["Request", "redistribute", "run"]
@@ -104,7 +104,7 @@ _METHODS = {
 }
 
 
-def _exchange_request(local: Tensor, exchange: Exchange, transport: Transport) -> Request:
+def _exchange_request(local: Tensor, exchange: AllToAllStep, transport: Transport) -> Request:
     others = [box if position != exchange.me else None for position, box in enumerate(exchange.sends)]
     wanted = [box if position != exchange.me else None for position, box in enumerate(exchange.receives)]
     pieces = [None if box is None else _part(local, box, transport) for box in others]
@@ -113,7 +113,7 @@ def _exchange_request(local: Tensor, exchange: Exchange, transport: Transport) -
 
 
 def _received(
-    local: Tensor, exchange: Exchange, received: list[Tensor | None], op: str | None, transport: Transport
+    local: Tensor, exchange: AllToAllStep, received: list[Tensor | None], op: str | None, transport: Transport
 ) -> Tensor:
     pieces: list[tuple[tuple[int, ...], Tensor] | None] = []
     for position, box in enumerate(exchange.receives):
@@ -134,7 +134,7 @@ def _received(
     return summands[0] if op is None else transport.reduce_local(summands, op)
 
 
-def _own(exchange: Exchange) -> Any:
+def _own(exchange: AllToAllStep) -> Any:
     return exchange.sends[exchange.me]
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hyper_parallel.core.dtensor.boxes import Box, box_of
 from hyper_parallel.core.dtensor.layout import Layout
 
-__all__ = ["Exchange", "Kind", "Step", "fill_step", "moved_axes", "place_step", "step_between"]
+__all__ = ["AllToAllStep", "Kind", "Step", "fill_step", "moved_axes", "place_step", "step_between"]
 
 
 class Kind(Enum):
@@ -31,7 +31,7 @@ class Kind(Enum):
 IDENTITY = {"sum": 0, "prod": 1}
 
 
-class Exchange(NamedTuple):
+class AllToAllStep(NamedTuple):
     """What an all-to-all-v is for one rank."""
 
     ranks: tuple[int, ...]
@@ -64,7 +64,7 @@ class Step:
     op: str | None = None
     divisor: int = 1
     fill: int = 0
-    _exchanges: dict[tuple[int, ...], Exchange] = field(default_factory=dict, repr=False)
+    _exchanges: dict[tuple[int, ...], AllToAllStep] = field(default_factory=dict, repr=False)
 
     @property
     def is_local(self) -> bool:
@@ -104,7 +104,7 @@ class Step:
         mesh = self.source.mesh
         return any(coordinate[mesh.axis_index(axis)] for axis in self.axes)
 
-    def at_exchange(self, coordinate: tuple[int, ...]) -> Exchange:
+    def at_exchange(self, coordinate: tuple[int, ...]) -> AllToAllStep:
         """Who sends what to whom.
 
         A rank receives each element of its box from the rank that is where itself is on all axes outside of the group. That rank is
@@ -115,7 +115,7 @@ class Step:
             found = self._exchanges.setdefault(coordinate, self._exchange(coordinate))
         return found
 
-    def _exchange(self, coordinate: tuple[int, ...]) -> Exchange:
+    def _exchange(self, coordinate: tuple[int, ...]) -> AllToAllStep:
         mesh = self.source.mesh
         ranks = self.group(coordinate)
         before, after = self.box_before(coordinate), self.box_after(coordinate)
@@ -127,7 +127,7 @@ class Step:
             received = self.box_before(peer).intersection(after)
             sends.append(None if sent is None else sent.inside(before))
             receives.append(None if received is None else received.inside(after))
-        return Exchange(
+        return AllToAllStep(
             ranks,
             ranks.index(mesh.rank_at(coordinate)),
             tuple(sends),
@@ -200,7 +200,7 @@ def _reducing_step(
         axes = after[len(before) :]
         if after == before + axes and set(axes) == set(reduced) and _is_even(target, shape, dim):
             return Step(Kind.REDUCE_SCATTER, source, target, shape, axes, dim, op=op, divisor=divisor)
-    # The reduced axes come first: the ranks of one summand then lie together, see `Exchange.num_summands`.
+    # The reduced axes come first: the ranks of one summand then lie together, see `AllToAllStep.num_summands`.
     axes = (*reduced, *(axis for axis in moved_axes(source, target) if axis not in reduced))
     return Step(Kind.ALL_TO_ALL_V, source, target, shape, axes, op=op, divisor=divisor)
 

@@ -1,1 +1,1 @@
-"""The operators' rules, by kind. Pure functions from specs and static arguments to a decision; both frameworks use them."""
+"""The operators' rules, by kind. Pure functions from specs and static arguments to an answer; both frameworks use them."""

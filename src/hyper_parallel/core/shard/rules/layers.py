@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.core.shard.decision import Decision, decided
+from hyper_parallel.core.shard.rule_answer import RuleAnswer, answered
 from hyper_parallel.core.shard.rules.elementwise import broadcast_shape
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.strategies import P, Place, R, S, Strategy
@@ -14,29 +14,29 @@ from hyper_parallel.core.shard.strategies import P, Place, R, S, Strategy
 __all__ = ["attention", "cross_entropy", "embedding", "norm_over_last"]
 
 
-def embedding(ids: Spec, table: Spec) -> Decision:
+def embedding(ids: Spec, table: Spec) -> RuleAnswer:
     """Rows of a table. Where the rows are split, each rank looks up its own and leaves zeros: the parts are summed."""
     if table.ndim != 2:
         raise ArgumentError("An embedding table has two dims.", expected="[rows, width]", got=str(table.shape))
     strategies = [Strategy((R, R), (R,)), Strategy((R, S(1)), (S(ids.ndim),))]
     strategies += [Strategy((S(each), R), (S(each),)) for each in range(ids.ndim)]
     strategies.append(Strategy((R, S(0)), (P("sum"),)))
-    decision = decided([ids, table], strategies, [*ids.shape, table.shape[1]])
-    is_split = any(table.layout.mesh.size(axis) > 1 for axis in decision.inputs[1].axes_of(0))
-    return decision._replace(how="rows_of_a_part") if is_split else decision
+    answer = answered([ids, table], strategies, [*ids.shape, table.shape[1]])
+    is_split = any(table.layout.mesh.size(axis) > 1 for axis in answer.inputs[1].axes_of(0))
+    return answer._replace(how="rows_of_a_part") if is_split else answer
 
 
-def norm_over_last(x: Spec, count: int, *weights: Spec) -> Decision:
+def norm_over_last(x: Spec, count: int, *weights: Spec) -> RuleAnswer:
     """Layer and RMS norm over the last `count` dims, which must be whole; so must the weights."""
     tensors = [x, *weights]
     strategies = [Strategy((R,) * len(tensors), (R,))]
     strategies += [Strategy((S(each), *(R,) * len(weights)), (S(each),)) for each in range(x.ndim - count)]
-    return decided(tensors, strategies, x.shape)
+    return answered(tensors, strategies, x.shape)
 
 
 def attention(
     query: Spec, key: Spec, value: Spec, mask: Spec | None = None, is_causal: bool = False, is_random: bool = False
-) -> Decision:
+) -> RuleAnswer:
     """Scaled dot-product attention, [..., heads, positions, width]: split by batch and heads; by query position where no mask
     depends on it. With fewer key heads than query heads, heads are split where both divide."""
     tensors = [query, key, value] if mask is None else [query, key, value, mask]
@@ -46,7 +46,7 @@ def attention(
     strategies = [Strategy((R,) * len(tensors), (R,))]
     if len({spec.ndim for spec in tensors[:3]}) > 1:
         # Stretched over new dims, which the framework does not do where a part is empty: all of it whole.
-        return decided(tensors, strategies, shape, how="random" if is_random else None)
+        return answered(tensors, strategies, shape, how="random" if is_random else None)
     for dim in range(len(lead)):
         owns = [dim - (ndim - spec.ndim) for spec in tensors]
         lengths = {spec.shape[dim] for spec in tensors[:3]}
@@ -64,7 +64,7 @@ def attention(
             places.append(S(own) if own >= 0 and mask.shape[own] == query.shape[-2] else R)
         strategies.append(Strategy(tuple(places), (S(ndim - 2),)))
     strategies.append(Strategy((R, R, S(value.ndim - 1), *(R,) * (len(tensors) - 3)), (S(ndim - 1),)))
-    return decided(tensors, strategies, shape, how="random" if is_random else None)
+    return answered(tensors, strategies, shape, how="random" if is_random else None)
 
 
 def _lead_shape(query: Spec, key: Spec, value: Spec) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def _num_parts(spec: Spec, dim: int) -> int:
 
 def cross_entropy(
     logits: Spec, target: Spec, *, reduction: str = "mean", is_by_index: bool = True, can_split_classes: bool = True
-) -> Decision:
+) -> RuleAnswer:
     """Split by rows, or by classes where targets are indices: each rank then has its part of the softmax.
 
     By rows, `mean` divides the local sum by the global number of rows that count, and `sum` leaves the sum: the parts are summed.
@@ -98,4 +98,4 @@ def cross_entropy(
         strategies.append(Strategy((S(each), S(own)), (out,)))
     if is_by_index and can_split_classes:
         strategies.append(Strategy((S(classes), R), (R,)))
-    return decided([logits, target], strategies, shape, how="cross_entropy", classes=classes)
+    return answered([logits, target], strategies, shape, how="cross_entropy", classes=classes)

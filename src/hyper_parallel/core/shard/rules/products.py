@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.core.shard.decision import Decision, decided
 from hyper_parallel.core.shard.letters import parse, strategies_of, terms_for
+from hyper_parallel.core.shard.rule_answer import RuleAnswer, answered
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.strategies import P, Place, R, S, Strategy
 
 __all__ = ["contraction", "einsum", "linear", "matmul", "summand_and_product"]
 
 
-def contraction(equation: str, *tensors: Spec) -> Decision:
+def contraction(equation: str, *tensors: Spec) -> RuleAnswer:
     """The product that an equation of named dims describes, such as `"b m k, b k n -> b m n"`."""
     terms, output = _spelt(equation, tensors)
     lengths = _lengths(terms, tensors)
-    return decided(
+    return answered(
         tensors, strategies_of(_unstretched(terms, tensors, lengths), output), [lengths[name] for name in output]
     )
 
 
-def matmul(x: Spec, y: Spec) -> Decision:
+def matmul(x: Spec, y: Spec) -> RuleAnswer:
     """As `torch.matmul`: vectors, matrices, stacks of them with broadcasting."""
     if 0 in (x.ndim, y.ndim):
         raise ArgumentError(
@@ -34,7 +34,7 @@ def matmul(x: Spec, y: Spec) -> Decision:
     return contraction(f"{' '.join(left)}, {' '.join(right)} -> {' '.join(output)}", x, y)
 
 
-def linear(x: Spec, weight: Spec, bias: Spec | None = None) -> Decision:
+def linear(x: Spec, weight: Spec, bias: Spec | None = None) -> RuleAnswer:
     """`x @ weight.T + bias`. Where the product is partial, the bias is added on the first rank alone."""
     equation = "... k, n k -> ... n" if weight.ndim == 2 else "... k, k -> ..."
     if bias is None:
@@ -42,12 +42,12 @@ def linear(x: Spec, weight: Spec, bias: Spec | None = None) -> Decision:
     return _with_summand(equation, [x, weight], bias, is_first=False)
 
 
-def summand_and_product(equation: str, summand: Spec, *tensors: Spec) -> Decision:
+def summand_and_product(equation: str, summand: Spec, *tensors: Spec) -> RuleAnswer:
     """`addmm` and its kin: a summand that is broadcast to the product."""
     return _with_summand(equation, tensors, summand, is_first=True)
 
 
-def einsum(equation: str, *tensors: Spec) -> Decision:
+def einsum(equation: str, *tensors: Spec) -> RuleAnswer:
     """`torch.einsum` of its usual form, letters without spaces, each at most once per operand."""
     compact = equation.replace(" ", "")
     if "->" not in compact:
@@ -59,7 +59,7 @@ def einsum(equation: str, *tensors: Spec) -> Decision:
     return contraction(spaced.replace(" . ", " ... "), *tensors)
 
 
-def _with_summand(equation: str, tensors: Sequence[Spec], summand: Spec, is_first: bool) -> Decision:
+def _with_summand(equation: str, tensors: Sequence[Spec], summand: Spec, is_first: bool) -> RuleAnswer:
     terms, output = _spelt(equation, tensors)
     lengths = _lengths(terms, tensors)
     shape = [lengths[name] for name in output]
@@ -77,7 +77,7 @@ def _with_summand(equation: str, tensors: Sequence[Spec], summand: Spec, is_firs
         strategies.append(Strategy(inputs, strategy.outputs))
     # A partial summand with a whole product: the product, too, is then counted once.
     everything = [summand, *tensors] if is_first else [*tensors, summand]
-    return decided(everything, [s for s in strategies if not _is_partial_average(s)], shape)
+    return answered(everything, [s for s in strategies if not _is_partial_average(s)], shape)
 
 
 def _is_partial_average(strategy: Strategy) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hyper_parallel.core.shard.decision import Decision, decided
 from hyper_parallel.core.shard.dims import dims_in
-from hyper_parallel.core.shard.rules.views import decided_where_filled
+from hyper_parallel.core.shard.rule_answer import RuleAnswer, answered
+from hyper_parallel.core.shard.rules.views import answered_where_filled
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.strategies import P, Place, R, S, Strategy
 
@@ -15,7 +15,7 @@ __all__ = ["reduction", "whole_dims"]
 
 def reduction(
     x: Spec, dim: object = None, keepdim: bool = False, op: str | None = None, how: str | None = None
-) -> Decision:
+) -> RuleAnswer:
     """A reduction over `dim` (None: all). `op` is what combines the parts of a split dim; without one that dim must be whole.
 
     `mean` divides a local sum by the global count, so that uneven parts weigh what they should: the parts are summed. `nansum` sums
@@ -43,13 +43,13 @@ def reduction(
         count *= x.shape[each]
     if op in ("max", "min"):
         # The framework refuses the maximum of nothing: a dim of which a rank holds nothing is gathered.
-        return decided_where_filled(x, strategies, shape, dims=dims)
-    return decided([x], strategies, shape, how="mean" if op == "mean" else how, count=count)
+        return answered_where_filled(x, strategies, shape, dims=dims)
+    return answered([x], strategies, shape, how="mean" if op == "mean" else how, count=count)
 
 
 def whole_dims(
     x: Spec, dims: object, *shapes: Sequence[int], is_linear: bool = False, how: str | None = None
-) -> Decision:
+) -> RuleAnswer:
     """An operator on each line along `dims` by itself: softmax, sort, cumsum. Outputs have the dims of the input, in its order.
 
     Without `shapes` there is one output of the shape of `x`; with `how="random"` ranks with the same part draw the same numbers.
@@ -61,4 +61,4 @@ def whole_dims(
     if is_linear:
         partial: list[Place] = [P("sum"), P("avg")]
         strategies += [Strategy((place,), (place,) * len(results)) for place in partial]
-    return decided([x], strategies, *results, how=how)
+    return answered([x], strategies, *results, how=how)

@@ -9,13 +9,13 @@ from typing import Any
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.dtensor.boxes import chunk_range
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.decision import Decision, decided
 from hyper_parallel.core.shard.dims import dim_in, dims_in
+from hyper_parallel.core.shard.rule_answer import RuleAnswer, answered
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.strategies import P, Place, R, S, Strategy
 
 __all__ = [
-    "decided_where_filled",
+    "answered_where_filled",
     "expand",
     "join",
     "permute",
@@ -36,27 +36,27 @@ _PARTIAL: tuple[Place, ...] = (
 )  # moving values about is right for all of them
 
 
-def remap(x: Spec, places: dict[int, int], shape: Sequence[int], *, how: str | None = None, **facts: Any) -> Decision:
+def remap(x: Spec, places: dict[int, int], shape: Sequence[int], *, how: str | None = None, **facts: Any) -> RuleAnswer:
     """An output whose dims `places[dim]` are the input's, whole or split; the input's other dims must be whole."""
     strategies = [Strategy((R,), (R,))]
     strategies += [Strategy((S(source),), (S(target),)) for source, target in places.items()]
     strategies += [Strategy((place,), (place,)) for place in _PARTIAL]
-    return decided([x], strategies, shape, how=how, **facts)._replace(is_view=True)
+    return answered([x], strategies, shape, how=how, **facts)._replace(is_view=True)
 
 
-def permute(x: Spec, dims: Sequence[int]) -> Decision:
+def permute(x: Spec, dims: Sequence[int]) -> RuleAnswer:
     order = [dim_in(dim, x.ndim) for dim in dims]
     if sorted(order) != list(range(x.ndim)):
         raise ArgumentError("These are not all dims, each once.", expected=f"{x.ndim} dims", got=str(tuple(dims)))
     return remap(x, {source: target for target, source in enumerate(order)}, [x.shape[source] for source in order])
 
 
-def unsqueeze(x: Spec, dim: int) -> Decision:
+def unsqueeze(x: Spec, dim: int) -> RuleAnswer:
     at = dim_in(dim, x.ndim + 1)
     return remap(x, {each: each + (each >= at) for each in range(x.ndim)}, [*x.shape[:at], 1, *x.shape[at:]])
 
 
-def squeeze(x: Spec, dim: object = None) -> Decision:
+def squeeze(x: Spec, dim: object = None) -> RuleAnswer:
     """Drops dims of length 1. A dim that is split over several ranks is gathered first: elsewhere its local length is 0."""
     asked = dims_in(dim, x.ndim) if x.ndim and dim != () else ()
     dropped = {each for each in asked if x.shape[each] == 1}
@@ -68,7 +68,7 @@ def squeeze(x: Spec, dim: object = None) -> Decision:
     )  # fmt: skip
 
 
-def expand(x: Spec, shape: Sequence[int]) -> Decision:
+def expand(x: Spec, shape: Sequence[int]) -> RuleAnswer:
     """Stretched dims must be whole; the local call gets local lengths."""
     wanted = list(shape)
     new = len(wanted) - x.ndim
@@ -89,7 +89,7 @@ def expand(x: Spec, shape: Sequence[int]) -> Decision:
     return remap(x, places, wanted, how="to_local_shape")
 
 
-def repeat(x: Spec, sizes: Sequence[int]) -> Decision:
+def repeat(x: Spec, sizes: Sequence[int]) -> RuleAnswer:
     new = len(sizes) - x.ndim
     if new < 0:
         raise ArgumentError("Too few repetitions.", expected=f"{x.ndim} or more", got=str(tuple(sizes)))
@@ -99,7 +99,7 @@ def repeat(x: Spec, sizes: Sequence[int]) -> Decision:
     return remap(x, places, shape)._replace(is_view=False)
 
 
-def reshape(x: Spec, shape: Sequence[int]) -> Decision:
+def reshape(x: Spec, shape: Sequence[int]) -> RuleAnswer:
     """A reshape keeps a split where the local reshape gives the same parts; elsewhere the dim is gathered first.
 
     Lengths are cut into the smallest groups of equal product: [2, 6, 4] to [12, 2, 2] is [2, 6] to [12] and [4] to [2, 2]. Within a group
@@ -116,11 +116,11 @@ def reshape(x: Spec, shape: Sequence[int]) -> Decision:
     while True:
         strategies = [Strategy((R,), (R,)), *(Strategy((S(pair[0]),), (S(pair[2]),)) for pair in pairs)]
         strategies += [Strategy((place,), (place,)) for place in _PARTIAL]
-        decision = decided([x], strategies, target, how="to_local_shape")
+        answer = answered([x], strategies, target, how="to_local_shape")
         # Which axes split a dim is known only now, and with them where its parts begin and end.
-        right = [pair for pair in pairs if _same_parts(x, decision.inputs[0].axes_of(pair[0]), pair, target)]
+        right = [pair for pair in pairs if _same_parts(x, answer.inputs[0].axes_of(pair[0]), pair, target)]
         if right == pairs:
-            return decision._replace(is_view=True)
+            return answer._replace(is_view=True)
         pairs = right
 
 
@@ -149,19 +149,19 @@ def _parts(layout: Layout, axes: Sequence[str], length: int) -> list[tuple[int, 
     return parts
 
 
-def decided_where_filled(
+def answered_where_filled(
     x: Spec, strategies: Sequence[Strategy], shape: Sequence[int], dims: Sequence[int] | None = None
-) -> Decision:
-    """The decision for an operator that refuses a part that is empty: `dims` (None: all) are split only where every rank gets some."""
+) -> RuleAnswer:
+    """The answer for an operator that refuses a part that is empty: `dims` (None: all) are split only where every rank gets some."""
     watched = range(x.ndim) if dims is None else dims
     left = list(strategies)
     while True:
-        decision = decided([x], left, shape)
-        layout = decision.inputs[0]
+        answer = answered([x], left, shape)
+        layout = answer.inputs[0]
         # Which axes split a dim is known only now.
         empty = {S(dim) for dim in watched if _has_empty_part(layout, dim, x.shape[dim])}
         if not empty:
-            return decision
+            return answer
         left = [strategy for strategy in left if strategy.inputs[0] not in empty]
 
 
@@ -212,7 +212,7 @@ def _groups(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[list
         yield left, right
 
 
-def join(tensors: Sequence[Spec], dim: int) -> Decision:
+def join(tensors: Sequence[Spec], dim: int) -> RuleAnswer:
     """`cat`: whole along `dim`, split alike elsewhere."""
     tensors, plain = _with_plain(tensors)
     # Old programs join an empty vector to anything; it has no dims to be split.
@@ -234,10 +234,10 @@ def join(tensors: Sequence[Spec], dim: int) -> Decision:
     strategies = [Strategy((R,) * len(tensors), (R,))]
     strategies += [Strategy((S(each),) * len(tensors), (S(each),)) for each in range(ndim) if each != at]
     strategies += [Strategy((place,) * len(tensors), (place,)) for place in _PARTIAL]
-    return _without(plain, decided(tensors, strategies, shape, pinned=plain))
+    return _without(plain, answered(tensors, strategies, shape, pinned=plain))
 
 
-def stack(tensors: Sequence[Spec], dim: int) -> Decision:
+def stack(tensors: Sequence[Spec], dim: int) -> RuleAnswer:
     tensors, plain = _with_plain(tensors)
     first = tensors[0]
     if any(spec.shape != first.shape for spec in tensors):
@@ -251,7 +251,7 @@ def stack(tensors: Sequence[Spec], dim: int) -> Decision:
     ]  # fmt: skip
     strategies += [Strategy((place,) * len(tensors), (place,)) for place in _PARTIAL]
     shape = [*first.shape[:at], len(tensors), *first.shape[at:]]
-    return _without(plain, decided(tensors, strategies, shape, pinned=plain))
+    return _without(plain, answered(tensors, strategies, shape, pinned=plain))
 
 
 def _with_plain(tensors: Sequence[Any]) -> tuple[list[Spec], list[int]]:
@@ -262,6 +262,6 @@ def _with_plain(tensors: Sequence[Any]) -> tuple[list[Spec], list[int]]:
     return [each if isinstance(each, Spec) else number for each in tensors], plain
 
 
-def _without(plain: Sequence[int], decision: Decision) -> Decision:
-    """The decision for those that are DTensors."""
-    return decision._replace(inputs=tuple(each for index, each in enumerate(decision.inputs) if index not in plain))
+def _without(plain: Sequence[int], answer: RuleAnswer) -> RuleAnswer:
+    """The answer for those that are DTensors."""
+    return answer._replace(inputs=tuple(each for index, each in enumerate(answer.inputs) if index not in plain))

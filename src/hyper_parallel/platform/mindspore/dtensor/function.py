@@ -8,7 +8,7 @@ from typing import Any
 from mindspore.common._grad_function import _Function
 
 from hyper_parallel.core.shard.local_callable import FunctionOnShards
-from hyper_parallel.platform.mindspore.dtensor import glue  # noqa: F401 - so that the dispatcher knows DTensors
+from hyper_parallel.platform.mindspore.dtensor import backend  # noqa: F401 - so that the dispatcher knows DTensors
 from hyper_parallel.platform.mindspore.dtensor.tensor import DTensor
 
 __all__ = ["DFunction"]

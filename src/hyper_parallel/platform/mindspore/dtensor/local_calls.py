@@ -16,8 +16,8 @@ from mindspore.graph.api import _no_grad
 from hyper_parallel._base.errors import ArgumentTypeError, StateError
 from hyper_parallel.core.dtensor.boxes import box_of
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.decision import Decision, LocalCall
 from hyper_parallel.core.shard.local_parts import mesh_coordinate
+from hyper_parallel.core.shard.rule_answer import LocalCall, RuleAnswer
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.mindspore.devices import Devices
 from hyper_parallel.platform.mindspore.tensors import filled
@@ -57,13 +57,13 @@ _NEUTRAL = {
 }
 
 
-def local_call(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
-    """The local implementation that a decision names; None: the operator itself."""
-    call = None if decision.how is None else _MAKERS[decision.how](decision, inputs, name)
-    coordinate = _coordinate(decision.inputs[0])
-    if all(0 in spec.local_shape_at(coordinate) for spec in decision.outputs):
+def local_call(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    """The local implementation that an answer names; None: the operator itself."""
+    call = None if answer.how is None else _MAKERS[answer.how](answer, inputs, name)
+    coordinate = _coordinate(answer.inputs[0])
+    if all(0 in spec.local_shape_at(coordinate) for spec in answer.outputs):
         return _unrecorded(call)
-    return _of_nothing(call, _NEUTRAL[name]) if name in _NEUTRAL and _sums_nothing(decision, inputs) else call
+    return _of_nothing(call, _NEUTRAL[name]) if name in _NEUTRAL and _sums_nothing(answer, inputs) else call
 
 
 def _unrecorded(call: LocalCall | None) -> LocalCall:
@@ -76,14 +76,13 @@ def _unrecorded(call: LocalCall | None) -> LocalCall:
     return without_graph
 
 
-def _sums_nothing(decision: Decision, inputs: Sequence[Spec]) -> bool:
+def _sums_nothing(answer: RuleAnswer, inputs: Sequence[Spec]) -> bool:
     """Whether this rank has no elements of an input, and some of the output."""
-    coordinate = _coordinate(decision.inputs[0])
+    coordinate = _coordinate(answer.inputs[0])
     mine = [
-        Spec(layout, spec.shape).local_shape_at(coordinate)
-        for layout, spec in zip(decision.inputs, inputs, strict=True)
+        Spec(layout, spec.shape).local_shape_at(coordinate) for layout, spec in zip(answer.inputs, inputs, strict=True)
     ]
-    return any(0 in shape for shape in mine) and 0 not in decision.outputs[0].local_shape_at(coordinate)
+    return any(0 in shape for shape in mine) and 0 not in answer.outputs[0].local_shape_at(coordinate)
 
 
 def _of_nothing(call: LocalCall | None, neutral: int) -> LocalCall:
@@ -105,24 +104,24 @@ def _coordinate(layout: Layout) -> tuple[int, ...]:
     return mesh_coordinate(layout.mesh)
 
 
-def _to_local_shape(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
-    shape = decision.outputs[0].local_shape_at(_coordinate(decision.outputs[0].layout))
+def _to_local_shape(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
+    shape = answer.outputs[0].local_shape_at(_coordinate(answer.outputs[0].layout))
     if name in ("BroadcastTo", "BroadcastToView", "Expand", "ExpandAs"):
         return lambda func, args, kwargs: ops.broadcast_to(args[0], shape)
     return lambda func, args, kwargs: args[0].reshape(shape)
 
 
-def _squeeze(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
-    shape = decision.outputs[0].local_shape_at(_coordinate(decision.outputs[0].layout))
+def _squeeze(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
+    shape = answer.outputs[0].local_shape_at(_coordinate(answer.outputs[0].layout))
     return lambda func, args, kwargs: args[0].reshape(shape)
 
 
-def _mean(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+def _mean(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
     """A local sum over the global count: uneven parts weigh what they should."""
-    before = {axis for axis, _ in decision.inputs[0].partial}
-    if all(axis in before for axis, _ in decision.outputs[0].layout.partial):
+    before = {axis for axis, _ in answer.inputs[0].partial}
+    if all(axis in before for axis, _ in answer.outputs[0].layout.partial):
         return None
-    count, dims, keepdim, dtype = (decision.facts[key] for key in ("count", "dims", "keepdim", "dtype"))
+    count, dims, keepdim, dtype = (answer.facts[key] for key in ("count", "dims", "keepdim", "dtype"))
 
     def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         x = args[0] if dtype is None else args[0].to(dtype)
@@ -131,18 +130,18 @@ def _mean(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | 
     return call
 
 
-def _copy(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+def _copy(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
     return (lambda func, args, kwargs: args[0].copy()) if Devices.device_type() == "cpu" else None
 
 
-def _stack(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
-    dim = decision.facts["dim"]
+def _stack(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    dim = answer.facts["dim"]
     return (lambda func, args, kwargs: ops.stack(args[0], dim)) if Devices.device_type() == "cpu" else None
 
 
-def _nothing_of_nothing(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+def _nothing_of_nothing(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
     """For operators that refuse a tensor without elements."""
-    shapes = [spec.local_shape_at(_coordinate(spec.layout)) for spec in decision.outputs]
+    shapes = [spec.local_shape_at(_coordinate(spec.layout)) for spec in answer.outputs]
     if not any(0 in shape for shape in shapes):
         return None
 
@@ -154,8 +153,8 @@ def _nothing_of_nothing(decision: Decision, inputs: Sequence[Spec], name: str) -
     return call
 
 
-def _getitem(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
-    items = decision.facts["index"]
+def _getitem(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
+    items = answer.facts["index"]
     return lambda func, args, kwargs: _taken(args[0], items)
 
 
@@ -185,8 +184,8 @@ def _taken(x: Tensor, items: Sequence[Any]) -> Tensor:
     return x.reshape(tuple(shape))
 
 
-def _index(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
-    dim = decision.facts["dim"]
+def _index(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
+    dim = answer.facts["dim"]
     length = inputs[0].shape[dim]
 
     def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -204,11 +203,11 @@ def _index(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
     return call
 
 
-def _rows_of_a_part(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
+def _rows_of_a_part(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
     """Each rank looks up the rows it has, and leaves zeros for the others; the parts are then summed."""
     table_first = name == "Gather"
     table = inputs[0 if table_first else 1]
-    layout = decision.inputs[0 if table_first else 1]
+    layout = answer.inputs[0 if table_first else 1]
     box = box_of(layout, table.shape, _coordinate(layout))
     first, count = box.starts[0], box.sizes[0]
 
@@ -233,10 +232,10 @@ def check_seeded(layout: Layout) -> None:
         )
 
 
-def _dropout(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+def _dropout(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
     """Ranks that hold the same part draw the same numbers, and others draw others."""
-    layout = decision.outputs[0].layout
-    box = box_of(layout, decision.outputs[0].shape, _coordinate(layout))
+    layout = answer.outputs[0].layout
+    box = box_of(layout, answer.outputs[0].shape, _coordinate(layout))
 
     def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         check_seeded(layout)
@@ -253,7 +252,7 @@ def _dropout(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall
     return call
 
 
-def _as_it_is(decision: Decision, inputs: Sequence[Spec], name: str) -> None:
+def _as_it_is(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> None:
     """The operator itself."""
 
 

@@ -28,7 +28,7 @@ from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, NoRuleError
 from hyper_parallel.core.shard.local_parts import as_layout, checked_spec, mesh_coordinate
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.mindspore.communication import Communication
-from hyper_parallel.platform.mindspore.dtensor.looks import Looks
+from hyper_parallel.platform.mindspore.dtensor.global_meta import GlobalMeta
 from hyper_parallel.platform.mindspore.dtensor.movement import (
     detached,
     extremes_reduced,
@@ -52,7 +52,7 @@ def _taken(x: Tensor, index: object) -> Tensor:
 _GETITEM = Operator("__getitem__", _taken)
 
 
-class DTensor(Looks, Tensor):
+class DTensor(GlobalMeta, Tensor):
     """A tensor over the ranks of a mesh. Made by `from_local`, `distribute_tensor` and the factories.
 
     Example:
@@ -69,7 +69,7 @@ class DTensor(Looks, Tensor):
     _values: Tensor  # of the result of a redistribution
     _origin: tuple[Tensor, Layout]  # and what it was made from, with its layout
     _ties: dict[tuple[str, ...], Tensor]
-    _glue: Any = None  # set by `glue`
+    _backend: Any = None  # set by `backend`
 
     def __new__(cls, local: Tensor, spec: Spec | None = None) -> DTensor:
         if isinstance(local, DTensor) and spec is None:  # as `Parameter(dtensor)` does, with a class of both
@@ -89,7 +89,7 @@ class DTensor(Looks, Tensor):
     def __init_subclass__(cls, **options: Any) -> None:
         # `Parameter(dtensor)` is of a class that MindSpore makes of both; the dispatcher looks for exact classes.
         super().__init_subclass__(**options)
-        _OP_DISPATCHER.add_dtensor(cls, DTensor._glue)
+        _OP_DISPATCHER.add_dtensor(cls, DTensor._backend)
 
     def __fallback__(self, func: object, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         operator, given = operator_of(func, args)

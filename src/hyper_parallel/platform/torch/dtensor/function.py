@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.shard.local_callable import FunctionOnShards
-from hyper_parallel.platform.torch.dtensor import glue  # noqa: F401 - so that the dispatcher knows DTensors
+from hyper_parallel.platform.torch.dtensor import backend  # noqa: F401 - so that the dispatcher knows DTensors
 from hyper_parallel.platform.torch.dtensor.tensor import DTensor
 
 __all__ = ["DFunction"]

@@ -13,10 +13,10 @@ from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placements import Placement
 from hyper_parallel.core.shard.spec import Spec
 
-__all__ = ["Looks"]
+__all__ = ["GlobalMeta"]
 
 
-class Looks:
+class GlobalMeta:
     """The part of `DTensor` that answers questions. It stands before `Tensor`, whose answers would be those of this rank's part."""
 
     _spec: Spec
