@@ -39,7 +39,7 @@ def run_ops(which: list[str] | None, most_samples: int, ways: list[str] | None, 
 
     infos = op_database.database()
     is_wanted = op_database.can_be_distributed if is_unknown_replicated else op_database.has_rule
-    names = which or [each.formatted_name for each in infos if is_wanted(each)]
+    names = which or [info.formatted_name for info in infos if is_wanted(info)]
     ways = ways or list(op_database.WAYS)
     return op_database.run_ops(names, most_samples, ways, is_unknown_replicated=is_unknown_replicated)
 
@@ -47,11 +47,11 @@ def run_ops(which: list[str] | None, most_samples: int, ways: list[str] | None, 
 def on_two_ranks(*arguments: Any) -> collections.Counter[str]:
     """How many calls had which outcome; wrong ones raise."""
     ranks = processes.pool("torch", 2).run(run_ops, *arguments, deadline_s=7200)
-    bad = [each for outcomes in ranks for each in outcomes if each.verdict in ("wrong", "crash")]
-    counts = collections.Counter(each.verdict for each in ranks[0])
+    bad = [outcome for outcomes in ranks for outcome in outcomes if outcome.verdict in ("wrong", "crash")]
+    counts = collections.Counter(outcome.verdict for outcome in ranks[0])
     print(dict(counts))
-    assert not bad, f"{len(bad)} calls, such as\n" + "\n".join(f"{each}" for each in bad[:20])
-    assert [each[:3] for each in ranks[0]] == [each[:3] for each in ranks[1]]
+    assert not bad, f"{len(bad)} calls, such as\n" + "\n".join(f"{outcome}" for outcome in bad[:20])
+    assert [outcome[:3] for outcome in ranks[0]] == [outcome[:3] for outcome in ranks[1]]
     return counts
 
 

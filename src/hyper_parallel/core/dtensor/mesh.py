@@ -326,7 +326,7 @@ class DeviceMesh(Interned):
         """
         platform = communicating_platform()
         groups = list(group) if isinstance(group, (list, tuple)) else [group]
-        members = [tuple(int(rank) for rank in platform.get_process_group_ranks(each)) for each in groups]
+        members = [tuple(int(rank) for rank in platform.get_process_group_ranks(member)) for member in groups]
         if mesh is None:
             if len(groups) != 1:
                 raise ArgumentError(
@@ -342,8 +342,8 @@ class DeviceMesh(Interned):
                 "The groups are not the axes of the mesh.",
                 expected=f"groups of the ranks {expected}", got=str(members), where=repr(made),
             )  # fmt: skip
-        for each in groups:
-            platform.mark_created_groups(each)
+        for member in groups:
+            platform.mark_created_groups(member)
         return made
 
     def to_torch(self) -> Any:

@@ -45,19 +45,19 @@ class CommLog:
     @property
     def num_bytes(self) -> int:
         """What this rank received, all together."""
-        return sum(each.num_bytes for each in self.entries)
+        return sum(entry.num_bytes for entry in self.entries)
 
     def counts(self, why: str | None = None) -> dict[str, int]:
         """Collectives by kind; `why` is "asked", "implied" or "gradient"."""
-        return dict(Counter(each.kind for each in self.entries if why is None or each.why == why))
+        return dict(Counter(entry.kind for entry in self.entries if why is None or entry.why == why))
 
     def __str__(self) -> str:
         if not self.entries:
             return "No communication."
         lines = [f"{self.total} collectives, {self.num_bytes:,} bytes received by this rank"]
         lines += [
-            f"  {each.kind:<16}{'·'.join(each.axes):<12}{each.num_bytes:>14,} B  {each.why:<9}{each.where}"
-            for each in self.entries
+            f"  {entry.kind:<16}{'·'.join(entry.axes):<12}{entry.num_bytes:>14,} B  {entry.why:<9}{entry.where}"
+            for entry in self.entries
         ]
         return "\n".join(lines)
 

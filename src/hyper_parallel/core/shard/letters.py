@@ -72,7 +72,7 @@ def terms_for(inputs: list[list[str]], output: list[str], ndims: Sequence[int]) 
 
 def _spelt(term: list[str], extra: int) -> list[str]:
     hidden = [f".{extra - 1 - i}" for i in range(extra)]
-    return [each for name in term for each in (hidden if name == ELLIPSIS else [name])]
+    return [letter for name in term for letter in (hidden if name == ELLIPSIS else [name])]
 
 
 def strategies_of(

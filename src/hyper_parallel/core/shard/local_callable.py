@@ -52,8 +52,8 @@ class FunctionOnShards:
         if isinstance(value, cls._dtensor_types):
             return True
         if type(value) in (list, tuple):
-            return any(cls._has_dtensor(each) for each in value)
-        return type(value) is dict and any(cls._has_dtensor(each) for each in value.values())
+            return any(cls._has_dtensor(item) for item in value)
+        return type(value) is dict and any(cls._has_dtensor(item) for item in value.values())
 
     @classmethod
     def _check_own(cls, args: Sequence[Any]) -> None:

@@ -43,7 +43,9 @@ def noted_transport(platform: object, tensors: LocalTensors, mesh: DeviceMesh) -
 
     def noted(kind: str, ranks: tuple[int, ...], num_bytes: int) -> None:
         coordinates = [mesh.coordinate_of(rank) for rank in ranks]
-        axes = tuple(axis for i, axis in enumerate(mesh.axis_names) if len({each[i] for each in coordinates}) > 1)
+        axes = tuple(
+            axis for i, axis in enumerate(mesh.axis_names) if len({coordinate[i] for coordinate in coordinates}) > 1
+        )
         note(kind, axes, num_bytes)
 
     return PlatformTransport(platform, tensors, noted)
@@ -101,8 +103,8 @@ def _check_on_all_ranks(dtype: str, spec: Spec, problem: str | None, is_shape_gi
         found = [None] * len(mesh.ranks)
         platform.all_gather_object(found, mine, platform.create_group(list(mesh.ranks)))
     wrong = [f"rank {rank}: {text}" for rank, _, _, text in found if text is not None]
-    if not wrong and len({(each, shape) for _, each, shape, _ in found}) > 1:
-        wrong = [f"rank {rank}: {each}{list(shape)}" for rank, each, shape, _ in found]
+    if not wrong and len({(dtype, shape) for _, dtype, shape, _ in found}) > 1:
+        wrong = [f"rank {rank}: {dtype}{list(shape)}" for rank, dtype, shape, _ in found]
     if wrong:
         hint = "" if is_shape_given else " Where the parts are uneven, pass `shape`, the global shape."
         raise ArgumentError(

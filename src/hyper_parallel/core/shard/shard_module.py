@@ -153,18 +153,18 @@ def _call_on_shards(
     is_several = isinstance(out_placements, tuple)
     wanted = out_placements if is_several else (out_placements,)
     # What varies is known from the layouts alone, so the ties can be made before the call.
-    outputs = [None if each is None else _spec_of_any_shape(each, mesh) for each in wanted]
+    outputs = [None if layout is None else _spec_of_any_shape(layout, mesh) for layout in wanted]
     locals_ = [arg._tied(tied_axes(arg._spec.layout, outputs)) if isinstance(arg, dtensor) else arg for arg in args]
     result = fn(*locals_, **kwargs)
 
-    def made(index: int, value: Any, each: Any) -> Any:
-        if each is None or not backend.is_tensor(value):
+    def made(index: int, value: Any, wanted_layout: Any) -> Any:
+        if wanted_layout is None or not backend.is_tensor(value):
             return value
-        layout = as_layout(each, mesh, len(value.shape), f"result {index}")
+        layout = as_layout(wanted_layout, mesh, len(value.shape), f"result {index}")
         return backend.wrap(value, checked_spec(value, layout, None, False))
 
     results = tuple(result) if is_several else (result,)
-    outcome = [made(index, value, each) for index, (value, each) in enumerate(zip(results, wanted, strict=True))]
+    outcome = [made(index, value, layout) for index, (value, layout) in enumerate(zip(results, wanted, strict=True))]
     return tuple(outcome) if is_several else outcome[0]
 
 
@@ -172,16 +172,16 @@ def _own_placements(wanted: Any) -> Any:
     """A list of placements with those of PyTorch's replaced by ours; anything else as it is."""
     if type(wanted) not in (list, tuple):
         return wanted
-    return type(wanted)(as_placement(each) or each for each in wanted)
+    return type(wanted)(as_placement(placement) or placement for placement in wanted)
 
 
 def _spec_of_any_shape(wanted: Any, mesh: DeviceMesh) -> Spec:
     wanted = _own_placements(wanted)
     if isinstance(wanted, Layout):
         ndim = wanted.ndim
-    elif any(isinstance(each, Placement) for each in wanted):
+    elif any(isinstance(placement, Placement) for placement in wanted):
         # More dims than any placement names; a negative one counts from an end that is not known yet, and splits all the same.
-        ndim = 1 + max([0, *(abs(each.dim) for each in wanted if isinstance(each, Shard))])
+        ndim = 1 + max([0, *(abs(placement.dim) for placement in wanted if isinstance(placement, Shard))])
     else:
         ndim = len(wanted)
     return Spec(as_layout(wanted, mesh, ndim, "a result"), (1,) * ndim)
@@ -198,7 +198,7 @@ def as_layout(wanted: Any, mesh: DeviceMesh, ndim: int, what: str) -> Layout:
         layout = wanted
     elif isinstance(wanted, (list, tuple)):
         # Placements and axis names are not mixed: an empty list is the layout of a tensor without dims.
-        if any(isinstance(each, Placement) for each in wanted):
+        if any(isinstance(placement, Placement) for placement in wanted):
             layout = Layout.from_placements(mesh, list(wanted), ndim)
         else:
             layout = Layout(mesh, tuple(wanted))
@@ -273,7 +273,7 @@ def _per_value(wanted: Any, count: int) -> list[Any]:
     """One layout per value: a list of layouts, or one layout, which is for the first."""
     wanted = _own_placements(wanted)
     is_one = isinstance(wanted, Layout) or (
-        isinstance(wanted, (list, tuple)) and all(each is None or isinstance(each, (str, Placement)) for each in wanted)
+        isinstance(wanted, (list, tuple)) and all(item is None or isinstance(item, (str, Placement)) for item in wanted)
     )
     listed = [wanted] if is_one else list(wanted)
     if len(listed) > count:

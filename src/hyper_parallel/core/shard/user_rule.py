@@ -96,8 +96,8 @@ def _seen(
         elif backend.is_tensor(value):
             layouts.append(None)
         elif isinstance(value, (list, tuple)) and _has_tensors(value, backend):
-            for each in value:
-                look(each, True)
+            for item in value:
+                look(item, True)
         elif not is_nested:
             others.append(value)
 
@@ -108,7 +108,7 @@ def _seen(
 
 def _has_tensors(value: object, backend: DispatchBackend) -> bool:
     if isinstance(value, (list, tuple)):
-        return any(_has_tensors(each, backend) for each in value)
+        return any(_has_tensors(item, backend) for item in value)
     return backend.is_tensor(value)
 
 
@@ -148,10 +148,10 @@ class _Preprocessed:
         if self._backend.is_tensor(value):
             return function(value)
         if isinstance(value, (list, tuple)):
-            found = [self._walk(each, function) for each in value]
+            found = [self._walk(item, function) for item in value]
             return found if isinstance(value, list) else tuple(found)
         if isinstance(value, dict):
-            return {key: self._walk(each, function) for key, each in value.items()}
+            return {key: self._walk(item, function) for key, item in value.items()}
         return value
 
 
@@ -201,12 +201,12 @@ class _ShapesFromInputs:
             return local_length
         for spec in self._inputs:
             own = spec.local_shape_at(coordinate)
-            for each in range(spec.ndim):
-                if spec.layout.axes_of(each) == axes and own[each] == local_length:
-                    return int(spec.shape[each])
+            for own_dim in range(spec.ndim):
+                if spec.layout.axes_of(own_dim) == axes and own[own_dim] == local_length:
+                    return int(spec.shape[own_dim])
         for spec in self._inputs:
-            for each, length in enumerate(spec.shape):
-                if length % math.prod(spec.layout.mesh.size(axis) for axis in spec.layout.axes_of(each)):
+            for own_dim, length in enumerate(spec.shape):
+                if length % math.prod(spec.layout.mesh.size(axis) for axis in spec.layout.axes_of(own_dim)):
                     raise ArgumentError(
                         f"The global shape of what {self._rule.op_name!r} returns is not known: its inputs are split unevenly.",
                         expected="`infer_shape(self, shapes, extra_args)` in the rule", got=f"none, and {spec}", where=type(self._rule).__name__,
@@ -241,7 +241,7 @@ class _Wrapper:
             outputs = f"{len(result)} outputs" if isinstance(result, (tuple, list)) else "one output"
             raise _wrong_answer(self._rule, f"as many layouts as there are outputs: {outputs}", list(layouts))
         return type(result)(
-            self._wrapped(each, i, layout) for i, (each, layout) in enumerate(zip(result, layouts, strict=True))
+            self._wrapped(value, i, layout) for i, (value, layout) in enumerate(zip(result, layouts, strict=True))
         )
 
     def _wrapped(self, value: Any, index: int, layout: Layout | None) -> Any:

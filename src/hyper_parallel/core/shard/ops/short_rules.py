@@ -62,11 +62,11 @@ class StrategyRule(DistributedOp):
             raise _no_strategies(strategies)
         if not strategies:
             raise ArgumentError("A rule needs a strategy.", expected="at least one", got="none")
-        for each in strategies:
-            if not isinstance(each, (tuple, list)) or len(each) != 2 or not all(map(_is_list, each)):
-                raise _no_strategies(each)
+        for strategy in strategies:
+            if not isinstance(strategy, (tuple, list)) or len(strategy) != 2 or not all(map(_is_list, strategy)):
+                raise _no_strategies(strategy)
         found = [Strategy(_places(inputs), _places(outputs)) for inputs, outputs in strategies]
-        lengths = {(len(each.inputs), len(each.outputs)) for each in found}
+        lengths = {(len(strategy.inputs), len(strategy.outputs)) for strategy in found}
         if len(lengths) != 1:
             raise ArgumentError(
                 "The strategies of one rule are about the same tensors.",
@@ -86,7 +86,10 @@ class StrategyRule(DistributedOp):
             )  # fmt: skip
         # How many dims an output has is known only when it is there: as many as its strategies can name.
         ndims = [
-            max((place.dim + 1 for each in self._strategies if isinstance(place := each.outputs[i], S)), default=0)
+            max(
+                (place.dim + 1 for strategy in self._strategies if isinstance(place := strategy.outputs[i], S)),
+                default=0,
+            )
             for i in range(self._num_outputs)
         ]
         return choose(tensors, self._strategies, ndims)

@@ -65,7 +65,7 @@ def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
                 raise ArgumentError(
                     "The global shapes do not fit together.",
                     expected="equal lengths, or 1, in every dim from the right",
-                    got=" and ".join(str(tuple(each)) for each in shapes),
+                    got=" and ".join(str(tuple(lengths)) for lengths in shapes),
                 )
             result[dim] = length if length != 1 else result[dim]
     return tuple(result)

@@ -42,7 +42,7 @@ def split(x: Spec, sizes: int | Sequence[int], dim: int = 0) -> RuleAnswer:
         lengths = list(sizes)
     if sum(lengths) != length or min(lengths) < 0:
         raise ArgumentError("The pieces do not add up.", expected=f"{length} in dim {dim}", got=str(lengths))
-    return _pieces(x, at, [[*x.shape[:at], each, *x.shape[at + 1 :]] for each in lengths], {at})
+    return _pieces(x, at, [[*x.shape[:at], piece, *x.shape[at + 1 :]] for piece in lengths], {at})
 
 
 def chunk(x: Spec, chunks: int, dim: int = 0) -> RuleAnswer:
@@ -58,9 +58,9 @@ def unbind(x: Spec, dim: int = 0) -> RuleAnswer:
 def _pieces(x: Spec, at: int, shapes: list[list[int]], whole: set[int], is_dropped: bool = False) -> RuleAnswer:
     strategies = [Strategy((R,), (R,) * len(shapes))]
     strategies += [
-        Strategy((S(each),), (S(each - (is_dropped and each > at)),) * len(shapes))
-        for each in range(x.ndim)
-        if each not in whole
+        Strategy((S(other),), (S(other - (is_dropped and other > at)),) * len(shapes))
+        for other in range(x.ndim)
+        if other not in whole
     ]
     strategies += [Strategy((place,), (place,) * len(shapes)) for place in _PARTIAL]
     return answered([x], strategies, *shapes)
@@ -68,13 +68,13 @@ def _pieces(x: Spec, at: int, shapes: list[list[int]], whole: set[int], is_dropp
 
 def narrow(x: Spec, dim: int, length: int) -> RuleAnswer:
     at = dim_in(dim, x.ndim)
-    places = {each: each for each in range(x.ndim) if each != at or length == x.shape[at]}
+    places = {other: other for other in range(x.ndim) if other != at or length == x.shape[at]}
     return remap(x, places, [*x.shape[:at], length, *x.shape[at + 1 :]])
 
 
 def select(x: Spec, dim: int) -> RuleAnswer:
     at = dim_in(dim, x.ndim)
-    places = {each: each - (each > at) for each in range(x.ndim) if each != at}
+    places = {other: other - (other > at) for other in range(x.ndim) if other != at}
     return remap(x, places, [*x.shape[:at], *x.shape[at + 1 :]])
 
 
@@ -121,9 +121,9 @@ def index_by_tensor(x: Spec, index: Spec, dim: int = 0) -> RuleAnswer:
     shape = [*x.shape[:at], *index.shape, *x.shape[at + 1 :]]
     strategies = [Strategy((R, R), (R,))]
     strategies += [
-        Strategy((S(each), R), (S(each + (index.ndim - 1) * (each > at)),)) for each in range(x.ndim) if each != at
+        Strategy((S(other), R), (S(other + (index.ndim - 1) * (other > at)),)) for other in range(x.ndim) if other != at
     ]
-    strategies += [Strategy((R, S(each)), (S(at + each),)) for each in range(index.ndim)]
+    strategies += [Strategy((R, S(other)), (S(at + other),)) for other in range(index.ndim)]
     strategies += [Strategy((place, R), (place,)) for place in _PARTIAL]
     return answered([x, index], strategies, shape, how="by_positions")
 
@@ -133,9 +133,9 @@ def lines_by_index(x: Spec, dim: int, index: Spec) -> RuleAnswer:
     at = dim_in(dim, x.ndim)
     strategies = [Strategy((R, R), (R,)), Strategy((R, S(at)), (S(at),))]
     strategies += [
-        Strategy((S(each), S(each)), (S(each),))
-        for each in range(x.ndim)
-        if each != at and x.shape[each] == index.shape[each]
+        Strategy((S(other), S(other)), (S(other),))
+        for other in range(x.ndim)
+        if other != at and x.shape[other] == index.shape[other]
     ]
     strategies += [Strategy((place, R), (place,)) for place in _PARTIAL[:2]]
     return answered([x, index], strategies, index.shape)
@@ -147,9 +147,9 @@ def scatter_lines(x: Spec, dim: int, index: Spec, source: Spec | None = None, in
     tensors = [x, index] if source is None else [x, index, source]
     strategies = [Strategy((R,) * len(tensors), (R,))]
     strategies += [
-        Strategy((S(each),) * len(tensors), (S(each),))
-        for each in range(x.ndim)
-        if each != at and all(spec.shape[each] == x.shape[each] for spec in tensors)
+        Strategy((S(other),) * len(tensors), (S(other),))
+        for other in range(x.ndim)
+        if other != at and all(spec.shape[other] == x.shape[other] for spec in tensors)
     ]
     return answered(tensors, strategies, x.shape, pinned=[0] if in_place else [])
 
@@ -168,7 +168,7 @@ def pad(x: Spec, widths: Sequence[int], can_be_empty: bool = True) -> RuleAnswer
         if before or after:
             whole.add(dim)
     strategies = [Strategy((R,), (R,))]
-    strategies += [Strategy((S(each),), (S(each),)) for each in range(x.ndim) if each not in whole]
+    strategies += [Strategy((S(dim),), (S(dim),)) for dim in range(x.ndim) if dim not in whole]
     return answered([x], strategies, shape) if can_be_empty else answered_where_filled(x, strategies, shape)
 
 
@@ -179,7 +179,7 @@ def index_rows(x: Spec, indices: Sequence[Spec]) -> RuleAnswer:
     count = len(indices)
     strategies = [Strategy((R,) * (count + 1), (R,))]
     strategies += [
-        Strategy((S(each), *(R,) * count), (S(each - count + len(positions)),)) for each in range(count, x.ndim)
+        Strategy((S(dim), *(R,) * count), (S(dim - count + len(positions)),)) for dim in range(count, x.ndim)
     ]
     return answered([x, *indices], strategies, shape, how="by_positions")
 

@@ -19,7 +19,7 @@ def embedding(ids: Spec, table: Spec) -> RuleAnswer:
     if table.ndim != 2:
         raise ArgumentError("An embedding table has two dims.", expected="[rows, width]", got=str(table.shape))
     strategies = [Strategy((R, R), (R,)), Strategy((R, S(1)), (S(ids.ndim),))]
-    strategies += [Strategy((S(each), R), (S(each),)) for each in range(ids.ndim)]
+    strategies += [Strategy((S(dim), R), (S(dim),)) for dim in range(ids.ndim)]
     strategies.append(Strategy((R, S(0)), (P("sum"),)))
     answer = answered([ids, table], strategies, [*ids.shape, table.shape[1]])
     is_split = any(table.layout.mesh.size(axis) > 1 for axis in answer.inputs[1].axes_of(0))
@@ -30,7 +30,7 @@ def norm_over_last(x: Spec, count: int, *weights: Spec) -> RuleAnswer:
     """Layer and RMS norm over the last `count` dims, which must be whole; so must the weights."""
     tensors = [x, *weights]
     strategies = [Strategy((R,) * len(tensors), (R,))]
-    strategies += [Strategy((S(each), *(R,) * len(weights)), (S(each),)) for each in range(x.ndim - count)]
+    strategies += [Strategy((S(dim), *(R,) * len(weights)), (S(dim),)) for dim in range(x.ndim - count)]
     return answered(tensors, strategies, x.shape)
 
 
@@ -89,13 +89,13 @@ def cross_entropy(
     """
     dims = logits.ndim
     classes = 0 if dims == 1 else 1
-    rows = [each for each in range(dims) if each != classes]
-    shape: Sequence[int] = [logits.shape[each] for each in rows] if reduction == "none" else []
+    rows = [dim for dim in range(dims) if dim != classes]
+    shape: Sequence[int] = [logits.shape[dim] for dim in rows] if reduction == "none" else []
     strategies = [Strategy((R, R), (R,))]
-    for index, each in enumerate(rows):
-        own = index if is_by_index else each
+    for index, dim in enumerate(rows):
+        own = index if is_by_index else dim
         out: Place = S(index) if reduction == "none" else P("sum")
-        strategies.append(Strategy((S(each), S(own)), (out,)))
+        strategies.append(Strategy((S(dim), S(own)), (out,)))
     if is_by_index and can_split_classes:
         strategies.append(Strategy((S(classes), R), (R,)))
     return answered([logits, target], strategies, shape, how="cross_entropy", classes=classes)

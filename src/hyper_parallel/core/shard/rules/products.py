@@ -101,7 +101,7 @@ def _lengths(terms: Sequence[Sequence[str]], tensors: Sequence[Spec]) -> dict[st
                 raise ArgumentError(
                     "The global shapes do not fit together.",
                     expected=f"length {known} of the dim {name!r}",
-                    got=f"{length} in {spec.shape}; all shapes: {', '.join(str(each.shape) for each in tensors)}",
+                    got=f"{length} in {spec.shape}; all shapes: {', '.join(str(other.shape) for other in tensors)}",
                 )
     return lengths
 

@@ -53,17 +53,17 @@ def permute(x: Spec, dims: Sequence[int]) -> RuleAnswer:
 
 def unsqueeze(x: Spec, dim: int) -> RuleAnswer:
     at = dim_in(dim, x.ndim + 1)
-    return remap(x, {each: each + (each >= at) for each in range(x.ndim)}, [*x.shape[:at], 1, *x.shape[at:]])
+    return remap(x, {source: source + (source >= at) for source in range(x.ndim)}, [*x.shape[:at], 1, *x.shape[at:]])
 
 
 def squeeze(x: Spec, dim: object = None) -> RuleAnswer:
     """Drops dims of length 1. A dim that is split over several ranks is gathered first: elsewhere its local length is 0."""
-    asked = dims_in(dim, x.ndim) if x.ndim and dim != () else ()
-    dropped = {each for each in asked if x.shape[each] == 1}
-    kept = [each for each in range(x.ndim) if each not in dropped]
+    named = dims_in(dim, x.ndim) if x.ndim and dim != () else ()
+    dropped = {own for own in named if x.shape[own] == 1}
+    kept = [own for own in range(x.ndim) if own not in dropped]
     # The global dims are named to the local call: a local length of 1 that is no global one must stay.
     return remap(
-        x, {source: target for target, source in enumerate(kept)}, [x.shape[each] for each in kept],
+        x, {source: target for target, source in enumerate(kept)}, [x.shape[own] for own in kept],
         how="squeeze", dims=tuple(sorted(dropped)),
     )  # fmt: skip
 
@@ -78,12 +78,12 @@ def expand(x: Spec, shape: Sequence[int]) -> RuleAnswer:
         )
     places = {}
     for dim, length in enumerate(x.shape):
-        asked = wanted[new + dim]
-        if asked not in (-1, length) and length != 1:
+        asked_length = wanted[new + dim]
+        if asked_length not in (-1, length) and length != 1:
             raise ArgumentError(
-                "The tensor cannot be expanded to this shape.", expected=f"{length} or -1 in dim {new + dim}", got=str(asked)
+                "The tensor cannot be expanded to this shape.", expected=f"{length} or -1 in dim {new + dim}", got=str(asked_length)
             )  # fmt: skip
-        if asked in (-1, length):
+        if asked_length in (-1, length):
             wanted[new + dim] = length
             places[dim] = new + dim
     return remap(x, places, wanted, how="to_local_shape")
@@ -110,8 +110,8 @@ def reshape(x: Spec, shape: Sequence[int]) -> RuleAnswer:
     for sources, targets in _groups(x.shape, target):
         if sources and targets:
             source, result = _head(sources, x.shape), _head(targets, target)
-            inner = math.prod(x.shape[each] for each in sources if each > source)
-            rest = math.prod(target[each] for each in targets if each > result)
+            inner = math.prod(x.shape[dim] for dim in sources if dim > source)
+            rest = math.prod(target[dim] for dim in targets if dim > result)
             pairs.append((source, inner, result, rest))
     while True:
         strategies = [Strategy((R,), (R,)), *(Strategy((S(pair[0]),), (S(pair[2]),)) for pair in pairs)]
@@ -223,7 +223,7 @@ def join(tensors: Sequence[Spec], dim: int) -> RuleAnswer:
     first = next(spec for spec in tensors if spec.ndim == ndim)
     for spec in tensors:
         differs = spec.ndim != ndim or any(
-            a != b for each, (a, b) in enumerate(zip(spec.shape, first.shape, strict=False)) if each != at
+            a != b for other, (a, b) in enumerate(zip(spec.shape, first.shape, strict=False)) if other != at
         )
         if differs:
             raise ArgumentError(
@@ -232,7 +232,7 @@ def join(tensors: Sequence[Spec], dim: int) -> RuleAnswer:
     shape = [*first.shape]
     shape[at] = sum(spec.shape[at] for spec in tensors)
     strategies = [Strategy((R,) * len(tensors), (R,))]
-    strategies += [Strategy((S(each),) * len(tensors), (S(each),)) for each in range(ndim) if each != at]
+    strategies += [Strategy((S(other),) * len(tensors), (S(other),)) for other in range(ndim) if other != at]
     strategies += [Strategy((place,) * len(tensors), (place,)) for place in _PARTIAL]
     return _without(plain, answered(tensors, strategies, shape, pinned=plain))
 
@@ -247,7 +247,7 @@ def stack(tensors: Sequence[Spec], dim: int) -> RuleAnswer:
     at = dim_in(dim, first.ndim + 1)
     strategies = [Strategy((R,) * len(tensors), (R,))]
     strategies += [
-        Strategy((S(each),) * len(tensors), (S(each + (each >= at)),)) for each in range(first.ndim)
+        Strategy((S(source),) * len(tensors), (S(source + (source >= at)),)) for source in range(first.ndim)
     ]  # fmt: skip
     strategies += [Strategy((place,) * len(tensors), (place,)) for place in _PARTIAL]
     shape = [*first.shape[:at], len(tensors), *first.shape[at:]]
@@ -256,12 +256,12 @@ def stack(tensors: Sequence[Spec], dim: int) -> RuleAnswer:
 
 def _with_plain(tensors: Sequence[Any]) -> tuple[list[Spec], list[int]]:
     """A list in which plain tensors without dims may stand among distributed ones: the same number on all ranks. And where they stand."""
-    distributed = next(each for each in tensors if isinstance(each, Spec))
-    plain = [index for index, each in enumerate(tensors) if not isinstance(each, Spec)]
+    distributed = next(tensor for tensor in tensors if isinstance(tensor, Spec))
+    plain = [index for index, tensor in enumerate(tensors) if not isinstance(tensor, Spec)]
     number = Spec(Layout(distributed.layout.mesh, ()), ())
-    return [each if isinstance(each, Spec) else number for each in tensors], plain
+    return [tensor if isinstance(tensor, Spec) else number for tensor in tensors], plain
 
 
 def _without(plain: Sequence[int], answer: RuleAnswer) -> RuleAnswer:
     """The answer for those that are DTensors."""
-    return answer._replace(inputs=tuple(each for index, each in enumerate(answer.inputs) if index not in plain))
+    return answer._replace(inputs=tuple(layout for index, layout in enumerate(answer.inputs) if index not in plain))

@@ -81,7 +81,7 @@ def _clone(x: Spec) -> RuleAnswer:
     return elementwise(x, kind=LINEAR, how="copy")
 
 
-_FLOAT_IDS = {type_to_type_id(each) for each in mstype.float_type}
+_FLOAT_IDS = {type_to_type_id(dtype) for dtype in mstype.float_type}
 
 
 def _is_float(dtype: object) -> bool:
@@ -500,7 +500,7 @@ def _strided_slice(
 
 
 def _boxed(x: Spec, begin: Sequence[int], end: Sequence[int], strides: Sequence[int]) -> RuleAnswer:
-    index = tuple(slice(*each) for each in zip(begin, end, strides, strict=True))
+    index = tuple(slice(*bounds) for bounds in zip(begin, end, strides, strict=True))
     # Locally the lengths of split dims differ; their slices are the whole.
     return indexing.getitem(x, index)._replace(how="getitem", facts={"index": index})
 
@@ -530,7 +530,7 @@ def _gather(input: Spec, index: Spec, axis: Any = 0, batch_dims: int = 0) -> Rul
     if batch_dims:
         raise ArgumentError("`gather` of distributed tensors has no batch dims.", expected="0", got=str(batch_dims))
     layout = input.layout
-    if axis == 0 and input.ndim == 2 and any(layout.mesh.size(each) > 1 for each in layout.axes_of(0)):
+    if axis == 0 and input.ndim == 2 and any(layout.mesh.size(name) > 1 for name in layout.axes_of(0)):
         # A table whose rows are split: as an embedding, whose rule has the ids first.
         answer = layers.embedding(index, input)
         return answer._replace(inputs=(answer.inputs[1], answer.inputs[0]))

@@ -82,11 +82,11 @@ class GlobalMeta:
     def stride(self, dim: int | None = None) -> Any:
         """Strides of the whole tensor, if it lay in memory in the order of this rank's part."""
         local = self._local.stride()
-        order = sorted(range(self.ndim), key=lambda each: (-local[each], each))
+        order = sorted(range(self.ndim), key=lambda at: (-local[at], at))
         strides, step = [0] * self.ndim, 1
-        for each in reversed(order):
-            strides[each] = step
-            step *= max(self._spec.shape[each], 1)
+        for at in reversed(order):
+            strides[at] = step
+            step *= max(self._spec.shape[at], 1)
         return tuple(strides) if dim is None else strides[dim]
 
     @property

@@ -90,10 +90,10 @@ def _of_nothing(call: LocalCall | None, neutral: int) -> LocalCall:
 
     def on_something(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = [
-            filled(tuple(max(length, 1) for length in each.shape), neutral, each.dtype, None, "a sum over nothing")
-            if isinstance(each, Tensor) and each.numel() == 0
-            else each
-            for each in args
+            filled(tuple(max(length, 1) for length in value.shape), neutral, value.dtype, None, "a sum over nothing")
+            if isinstance(value, Tensor) and value.numel() == 0
+            else value
+            for value in args
         ]
         return func(*given, **kwargs) if call is None else call(func, given, kwargs)
 

@@ -116,8 +116,8 @@ class _Anchor(_Function):
 
     @staticmethod
     def forward(ctx: Any, num_outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.inputs = [(each.shape, each.dtype) for each in tensors[num_outputs:]]
-        return tuple(detached(each) for each in tensors[:num_outputs])
+        ctx.inputs = [(tensor.shape, tensor.dtype) for tensor in tensors[num_outputs:]]
+        return tuple(detached(tensor) for tensor in tensors[:num_outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -126,17 +126,17 @@ class _Anchor(_Function):
 
 def anchored(result: object, locals_: Sequence[Tensor]) -> Any:
     """The result of a local operation on nothing, in a graph with all of its inputs (rule G7)."""
-    inputs = [each for each in locals_ if each._requires_grad]
+    inputs = [local for local in locals_ if local._requires_grad]
     outputs = list(result) if isinstance(result, (list, tuple)) else [result]
-    is_empty = any(isinstance(each, Tensor) and each.numel() == 0 for each in (*locals_, *outputs))
+    is_empty = any(isinstance(value, Tensor) and value.numel() == 0 for value in (*locals_, *outputs))
     if not inputs or not is_empty or not is_grad_enabled():
         return result
-    chosen = [i for i, each in enumerate(outputs) if isinstance(each, Tensor) and each.dtype in mstype.float_type]
+    chosen = [i for i, value in enumerate(outputs) if isinstance(value, Tensor) and value.dtype in mstype.float_type]
     if not chosen:
         return result
     tied = _Anchor.apply(len(chosen), *(outputs[i] for i in chosen), *inputs)
-    for index, each in zip(chosen, tied if isinstance(tied, (list, tuple)) else [tied], strict=True):
-        outputs[index] = each
+    for index, value in zip(chosen, tied if isinstance(tied, (list, tuple)) else [tied], strict=True):
+        outputs[index] = value
     return type(result)(outputs) if isinstance(result, (list, tuple)) else outputs[0]
 
 

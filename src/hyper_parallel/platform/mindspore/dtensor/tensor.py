@@ -94,7 +94,7 @@ class DTensor(GlobalMeta, Tensor):
     def __fallback__(self, func: object, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         operator, given = operator_of(func, args)
         if operator.name == "typeof":  # a question, which composed operators ask
-            return operator(*(each._local if isinstance(each, DTensor) else each for each in given))
+            return operator(*(value._local if isinstance(value, DTensor) else value for value in given))
         return _dispatch(operator, given, kwargs or {})
 
     # -- made from, and turned into, other things ---------------------------------------------------------------------

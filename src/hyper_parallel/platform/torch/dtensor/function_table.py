@@ -44,8 +44,8 @@ def of(*functions: Any, is_sequence: bool = False, is_in_place: bool = False) ->
     def register(adaptor: Callable[..., RuleAnswer]) -> Callable[..., RuleAnswer]:
         entry = entry_of(adaptor, is_sequence, is_in_place)
         for function in functions:
-            for each in functions_named(function) if isinstance(function, str) else [function]:
-                TABLE[each] = entry
+            for known in functions_named(function) if isinstance(function, str) else [function]:
+                TABLE[known] = entry
         return adaptor
 
     return register
@@ -474,11 +474,11 @@ def _transpose(input: Spec, dim0: int, dim1: int) -> RuleAnswer:
 def _movedim(input: Spec, source: Any, destination: Any) -> RuleAnswer:
     if not input.ndim:
         return views.permute(input, ())
-    sources = [each % input.ndim for each in ((source,) if isinstance(source, int) else source)]
-    targets = [each % input.ndim for each in ((destination,) if isinstance(destination, int) else destination)]
-    order = [each for each in range(input.ndim) if each not in sources]
-    for target, each in sorted(zip(targets, sources, strict=True)):
-        order.insert(target, each)
+    sources = [dim % input.ndim for dim in ((source,) if isinstance(source, int) else source)]
+    targets = [dim % input.ndim for dim in ((destination,) if isinstance(destination, int) else destination)]
+    order = [dim for dim in range(input.ndim) if dim not in sources]
+    for target, dim in sorted(zip(targets, sources, strict=True)):
+        order.insert(target, dim)
     return views.permute(input, order)
 
 

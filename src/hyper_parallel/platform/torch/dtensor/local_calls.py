@@ -58,12 +58,12 @@ def _by_positions(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> Loca
 
     def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         index = args[1] if name == "__getitem__" else None
-        for each in index if isinstance(index, (list, tuple)) else (index,):
-            if isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8):
+        for item in index if isinstance(index, (list, tuple)) else (index,):
+            if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
                 raise ArgumentError(
                     "A distributed tensor cannot be indexed by a mask: the shape would depend on its values.",
                     expected="positions, of an integer dtype",
-                    got=str(each.dtype),
+                    got=str(item.dtype),
                     do="Use `torch.where(mask, x, other)`, or `x.full_tensor()[mask.full_tensor()]`.",
                 )
         result: torch.Tensor = func(*args, **kwargs)

@@ -130,8 +130,8 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, num_outputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.shapes = [(each.shape, each.dtype, each.device) for each in tensors[num_outputs:]]
-        return tuple(each.clone() for each in tensors[:num_outputs])
+        ctx.shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors[num_outputs:]]
+        return tuple(tensor.clone() for tensor in tensors[:num_outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -141,17 +141,17 @@ class _Anchor(torch.autograd.Function):
 
 def anchored(result: object, locals_: Sequence[torch.Tensor]) -> Any:
     """The result of a local operation on nothing, in a graph with all of its inputs (rule G7)."""
-    inputs = [each for each in locals_ if each.requires_grad]
+    inputs = [local for local in locals_ if local.requires_grad]
     outputs = list(result) if isinstance(result, (list, tuple)) else [result]
-    is_empty = any(isinstance(each, torch.Tensor) and each.numel() == 0 for each in (*locals_, *outputs))
+    is_empty = any(isinstance(value, torch.Tensor) and value.numel() == 0 for value in (*locals_, *outputs))
     if not inputs or not is_empty or not torch.is_grad_enabled():
         return result
-    chosen = [i for i, each in enumerate(outputs) if isinstance(each, torch.Tensor) and each.is_floating_point()]
+    chosen = [i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.is_floating_point()]
     if not chosen:
         return result
     tied = _Anchor.apply(len(chosen), *(outputs[i] for i in chosen), *inputs)
-    for index, each in zip(chosen, tied, strict=True):
-        outputs[index] = each
+    for index, value in zip(chosen, tied, strict=True):
+        outputs[index] = value
     if not isinstance(result, (list, tuple)):
         return outputs[0]
     return type(result)(outputs) if type(result) in (list, tuple) else type(result)(tuple(outputs))

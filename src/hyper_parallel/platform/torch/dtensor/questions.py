@@ -110,10 +110,10 @@ def _grad(
     given: list[Any] = [None] * len(results)
     if grad_outputs is not None:
         given = [grad_outputs] if isinstance(grad_outputs, torch.Tensor) else list(grad_outputs)
-    given = [_given(grad, each) for grad, each in zip(given, results, strict=True)]
+    given = [_given(grad, result) for grad, result in zip(given, results, strict=True)]
     found = torch.autograd.grad(
-        [each._local if isinstance(each, DTensor) else each for each in results],
-        [each._local if isinstance(each, DTensor) else each for each in wanted],
+        [result._local if isinstance(result, DTensor) else result for result in results],
+        [tensor._local if isinstance(tensor, DTensor) else tensor for tensor in wanted],
         given,
         retain_graph,
         create_graph,
@@ -121,8 +121,8 @@ def _grad(
         **options,
     )
     return tuple(
-        _as_gradient(grad, each) if isinstance(each, DTensor) and grad is not None else grad
-        for grad, each in zip(found, wanted, strict=True)
+        _as_gradient(grad, tensor) if isinstance(tensor, DTensor) and grad is not None else grad
+        for grad, tensor in zip(found, wanted, strict=True)
     )
 
 

@@ -222,11 +222,11 @@ class DTensor(torch.Tensor):
     def stride(self, dim: int | None = None) -> Any:
         """Strides of the whole tensor, if it lay in memory in the order of this rank's part."""
         local = _any_local(self)
-        order = sorted(range(self.ndim), key=lambda each: (-local.stride(each), each))
+        order = sorted(range(self.ndim), key=lambda at: (-local.stride(at), at))
         strides, step = [0] * self.ndim, 1
-        for each in reversed(order):
-            strides[each] = step
-            step *= max(self._spec.shape[each], 1)
+        for at in reversed(order):
+            strides[at] = step
+            step *= max(self._spec.shape[at], 1)
         return tuple(strides) if dim is None else strides[dim]
 
     def __len__(self) -> int:
@@ -330,7 +330,7 @@ class DTensor(torch.Tensor):
         chosen = None
         if inputs is not None:
             listed = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-            chosen = [each._local if isinstance(each, DTensor) else each for each in listed]
+            chosen = [tensor._local if isinstance(tensor, DTensor) else tensor for tensor in listed]
         torch.autograd.backward(self._local, local, retain_graph, create_graph, inputs=chosen)
 
     def register_hook(self, hook: Callable[[DTensor], Any]) -> Any:
