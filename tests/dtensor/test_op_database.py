@@ -1,6 +1,7 @@
-"""PyTorch's own operator database on two ranks: every sample with distributed tensors gives what it gives with plain ones.
+"""PyTorch's own operator database on two ranks: samples with distributed tensors give what they give with plain ones.
 
-In every run a share of the samples; all of them by `HYPER_PARALLEL_CAMPAIGN=full python -m pytest -s tests/dtensor/test_op_database.py`.
+In every run a share of the samples; all of them by
+`HYPER_PARALLEL_CAMPAIGN=full python -m pytest -s tests/dtensor/test_op_database.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ pytest.importorskip("torch")
 
 # Operators that transformer training uses, by the names of the database; the campaign runs all that have a rule.
 IN_EVERY_RUN = """
-add mul sub div exp tanh where masked_fill clamp matmul mm bmm addmm einsum nn_functional_linear nn_functional_embedding softmax log_softmax
-nn_functional_cross_entropy nn_functional_layer_norm nn_functional_rms_norm nn_functional_scaled_dot_product_attention sum mean amax
-max_reduction_with_dim var_unbiased logsumexp norm reshape view permute transpose expand squeeze squeeze_multiple unsqueeze cat stack split chunk
-__getitem__ index_select gather scatter scatter_add topk sort cumsum nn_functional_one_hot nn_functional_dropout nn_functional_pad_constant
-nn_functional_pad_reflect repeat repeat_interleave nn_functional_relu nn_functional_gelu nn_functional_silu narrow flip to mode nansum
+add mul sub div exp tanh where masked_fill clamp matmul mm bmm addmm einsum nn_functional_linear
+nn_functional_embedding softmax log_softmax nn_functional_cross_entropy nn_functional_layer_norm
+nn_functional_rms_norm nn_functional_scaled_dot_product_attention sum mean amax max_reduction_with_dim var_unbiased
+logsumexp norm reshape view permute transpose expand squeeze squeeze_multiple unsqueeze cat stack split chunk
+__getitem__ index_select gather scatter scatter_add topk sort cumsum nn_functional_one_hot nn_functional_dropout
+nn_functional_pad_constant nn_functional_pad_reflect repeat repeat_interleave nn_functional_relu nn_functional_gelu
+nn_functional_silu narrow flip to mode nansum
 """
 WITHOUT_A_RULE = [
     "fft_fft",

@@ -1,4 +1,4 @@
-"""`DTensor`, of the framework that this process works on."""
+"""The DTensor of the framework that this process works on, under its fixed path; the class itself is in `platform/`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from hyper_parallel.platform import platform_of
 
 
 def distribute_tensor(tensor: Any, mesh: Any, placements: Any = None) -> Any:
-    """The part of a whole tensor that belongs to this rank. Every rank has the tensor; nothing is communicated, and gradients flow to it.
+    """Return the part of a whole tensor that belongs to this rank.
+
+    Every rank has the tensor; nothing is communicated, and gradients flow to it.
 
     Args:
         tensor: of either framework.

@@ -1,8 +1,8 @@
 """`_OP_DISPATCHER` carries out operators on DTensors, of either framework. See the README, rules D1 to D5.
 
-A call becomes a result in four types: the table's rule answers a `RuleAnswer` (layouts), the framework's `DispatchBackend` makes a
-`PreparedOp` of it (the local implementation as well), the dispatcher makes a `DispatchedOp` of that (what moves, what is tied), keeps it, and
-carries it out each time the same call comes again.
+A call becomes a result in four types: the table's rule answers a `RuleAnswer` (layouts), the framework's
+`DispatchBackend` makes a `PreparedOp` of it (the local implementation as well), the dispatcher makes a `DispatchedOp`
+of that (what moves, what is tied), keeps it, and carries it out each time the same call comes again.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class DispatchBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ArgumentSlot:
-    """Stands for a DTensor among the arguments while a rule is asked."""
+    """A DTensor's place among the arguments while a rule is asked: rules see layouts and shapes, never tensors."""
 
     index: int  # among the DTensors of the call
     spec: Spec
 
 
 class PreparedOp(NamedTuple):
-    """One call as a framework's table prepared it: what the rule answered, and the local implementation that goes with it."""
+    """One call as a framework's table prepared it: what the rule answered, and which local implementation fits."""
 
     answer: RuleAnswer
     order: Sequence[int]  # for each tensor of the answer, its index among the DTensors of the call
@@ -118,7 +118,8 @@ class OpDispatcher:
 
         Raises:
             NotImplementedError: the operator has no rule.
-            ValueError: meshes differ, shapes do not fit, or a plain tensor is among the arguments of a built-in operator.
+            ValueError: meshes differ, shapes do not fit, or a plain tensor is among the arguments of a built-in
+                operator.
         """
         dtensors = self._dtensors
         key = [func]
@@ -147,7 +148,8 @@ class OpDispatcher:
             known, op = (), None
         if op is not None and op.simple is not None:  # most calls: nothing to move, to tie or to replace
             given = list(args)
-            for position, tensor in zip(op.positions, tensors):  # type: ignore[arg-type]  # noqa: B905 - as many as tensors
+            # Not `strict`: there are as many positions as tensors, and every call comes here.
+            for position, tensor in zip(op.positions, tensors):  # type: ignore[arg-type]  # noqa: B905
                 given[position] = tensor._local
             result = func(*given, **kwargs) if kwargs else func(*given)
             made = dtensors[type(tensors[0])].wrap(result, op.simple)
@@ -191,7 +193,8 @@ class OpDispatcher:
 
     def _carry_out(self, op: DispatchedOp, func: Any, args: Sequence[Any], kwargs: Any, tensors: list[Any]) -> Any:
         locals_ = []
-        for tensor, (target, tied) in zip(tensors, op.moves):  # noqa: B905 - as long as each other, and every call comes here
+        # Not `strict`: there are as many moves as tensors, and every call comes here.
+        for tensor, (target, tied) in zip(tensors, op.moves):  # noqa: B905
             if target is not None:
                 tensor = self._moved(tensor, target, op.name)
             locals_.append(tensor._tied(tied) if tied else tensor._local)
@@ -264,7 +267,8 @@ class OpDispatcher:
         if all(_is_number(tensor, backend) for tensor in tensors) and _has_plain(
             (args, kwargs), backend, self._dtensors
         ):
-            # Numbers, among plain tensors: those stay plain. (PyTorch's clipping multiplies every gradient by one number.)
+            # Numbers, among plain tensors: those stay plain. (PyTorch's clipping multiplies every gradient by one
+            # number.)
             positions = _positions(args, kwargs, self._dtensors)
             return DispatchedOp(
                 ((None, ()),) * len(tensors),
@@ -316,10 +320,17 @@ class OpDispatcher:
             is_moved = target is not tensors[index]._spec.layout
             moves[index] = (target if is_moved else None, tied_axes(target, answer.outputs))
         op = DispatchedOp(
-            tuple(moves), _positions(args, kwargs, self._dtensors), answer.outputs, prepared.is_sequence, prepared.local,
-            prepared.returns_argument, _as_it_is if prepared.is_raw else None,
-            prepared.returns_argument is None and has_empty_parts(tensors, answer), name, prepared.is_kept,
-        )  # fmt: skip
+            tuple(moves),
+            _positions(args, kwargs, self._dtensors),
+            answer.outputs,
+            prepared.is_sequence,
+            prepared.local,
+            prepared.returns_argument,
+            _as_it_is if prepared.is_raw else None,
+            prepared.returns_argument is None and has_empty_parts(tensors, answer),
+            name,
+            prepared.is_kept,
+        )
         is_simple = (
             op.positions is not None
             and len(op.outputs) == 1
@@ -349,16 +360,19 @@ class OpDispatcher:
                 f"`{name}` has a plain tensor among its distributed ones.",
                 expected="DTensors alone (numbers, and tensors without dims, may be mixed in)",
                 got=describe(value),
-                do="Say how it lies: `hp.distribute_tensor(tensor, mesh, placements)` of a whole tensor, `DTensor.from_local` of a part.",
+                do="Say how it lies: `hp.distribute_tensor(tensor, mesh, placements)` of a whole tensor, "
+                "`DTensor.from_local` of a part.",
             )
 
 
 # What calls an operator without a rule, and what to do then; by the beginning of its name.
 _INSTEAD = {
-    "new_": "Make it with its layout: `hp.zeros(size, mesh, placements)`. (What asks for it: `fully_shard`, Adafactor and the like take plain parameters.)",
+    "new_": "Make it with its layout: `hp.zeros(size, mesh, placements)`. (What asks for it: `fully_shard`, "
+    "Adafactor and the like take plain parameters.)",
     **dict.fromkeys(
         ("kaiming_", "xavier_", "trunc_normal_", "orthogonal_", "uniform_", "normal_", "constant_"),
-        "Fill a plain tensor, and copy it: `p.copy_(hp.distribute_tensor(whole, p.layout))`; or fill the parameter before it gets its layout.",
+        "Fill a plain tensor, and copy it: `p.copy_(hp.distribute_tensor(whole, p.layout))`; or fill the parameter "
+        "before it gets its layout.",
     ),
 }
 
@@ -368,7 +382,8 @@ def _what_to_do(name: str) -> str:
         if name.startswith(beginning):
             return advice
     return (
-        f"Register one (a subclass of `hp.DistributedOp`, made with the name {name!r}), or compute it on whole tensors: "
+        f"Register one (a subclass of `hp.DistributedOp`, made with the name {name!r}), or compute it on whole "
+        "tensors: "
         '`with hp.unknown_ops("replicate"):`.'
     )
 
@@ -392,7 +407,10 @@ def _as_it_is(result: object) -> Any:
 
 
 def type_of_sequence(value: Any) -> Callable[[Any], Any]:
-    """Return what makes the same kind of list or tuple from an iterable, a framework's named results (`torch.max`) included."""
+    """Return what makes the same kind of list or tuple from an iterable.
+
+    The framework's named results (of `torch.max`) become tuples of their kind.
+    """
     kind = type(value)
     if kind in (list, tuple):
         return kind
@@ -420,7 +438,9 @@ def _positions(
 
 @contextlib.contextmanager
 def unknown_ops(what: str) -> Iterator[None]:
-    """`with hp.unknown_ops("replicate"):` operators without a rule compute on whole tensors inside; `"error"` is the default.
+    """Let operators without a rule compute on whole tensors: `with hp.unknown_ops("replicate"):`.
+
+    The default is `"error"`.
 
     Raises:
         ValueError: any other word.

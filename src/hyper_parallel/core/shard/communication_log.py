@@ -1,4 +1,7 @@
-"""What DTensors send: counted under `comm_debug`, and refused under `explicit_communication` where nobody asked for it."""
+"""The log of what DTensors send.
+
+It is counted under `comm_debug`, and refused under `explicit_communication` where nobody asked for it.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +42,16 @@ class CommLog:
 
     @property
     def total(self) -> int:
-        """How many collectives."""
+        """Count the collectives."""
         return len(self.entries)
 
     @property
     def num_bytes(self) -> int:
-        """What this rank received, all together."""
+        """Count the bytes that this rank received, all together."""
         return sum(entry.num_bytes for entry in self.entries)
 
     def counts(self, why: str | None = None) -> dict[str, int]:
-        """Collectives by kind; `why` is "asked", "implied" or "gradient"."""
+        """Count the collectives by kind; `why` is "asked", "implied" or "gradient"."""
         return dict(Counter(entry.kind for entry in self.entries if why is None or entry.why == why))
 
     def __str__(self) -> str:
@@ -70,7 +73,7 @@ _why: ContextVar[tuple[str, str]] = ContextVar("why is sent what is sent", defau
 
 @contextlib.contextmanager
 def comm_debug() -> Iterator[CommLog]:
-    """Counts the communication of DTensors inside, backward included: `with hp.comm_debug() as c: ...; print(c)`."""
+    """Count the communication of DTensors inside, backward included: `with hp.comm_debug() as c: ...; print(c)`."""
     log = CommLog()
     _logs.append(log)
     try:
@@ -81,7 +84,7 @@ def comm_debug() -> Iterator[CommLog]:
 
 @contextlib.contextmanager
 def explicit_communication() -> Iterator[None]:
-    """Inside, an operator that would have to move its arguments raises; what is asked for by name is allowed."""
+    """Raise where an operator inside would have to move its arguments; what is asked for by name is allowed."""
     before = _is_explicit.get()
     _is_explicit.set(True)
     try:
@@ -91,7 +94,7 @@ def explicit_communication() -> Iterator[None]:
 
 
 def check_may_move(operator: str, source: Layout, target: Layout) -> None:
-    """Raises inside `explicit_communication`."""
+    """Raise inside `explicit_communication`."""
     if _is_explicit.get():
         raise StateError(
             f"`{operator}` would have to move one of its arguments.",
@@ -104,7 +107,7 @@ def check_may_move(operator: str, source: Layout, target: Layout) -> None:
 
 @contextlib.contextmanager
 def why(reason: str, where: str) -> Iterator[None]:
-    """What is sent inside is for this reason."""
+    """Note this reason beside everything that is sent inside."""
     before = _why.get()
     _why.set((reason, where))
     try:
@@ -118,7 +121,7 @@ def is_open() -> bool:
 
 
 def note(kind: str, axes: tuple[str, ...], num_bytes: int) -> None:
-    """Every collective is told here."""
+    """Note one collective in every log that is open. Every collective of a DTensor comes here."""
     if _logs:
         reason, where = _why.get()
         entry = Communication(kind, axes, num_bytes, reason, where)

@@ -1,4 +1,4 @@
-"""`DFunction`, of the framework that this process works on."""
+"""`DFunction` of the framework that this process works on, under its fixed path; the class itself is in `platform/`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`DispatchedOp`: what the dispatcher does for one operator on distributed tensors, made once and carried out again and again."""
+"""`DispatchedOp`: what the dispatcher does for one operator on distributed tensors.
+
+Made once, carried out again and again.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from hyper_parallel.core.shard.spec import Spec
 
 
 class DispatchedOp(NamedTuple):
-    """An answer made ready to be carried out, again and again."""
+    """One call made ready to be carried out. The dispatcher keeps it until a rule changes.
+
+    Example: for `x + y` of layouts (dp, -) and (-, -) it moves `y` to (dp, -), and calls `+` on the two local tensors.
+    """
 
     moves: tuple[
         tuple[Layout | None, tuple[str, ...]], ...
@@ -30,7 +36,7 @@ class DispatchedOp(NamedTuple):
 
 
 def has_empty_parts(tensors: Sequence[Any], answer: RuleAnswer | None) -> bool:
-    """Whether a rank computes with nothing. All ranks answer alike."""
+    """Say whether a rank computes with nothing. All ranks answer alike."""
     specs = [tensor._spec for tensor in tensors]
     if answer is not None:
         specs += answer.outputs

@@ -18,8 +18,8 @@ LocalCall = Callable[[Any, Sequence[Any], dict[str, Any]], Any]  # takes the ope
 class RuleAnswer(NamedTuple):
     """Says how the tensors of one call must lie, what comes out, and which local call makes it.
 
-    Example: `matmul` of `Spec[8, 6] Layout(-, tp)` and `Spec[6, 4] Layout(tp, -)` is answered by `inputs` as they are, and one output
-    `Spec[8, 4] Layout(-, -; partial sum over tp)`.
+    Example: `matmul` of `Spec[8, 6] Layout(-, tp)` and `Spec[6, 4] Layout(tp, -)` is answered by `inputs` as they are,
+    and one output `Spec[8, 4] Layout(-, -; partial sum over tp)`.
     """
 
     inputs: tuple[Layout, ...]  # one per tensor argument, in the order of the rule's own arguments
@@ -44,6 +44,9 @@ def answered(
 
 
 def tied_axes(layout: Layout, outputs: Sequence[Spec | None]) -> tuple[str, ...]:
-    """Return the axes on which an input of this layout gets a partial gradient: it is replicated there, and an output varies (G5)."""
+    """Return the axes on which an input of this layout gets a partial gradient (G5).
+
+    It is replicated there, and an output varies.
+    """
     varying = {axis for spec in outputs if spec is not None for axis in spec.layout.varying_axes}
     return tuple(axis for axis in layout.replicated_axes if axis in varying)

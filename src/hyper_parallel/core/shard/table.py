@@ -18,8 +18,8 @@ __all__ = ["Entry", "entry_of", "on_whole_tensors", "prepare"]
 class Entry(NamedTuple):
     """An operator's line in the table.
 
-    Its adaptor has the operator's own parameters, is called with a `Spec` in the place of each DTensor, and asks the rule. The
-    tensors of the answer are in the order of the adaptor's parameters.
+    Its adaptor has the operator's own parameters, is called with a `Spec` in the place of each DTensor, and asks the
+    rule. The tensors of the answer are in the order of the adaptor's parameters.
     """
 
     adaptor: Callable[..., RuleAnswer]
@@ -35,7 +35,9 @@ def entry_of(adaptor: Callable[..., RuleAnswer], is_sequence: bool = False, is_i
 
 
 def prepare(entry: Entry, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> PreparedOp:
-    """Ask the rule of an entry about a call whose DTensors are `ArgumentSlot`s. The local implementation is not chosen yet.
+    """Ask the rule of an entry about a call whose DTensors are `ArgumentSlot`s.
+
+    The local implementation is not chosen yet.
 
     Raises:
         TypeError: the rule knows no such argument.

@@ -1,4 +1,4 @@
-"""From a user's `DistributedOp` to a call: what it is asked, and how its answer is understood."""
+"""Turns a user's `DistributedOp` into a `DispatchedOp`: what the rule is asked, and how its answer is understood."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["decide_by_user_rule"]
 def decide_by_user_rule(
     rule: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any], backend: DispatchBackend
 ) -> DispatchedOp:
-    """The call that a rule of a user's own describes: its arguments stay where they are."""
+    """Make the op that a user's own rule describes: its arguments stay where they are."""
     layouts, extra_args = _seen(args, kwargs, backend)
     if hasattr(rule, "choose_layouts"):
         return _decide_by_short_rule(rule, args, kwargs, tensors, backend)
@@ -58,7 +58,7 @@ def decide_by_user_rule(
 def _decide_by_short_rule(
     rule: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any], backend: DispatchBackend
 ) -> DispatchedOp:
-    """A rule that also says how the arguments must lie: they are moved there."""
+    """Make the op of a rule that also says how the arguments must lie: they are moved there."""
     layouts, extra_args = _seen(args, kwargs, backend)
     if None in layouts:
         raise ArgumentError(
@@ -80,7 +80,7 @@ def _decide_by_short_rule(
 
 
 def _anything(layout: Layout | None) -> Spec | None:
-    """A spec of that layout whose shape says nothing."""
+    """Return a spec of that layout whose shape says nothing."""
     return None if layout is None else Spec(layout, (1,) * layout.ndim)
 
 
@@ -124,8 +124,8 @@ def _wrong_answer(rule: Any, expected: str, got: object) -> ArgumentTypeError:
 class _Preprocessed:
     """The local call of a rule that prepares its arguments itself.
 
-    It is given DTensors, as when it was asked for its layouts; their local tensors are already tied, so that what it takes out of them gets the
-    gradient that rule G5 asks for.
+    It is given DTensors, as when it was asked for its layouts; their local tensors are already tied, so that what it
+    takes out of them gets the gradient that rule G5 asks for.
     """
 
     def __init__(self, rule: Any, backend: DispatchBackend, args: Any, kwargs: Any) -> None:
@@ -156,7 +156,7 @@ class _Preprocessed:
 
 
 class _Replaced:
-    """A replacement of the local operation."""
+    """The local call of a rule that replaces the local operation."""
 
     def __init__(self, replacement: Any, inner: Any) -> None:
         self._replacement = replacement
@@ -169,11 +169,14 @@ class _Replaced:
 
 
 class _ShapesFromInputs:
-    """The global shape of an output, from its local one: by the rule's own `infer_shape`, else from inputs that are split alike.
+    """Finds the global shape of an output from its local one.
 
-    A dim that no axis splits is as long as it is locally. A split one is as long as that of an input that is split by the same axes and is
-    locally as long as this one. Where there is none, the parts are taken to be equal if all parts of the inputs are; else the rule is asked for
-    `infer_shape`, since a rank that holds less than others cannot know how much they hold.
+    It is what the rule's own `infer_shape` says, else that of inputs that are split alike.
+
+    A dim that no axis splits is as long as it is locally. A split one is as long as that of an input that is split by
+    the same axes and is locally as long as this one. Where there is none, the parts are taken to be equal if all parts
+    of the inputs are; else the rule is asked for `infer_shape`, since a rank that holds less than others cannot know
+    how much they hold.
     """
 
     def __init__(self, rule: Any, inputs: Sequence[Spec], extra_args: Any) -> None:
@@ -208,10 +211,13 @@ class _ShapesFromInputs:
             for own_dim, length in enumerate(spec.shape):
                 if length % math.prod(spec.layout.mesh.size(axis) for axis in spec.layout.axes_of(own_dim)):
                     raise ArgumentError(
-                        f"The global shape of what {self._rule.op_name!r} returns is not known: its inputs are split unevenly.",
-                        expected="`infer_shape(self, shapes, extra_args)` in the rule", got=f"none, and {spec}", where=type(self._rule).__name__,
+                        f"The global shape of what {self._rule.op_name!r} returns is not known: its inputs are split "
+                        "unevenly.",
+                        expected="`infer_shape(self, shapes, extra_args)` in the rule",
+                        got=f"none, and {spec}",
+                        where=type(self._rule).__name__,
                         do="Let it answer the global shape of each output.",
-                    )  # fmt: skip
+                    )
         return local_length * parts
 
 

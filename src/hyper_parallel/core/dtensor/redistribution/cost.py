@@ -1,4 +1,4 @@
-"""What a way costs: bytes, time by a latency and a bandwidth, and memory at the peak."""
+"""The cost of a way: bytes, time by a latency and a bandwidth, and memory at the peak."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ class WayCost(NamedTuple):
 
 
 def looked_at(mesh: DeviceMesh) -> list[tuple[int, ...]]:
-    """Coordinates that stand for all: of a large mesh its corners and middles, where uneven chunks are largest, smallest, between."""
+    """Return coordinates that stand for all ranks.
+
+    Of a large mesh these are its corners and middles, where uneven chunks are largest, smallest and between.
+    """
     if len(mesh.ranks) <= _MOST_RANKS_LOOKED_AT:
         return [mesh.coordinate_of(rank) for rank in mesh.ranks]
     few = (sorted({0, size // 2, size - 1}) for size in mesh.shape)
@@ -59,7 +62,10 @@ def looked_at(mesh: DeviceMesh) -> list[tuple[int, ...]]:
 
 
 def received_elements(step: Step, coordinate: tuple[int, ...]) -> float:
-    """Elements that the rank at a coordinate receives. Reductions are counted as rings: (n-1)/n of what goes in, twice for an all-reduce."""
+    """Count the elements that the rank at a coordinate receives.
+
+    Reductions are counted as rings: (n-1)/n of what goes in, twice that for an all-reduce.
+    """
     if step.is_local:
         return 0.0
     after = step.box_after(coordinate)

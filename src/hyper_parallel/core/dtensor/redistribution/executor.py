@@ -1,7 +1,7 @@
 """Executes plans on local tensors, for one rank.
 
-`run` is a generator that asks for each collective and is sent its result, so that one text serves a rank that really communicates
-(`redistribute`) and many simulated ranks that go step by step together (the tests).
+`run` is a generator that asks for each collective and is sent its result, so that one text serves a rank that really
+communicates (`redistribute`) and many simulated ranks that go step by step together (the tests).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensor: TypeAlias = Any
 
 
 class Request(NamedTuple):
-    """A call of a method of `Transport`."""
+    """A call of a method of `Transport` that somebody else shall make."""
 
     method: str
     ranks: Ranks
@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 def redistribute(local: Tensor, plan: Plan, coordinate: tuple[int, ...], transport: Transport) -> Tensor:
-    """The local tensor after a plan, for the rank at this coordinate of the mesh; every rank of the mesh has to call it.
+    """Carry out a plan on one rank; every rank of the mesh has to call it. Return the local tensor after it.
 
     The result may share memory with `local`, or be it: a plan without steps changes nothing.
 
@@ -50,7 +50,10 @@ def redistribute(local: Tensor, plan: Plan, coordinate: tuple[int, ...], transpo
 def run(
     local: Tensor, plan: Plan, coordinate: tuple[int, ...], transport: Transport
 ) -> Generator[Request, Any, Tensor]:
-    """The same, asking for each collective instead of calling it; `transport` is asked for local operations alone."""
+    """Carry out a plan, yielding each collective instead of calling it.
+
+    `transport` is asked for local operations alone.
+    """
     if plan.steps:
         expected = plan.steps[0].box_before(coordinate).sizes
         if tuple(local.shape) != expected:

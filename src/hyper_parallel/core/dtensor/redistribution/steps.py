@@ -1,7 +1,7 @@
 """The steps that plans are made of, and what each of them means for one rank.
 
-A step leads from one layout to another. Which collective that takes is read off the two layouts (`step_between`); which pieces go
-where follows from the boxes alone, so that a step is right for whatever two layouts it is made of.
+A step leads from one layout to another. Which collective that takes is read off the two layouts (`step_between`); which
+pieces go where follows from the boxes alone, so that a step is right for whatever two layouts it is made of.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IDENTITY = {"sum": 0, "prod": 1}
 
 
 class AllToAllStep(NamedTuple):
-    """What an all-to-all-v is for one rank."""
+    """The part of one rank in an all-to-all-v."""
 
     ranks: tuple[int, ...]
     me: int  # this rank's position among them
@@ -44,7 +44,7 @@ class AllToAllStep(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step, for all ranks. `group` and what begins with `at_` say what it is for the rank at a coordinate.
+    """One step, for all ranks. `group` and the methods `at_…` say what it is for the rank at a coordinate.
 
     Attributes:
         axes: a group is the ranks that differ on these axes alone, the last varying fastest.
@@ -79,7 +79,7 @@ class Step:
         return tuple(axis for axis, _ in self.source.partial if self.target.partial_op(axis) is None)
 
     def group(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks that take part, in the order of their pieces."""
+        """Return the ranks that take part, in the order of their pieces."""
         mesh = self.source.mesh
         return mesh.ranks_along(self.axes, mesh.rank_at(coordinate))
 
@@ -90,25 +90,29 @@ class Step:
         return box_of(self.target, self.shape, coordinate)
 
     def at_slice(self, coordinate: tuple[int, ...]) -> Box:
-        """What of the local tensor is kept."""
+        """Return which box of the local tensor is kept."""
         return self.box_after(coordinate).inside(self.box_before(coordinate))
 
     def at_place(self, coordinate: tuple[int, ...]) -> tuple[Box, tuple[int, ...], tuple[int, ...]] | None:
-        """Which box of the local tensor is placed, the shape after, and where in it the box begins; None if there is nothing to place."""
+        """Return which box of the local tensor is placed, the shape after, and where in it the box begins.
+
+        None if there is nothing to place.
+        """
         after, before = self.box_after(coordinate), self.box_before(coordinate)
         both = after.intersection(before)
         return None if both is None else (both.inside(before), after.sizes, both.offset_in(after))
 
     def at_fill(self, coordinate: tuple[int, ...]) -> bool:
-        """Whether this rank holds the identity."""
+        """Say whether this rank holds the identity."""
         mesh = self.source.mesh
         return any(coordinate[mesh.axis_index(axis)] for axis in self.axes)
 
     def at_exchange(self, coordinate: tuple[int, ...]) -> AllToAllStep:
-        """Who sends what to whom.
+        """Work out who sends what to whom.
 
-        A rank receives each element of its box from the rank that is where itself is on all axes outside of the group. That rank is
-        itself for what it holds, it is the same one in the eyes of both, and no rank sends more than its own row of replicas needs.
+        A rank receives each element of its box from the rank that is where itself is on all axes outside of the group.
+        That rank is itself for what it holds, it is the same one in the eyes of both, and no rank sends more than its
+        own row of replicas needs.
         """
         found = self._exchanges.get(coordinate)
         if found is None:
@@ -143,7 +147,9 @@ class Step:
 
 
 def step_between(source: Layout, target: Layout, shape: tuple[int, ...]) -> Step:
-    """The step from one layout to another; the target is partial where the source is, or has what is left of it reduced.
+    """Find the step from one layout to another.
+
+    The target is partial where the source is, or has what is left of it reduced.
 
     What is reduced by one step commutes, see `partial.py`. Neither layout mentions axes of one rank.
     """
@@ -174,7 +180,9 @@ def step_between(source: Layout, target: Layout, shape: tuple[int, ...]) -> Step
 
 
 def place_step(source: Layout, target: Layout, shape: tuple[int, ...], op: str) -> Step:
-    """Axes that split the source make the target partial by `op`: each rank puts the identity around what it has of its new box.
+    """Make the step in which axes that split the source make the target partial by `op`.
+
+    Each rank puts the identity around what it has of its new box.
 
     Of the axes of the source only these may be moved (`moved_axes`): then the ranks along them have each element once.
     """
@@ -182,7 +190,10 @@ def place_step(source: Layout, target: Layout, shape: tuple[int, ...], op: str) 
 
 
 def fill_step(source: Layout, target: Layout, shape: tuple[int, ...], axes: tuple[str, ...], op: str) -> Step:
-    """Axes on which the source is replicated make the target partial by `op`: coordinate 0 keeps the values."""
+    """Make the step in which axes that replicate the source make the target partial by `op`.
+
+    Coordinate 0 keeps the values.
+    """
     return Step(Kind.FILL, source, target, shape, axes, fill=IDENTITY[op])
 
 
@@ -206,10 +217,10 @@ def _reducing_step(
 
 
 def moved_axes(source: Layout, target: Layout) -> tuple[str, ...]:
-    """Axes of the source along which pieces must travel.
+    """Return the axes of the source along which pieces must travel.
 
-    As long as the lists of a dim have axes of equal size its chunks are the same before and after. There an axis that is in both lists
-    moves nothing, and one that gives its place to another moves alone.
+    As long as the lists of a dim have axes of equal size its chunks are the same before and after. There an axis that
+    is in both lists moves nothing, and one that gives its place to another moves alone.
     """
     size = source.mesh.size
     moved: set[str] = set()

@@ -1,4 +1,7 @@
-"""Rules in one line: an equation of named dims, or a list of what is right on one mesh axis. The engine extends both to all axes."""
+"""Rules in one line: an equation of named dims, or a list of what is right on one mesh axis.
+
+The engine of `strategies.py` extends both to all axes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ __all__ = ["EinsumRule", "StrategyRule"]
 
 
 class EinsumRule(DistributedOp):
-    """Dims with one name are split together; a name that the output lacks leaves a partial sum.
+    """A rule as an equation. Dims with one name are split together; a name that the output lacks leaves a partial sum.
 
     Args:
         op_name: the operator's name.
@@ -40,7 +43,9 @@ class EinsumRule(DistributedOp):
 
 
 class StrategyRule(DistributedOp):
-    """What is right on one mesh axis: for each strategy the placements of the tensor arguments, and those of the outputs.
+    """A rule as a list of what is right on one mesh axis.
+
+    For each strategy it has the placements of the tensor arguments, and those of the outputs.
 
     "All replicated" is always right and need not be listed.
 
@@ -82,8 +87,10 @@ class StrategyRule(DistributedOp):
         num_inputs = len(self._strategies[0].inputs)
         if len(tensors) != num_inputs:
             raise ArgumentError(
-                f"The rule of {self.op_name!r} is for another number of tensors.", expected=str(num_inputs), got=str(len(tensors))
-            )  # fmt: skip
+                f"The rule of {self.op_name!r} is for another number of tensors.",
+                expected=str(num_inputs),
+                got=str(len(tensors)),
+            )
         # How many dims an output has is known only when it is there: as many as its strategies can name.
         ndims = [
             max(

@@ -1,4 +1,4 @@
-"""Operators that treat every element alike, with broadcasting."""
+"""Rules of operators that treat every element alike, with broadcasting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIVIDE = "divide"  # linear in the first: div
 
 
 def elementwise(*tensors: Spec, kind: str = "", in_place: bool = False, how: str | None = None) -> RuleAnswer:
-    """Broadcast dims together; a dim of length 1 that is stretched stays whole."""
+    """Split broadcast dims together; a dim of length 1 that is stretched stays whole."""
     shape = broadcast_shape([spec.shape for spec in tensors])
     if in_place and shape != tensors[0].shape:
         raise ArgumentError(
@@ -42,8 +42,10 @@ def elementwise(*tensors: Spec, kind: str = "", in_place: bool = False, how: str
     if in_place and answer.outputs[0].layout is not tensors[0].layout:
         raise ArgumentError(
             "An operator in place cannot change the layout of its tensor.",
-            expected=repr(tensors[0].layout), got=repr(answer.outputs[0].layout), do="Use the form that returns a new tensor.",
-        )  # fmt: skip
+            expected=repr(tensors[0].layout),
+            got=repr(answer.outputs[0].layout),
+            do="Use the form that returns a new tensor.",
+        )
     return answer
 
 
@@ -52,7 +54,7 @@ def _only(index: int, op: str, count: int) -> tuple[Place, ...]:
 
 
 def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape that these are stretched to.
+    """Return the shape that these are stretched to.
 
     Raises:
         ValueError: two lengths of one dim differ, and neither is 1.

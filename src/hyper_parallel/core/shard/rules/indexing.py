@@ -1,4 +1,4 @@
-"""Parts of a tensor: slices, splits, gathers and scatters."""
+"""Rules of operators on parts of a tensor: slices, splits, gathers and scatters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PARTIAL: tuple[Place, ...] = (P("sum"), P("avg"), P("max"), P("min"), P("prod")
 
 
 def split(x: Spec, sizes: int | Sequence[int], dim: int = 0) -> RuleAnswer:
-    """Pieces of given sizes along a whole dim."""
+    """Cut pieces of given sizes along a dim, which must be whole."""
     at = dim_in(dim, x.ndim)
     length = x.shape[at]
     if isinstance(sizes, int):
@@ -79,7 +79,7 @@ def select(x: Spec, dim: int) -> RuleAnswer:
 
 
 def getitem(x: Spec, index: Any) -> RuleAnswer:
-    """Ints, slices, None and `...`. A dim that is not taken whole must be whole; the rest stays split."""
+    """Take ints, slices, None and `...`. A dim that is not taken whole must be whole; the rest stays split."""
     items = list(index) if isinstance(index, tuple) else [index]
     used = sum(item is not None and item is not Ellipsis for item in items)
     if used > x.ndim or items.count(Ellipsis) > 1:
@@ -105,14 +105,19 @@ def getitem(x: Spec, index: Any) -> RuleAnswer:
             shape.append(length)
         elif not -x.shape[dim] <= item < x.shape[dim]:
             raise ArgumentError(
-                f"The index is out of range in dim {dim}.", expected=f"{-x.shape[dim]} to {x.shape[dim] - 1}", got=str(item)
-            )  # fmt: skip
+                f"The index is out of range in dim {dim}.",
+                expected=f"{-x.shape[dim]} to {x.shape[dim] - 1}",
+                got=str(item),
+            )
         dim += 1
     return remap(x, places, shape)
 
 
 def index_by_tensor(x: Spec, index: Spec, dim: int = 0) -> RuleAnswer:
-    """`x[..., index, ...]`, one tensor of positions for a whole dim: the output has the dims of the index in its place."""
+    """Take `x[..., index, ...]`, one tensor of positions for a whole dim.
+
+    The output has the dims of the index in its place.
+    """
     at = dim_in(dim, x.ndim)
     if not x.ndim:
         return answered(
@@ -129,7 +134,10 @@ def index_by_tensor(x: Spec, index: Spec, dim: int = 0) -> RuleAnswer:
 
 
 def lines_by_index(x: Spec, dim: int, index: Spec) -> RuleAnswer:
-    """`gather`: positions along a whole dim; other dims are split together where their lengths are equal."""
+    """Take values at positions along a whole dim (`gather`).
+
+    Other dims are split together where their lengths are equal.
+    """
     at = dim_in(dim, x.ndim)
     strategies = [Strategy((R, R), (R,)), Strategy((R, S(at)), (S(at),))]
     strategies += [
@@ -142,7 +150,7 @@ def lines_by_index(x: Spec, dim: int, index: Spec) -> RuleAnswer:
 
 
 def scatter_lines(x: Spec, dim: int, index: Spec, source: Spec | None = None, in_place: bool = False) -> RuleAnswer:
-    """`scatter`: values go to positions along a whole dim."""
+    """Put values at positions along a whole dim (`scatter`)."""
     at = dim_in(dim, x.ndim)
     tensors = [x, index] if source is None else [x, index, source]
     strategies = [Strategy((R,) * len(tensors), (R,))]
@@ -155,7 +163,7 @@ def scatter_lines(x: Spec, dim: int, index: Spec, source: Spec | None = None, in
 
 
 def pad(x: Spec, widths: Sequence[int], can_be_empty: bool = True) -> RuleAnswer:
-    """Pairs of widths from the last dim on; padded dims must be whole.
+    """Pad by pairs of widths, from the last dim on; padded dims must be whole.
 
     Some ways to pad refuse a part that is empty: a dim of which a rank holds nothing is gathered then.
     """
@@ -173,7 +181,7 @@ def pad(x: Spec, widths: Sequence[int], can_be_empty: bool = True) -> RuleAnswer
 
 
 def index_rows(x: Spec, indices: Sequence[Spec]) -> RuleAnswer:
-    """Several tensors of positions for the first dims, broadcast together: all of them and those dims whole."""
+    """Take several tensors of positions for the first dims, broadcast together: they and those dims are whole."""
     positions = broadcast_shape([spec.shape for spec in indices])
     shape = [*positions, *x.shape[len(indices) :]]
     count = len(indices)
@@ -185,6 +193,6 @@ def index_rows(x: Spec, indices: Sequence[Spec]) -> RuleAnswer:
 
 
 def index_whole(x: Spec, indices: Sequence[Spec], shape: Sequence[int]) -> RuleAnswer:
-    """Any other mix of numbers, slices and positions: all of it whole, or the values partial."""
+    """Take any other mix of numbers, slices and positions: all of it is whole, or the values are partial."""
     strategies = [Strategy((place, *(R,) * len(indices)), (place,)) for place in (R, *_PARTIAL)]
     return answered([x, *indices], strategies, shape, how="by_positions")

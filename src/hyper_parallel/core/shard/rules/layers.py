@@ -1,4 +1,4 @@
-"""What layers of a transformer compute: embeddings, norms, attention, the loss."""
+"""Rules of what layers of a transformer compute: embeddings, norms, attention, the loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ __all__ = ["attention", "cross_entropy", "embedding", "norm_over_last"]
 
 
 def embedding(ids: Spec, table: Spec) -> RuleAnswer:
-    """Rows of a table. Where the rows are split, each rank looks up its own and leaves zeros: the parts are summed."""
+    """Look up rows of a table.
+
+    Where the rows are split, each rank looks up its own and leaves zeros: the parts are summed.
+    """
     if table.ndim != 2:
         raise ArgumentError("An embedding table has two dims.", expected="[rows, width]", got=str(table.shape))
     strategies = [Strategy((R, R), (R,)), Strategy((R, S(1)), (S(ids.ndim),))]
@@ -27,7 +30,7 @@ def embedding(ids: Spec, table: Spec) -> RuleAnswer:
 
 
 def norm_over_last(x: Spec, count: int, *weights: Spec) -> RuleAnswer:
-    """Layer and RMS norm over the last `count` dims, which must be whole; so must the weights."""
+    """Normalize (layer norm, RMS norm) over the last `count` dims, which must be whole; so must the weights."""
     tensors = [x, *weights]
     strategies = [Strategy((R,) * len(tensors), (R,))]
     strategies += [Strategy((S(dim), *(R,) * len(weights)), (S(dim),)) for dim in range(x.ndim - count)]
@@ -37,8 +40,11 @@ def norm_over_last(x: Spec, count: int, *weights: Spec) -> RuleAnswer:
 def attention(
     query: Spec, key: Spec, value: Spec, mask: Spec | None = None, is_causal: bool = False, is_random: bool = False
 ) -> RuleAnswer:
-    """Scaled dot-product attention, [..., heads, positions, width]: split by batch and heads; by query position where no mask
-    depends on it. With fewer key heads than query heads, heads are split where both divide."""
+    """Attend by scaled dot products, [..., heads, positions, width].
+
+    Split by batch and heads; by query position where no mask depends on it. With fewer key heads than query heads,
+    heads are split where both divide.
+    """
     tensors = [query, key, value] if mask is None else [query, key, value, mask]
     lead = _lead_shape(query, key, value)
     shape = [*lead, query.shape[-2], value.shape[-1]]
@@ -68,7 +74,7 @@ def attention(
 
 
 def _lead_shape(query: Spec, key: Spec, value: Spec) -> tuple[int, ...]:
-    """Batch and heads of the result: those of the query, or what all three are stretched to."""
+    """Return batch and heads of the result: those of the query, or what all three are stretched to."""
     leads = [spec.shape[:-2] for spec in (query, key, value)]
     is_stretched = len({len(lead) for lead in leads}) > 1 or any(
         1 in lengths and lengths != {1} for lengths in map(set, zip(*leads, strict=False))
@@ -83,9 +89,10 @@ def _num_parts(spec: Spec, dim: int) -> int:
 def cross_entropy(
     logits: Spec, target: Spec, *, reduction: str = "mean", is_by_index: bool = True, can_split_classes: bool = True
 ) -> RuleAnswer:
-    """Split by rows, or by classes where targets are indices: each rank then has its part of the softmax.
+    """Split the loss by rows, or by classes where targets are indices: each rank then has its part of the softmax.
 
-    By rows, `mean` divides the local sum by the global number of rows that count, and `sum` leaves the sum: the parts are summed.
+    By rows, `mean` divides the local sum by the global number of rows that count, and `sum` leaves the sum: the parts
+    are summed.
     """
     dims = logits.ndim
     classes = 0 if dims == 1 else 1

@@ -1,4 +1,4 @@
-"""Matrix products: einsums, with a summand or without."""
+"""Rules of matrix products: einsums, with a summand or without."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["contraction", "einsum", "linear", "matmul", "summand_and_product"]
 
 
 def contraction(equation: str, *tensors: Spec) -> RuleAnswer:
-    """The product that an equation of named dims describes, such as `"b m k, b k n -> b m n"`."""
+    """Multiply as an equation of named dims says, such as `"b m k, b k n -> b m n"`."""
     terms, output = _spelt(equation, tensors)
     lengths = _lengths(terms, tensors)
     return answered(
@@ -23,7 +23,7 @@ def contraction(equation: str, *tensors: Spec) -> RuleAnswer:
 
 
 def matmul(x: Spec, y: Spec) -> RuleAnswer:
-    """As `torch.matmul`: vectors, matrices, stacks of them with broadcasting."""
+    """Multiply as `torch.matmul` does: vectors, matrices, stacks of them with broadcasting."""
     if 0 in (x.ndim, y.ndim):
         raise ArgumentError(
             "A matrix product needs dims.", expected="1 or more in each", got=f"shapes {x.shape} and {y.shape}"
@@ -35,7 +35,7 @@ def matmul(x: Spec, y: Spec) -> RuleAnswer:
 
 
 def linear(x: Spec, weight: Spec, bias: Spec | None = None) -> RuleAnswer:
-    """`x @ weight.T + bias`. Where the product is partial, the bias is added on the first rank alone."""
+    """Compute `x @ weight.T + bias`. Where the product is partial, the bias is added on the first rank alone."""
     equation = "... k, n k -> ... n" if weight.ndim == 2 else "... k, k -> ..."
     if bias is None:
         return contraction(equation, x, weight)
@@ -43,12 +43,12 @@ def linear(x: Spec, weight: Spec, bias: Spec | None = None) -> RuleAnswer:
 
 
 def summand_and_product(equation: str, summand: Spec, *tensors: Spec) -> RuleAnswer:
-    """`addmm` and its kin: a summand that is broadcast to the product."""
+    """Add a summand that is broadcast to the product: `addmm` and its kin."""
     return _with_summand(equation, tensors, summand, is_first=True)
 
 
 def einsum(equation: str, *tensors: Spec) -> RuleAnswer:
-    """`torch.einsum` of its usual form, letters without spaces, each at most once per operand."""
+    """Multiply as `torch.einsum` of its usual form does: letters without spaces, each at most once per operand."""
     compact = equation.replace(" ", "")
     if "->" not in compact:
         names = list(compact.replace("...", "").replace(",", ""))
@@ -107,7 +107,7 @@ def _lengths(terms: Sequence[Sequence[str]], tensors: Sequence[Spec]) -> dict[st
 
 
 def _unstretched(terms: Sequence[Sequence[str]], tensors: Sequence[Spec], lengths: dict[str, int]) -> list[list[str]]:
-    """The terms with dims of length 1 that are stretched renamed, so that they are not split with the others."""
+    """Rename dims of length 1 that are stretched, so that they are not split with the others."""
     return [
         [name if spec.shape[i] == lengths[name] else f"{name}.{k}!" for i, name in enumerate(term)]
         for k, (term, spec) in enumerate(zip(terms, tensors, strict=True))

@@ -1,4 +1,4 @@
-"""Reductions over dims, and operators that need some dims whole."""
+"""Rules of reductions over dims, and of operators that need some dims whole."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["reduction", "whole_dims"]
 def reduction(
     x: Spec, dim: object = None, keepdim: bool = False, op: str | None = None, how: str | None = None
 ) -> RuleAnswer:
-    """A reduction over `dim` (None: all). `op` is what combines the parts of a split dim; without one that dim must be whole.
+    """Reduce over `dim` (None: all). `op` combines the parts of a split dim; without one that dim must be whole.
 
-    `mean` divides a local sum by the global count, so that uneven parts weigh what they should: the parts are summed. `nansum` sums
-    parts, too, but not partial values: one summand that is no number makes the whole no number.
+    `mean` divides a local sum by the global count, so that uneven parts weigh what they should: the parts are summed.
+    `nansum` sums parts, too, but not partial values: one summand that is no number makes the whole no number.
     """
     dims = dims_in(dim, x.ndim) if x.ndim else ()  # a number has no dims, and may be asked for its first
     kept = [own for own in range(x.ndim) if own not in dims]
@@ -50,9 +50,12 @@ def reduction(
 def whole_dims(
     x: Spec, dims: object, *shapes: Sequence[int], is_linear: bool = False, how: str | None = None
 ) -> RuleAnswer:
-    """An operator on each line along `dims` by itself: softmax, sort, cumsum. Outputs have the dims of the input, in its order.
+    """Work on each line along `dims` by itself: softmax, sort, cumsum.
 
-    Without `shapes` there is one output of the shape of `x`; with `how="random"` ranks with the same part draw the same numbers.
+    Outputs have the dims of the input, in its order.
+
+    Without `shapes` there is one output of the shape of `x`; with `how="random"` ranks with the same part draw the same
+    numbers.
     """
     needed = dims_in(dims, x.ndim) if dims != () and x.ndim else ()
     results = shapes or (x.shape,)

@@ -1,4 +1,4 @@
-"""Operators that rearrange: reshape, permute, expand, squeeze, slices, joining and splitting."""
+"""Rules of operators that rearrange: reshape, permute, expand, squeeze, slices, joining and splitting."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PARTIAL: tuple[Place, ...] = (
 
 
 def remap(x: Spec, places: dict[int, int], shape: Sequence[int], *, how: str | None = None, **facts: Any) -> RuleAnswer:
-    """An output whose dims `places[dim]` are the input's, whole or split; the input's other dims must be whole."""
+    """Make an output whose dims `places[dim]` are the input's, whole or split; the input's other dims must be whole."""
     strategies = [Strategy((R,), (R,))]
     strategies += [Strategy((S(source),), (S(target),)) for source, target in places.items()]
     strategies += [Strategy((place,), (place,)) for place in _PARTIAL]
@@ -57,7 +57,10 @@ def unsqueeze(x: Spec, dim: int) -> RuleAnswer:
 
 
 def squeeze(x: Spec, dim: object = None) -> RuleAnswer:
-    """Drops dims of length 1. A dim that is split over several ranks is gathered first: elsewhere its local length is 0."""
+    """Drop dims of length 1.
+
+    A dim that is split over several ranks is gathered first: elsewhere its local length is 0.
+    """
     named = dims_in(dim, x.ndim) if x.ndim and dim != () else ()
     dropped = {own for own in named if x.shape[own] == 1}
     kept = [own for own in range(x.ndim) if own not in dropped]
@@ -69,7 +72,7 @@ def squeeze(x: Spec, dim: object = None) -> RuleAnswer:
 
 
 def expand(x: Spec, shape: Sequence[int]) -> RuleAnswer:
-    """Stretched dims must be whole; the local call gets local lengths."""
+    """Stretch dims, which must be whole; the local call gets local lengths."""
     wanted = list(shape)
     new = len(wanted) - x.ndim
     if new < 0:
@@ -81,8 +84,10 @@ def expand(x: Spec, shape: Sequence[int]) -> RuleAnswer:
         asked_length = wanted[new + dim]
         if asked_length not in (-1, length) and length != 1:
             raise ArgumentError(
-                "The tensor cannot be expanded to this shape.", expected=f"{length} or -1 in dim {new + dim}", got=str(asked_length)
-            )  # fmt: skip
+                "The tensor cannot be expanded to this shape.",
+                expected=f"{length} or -1 in dim {new + dim}",
+                got=str(asked_length),
+            )
         if asked_length in (-1, length):
             wanted[new + dim] = length
             places[dim] = new + dim
@@ -100,10 +105,11 @@ def repeat(x: Spec, sizes: Sequence[int]) -> RuleAnswer:
 
 
 def reshape(x: Spec, shape: Sequence[int]) -> RuleAnswer:
-    """A reshape keeps a split where the local reshape gives the same parts; elsewhere the dim is gathered first.
+    """Reshape, keeping a split where the local reshape gives the same parts; elsewhere the dim is gathered first.
 
-    Lengths are cut into the smallest groups of equal product: [2, 6, 4] to [12, 2, 2] is [2, 6] to [12] and [4] to [2, 2]. Within a group
-    only the first dim of both sides may be split, and only where the parts begin and end at the same elements.
+    Lengths are cut into the smallest groups of equal product: [2, 6, 4] to [12, 2, 2] is [2, 6] to [12] and [4] to [2,
+    2]. Within a group only the first dim of both sides may be split, and only where the parts begin and end at the same
+    elements.
     """
     target = _without_minus_one(x, shape)
     pairs = []  # (source dim, elements of one of its rows, target dim, elements of one of its rows)
@@ -125,12 +131,12 @@ def reshape(x: Spec, shape: Sequence[int]) -> RuleAnswer:
 
 
 def _head(dims: Sequence[int], lengths: Sequence[int]) -> int:
-    """The outermost dim that has more than one element."""
+    """Return the outermost dim that has more than one element."""
     return next((dim for dim in dims if lengths[dim] != 1), dims[0])
 
 
 def _same_parts(x: Spec, axes: Sequence[str], pair: tuple[int, int, int, int], target: Sequence[int]) -> bool:
-    """Whether the parts of the source dim, split by these axes, are parts of the target dim."""
+    """Say whether the parts of the source dim, split by these axes, are parts of the target dim."""
     source, inner, result, rest = pair
     before = [(begin * inner, end * inner) for begin, end in _parts(x.layout, axes, x.shape[source])]
     after = [(begin * rest, end * rest) for begin, end in _parts(x.layout, axes, target[result])]
@@ -152,7 +158,10 @@ def _parts(layout: Layout, axes: Sequence[str], length: int) -> list[tuple[int, 
 def answered_where_filled(
     x: Spec, strategies: Sequence[Strategy], shape: Sequence[int], dims: Sequence[int] | None = None
 ) -> RuleAnswer:
-    """The answer for an operator that refuses a part that is empty: `dims` (None: all) are split only where every rank gets some."""
+    """Answer for an operator that refuses an empty part.
+
+    `dims` (None: all) are split only where every rank gets some.
+    """
     watched = range(x.ndim) if dims is None else dims
     left = list(strategies)
     while True:
@@ -177,13 +186,18 @@ def _without_minus_one(x: Spec, shape: Sequence[int]) -> list[int]:
         target[target.index(-1)] = x.num_elements // rest if rest else 0
     if math.prod(target) != x.num_elements or min(target, default=0) < 0:
         raise ArgumentError(
-            "The tensor cannot have this shape.", expected=f"{x.num_elements} elements, of {x.shape}", got=str(tuple(shape))
-        )  # fmt: skip
+            "The tensor cannot have this shape.",
+            expected=f"{x.num_elements} elements, of {x.shape}",
+            got=str(tuple(shape)),
+        )
     return target
 
 
 def _groups(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Dims of both sides with equal products, as small as possible; dims of length 1 join nobody who needs none."""
+    """Yield dims of both sides with equal products, as few as possible.
+
+    Dims of length 1 join nobody who needs none.
+    """
     i = j = 0
     while i < len(source) or j < len(target):
         left, right = [], []
@@ -213,7 +227,7 @@ def _groups(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[list
 
 
 def join(tensors: Sequence[Spec], dim: int) -> RuleAnswer:
-    """`cat`: whole along `dim`, split alike elsewhere."""
+    """Join tensors (`cat`): whole along `dim`, split alike elsewhere."""
     tensors, plain = _with_plain(tensors)
     # Old programs join an empty vector to anything; it has no dims to be split.
     ndim = max(spec.ndim for spec in tensors)
@@ -227,8 +241,10 @@ def join(tensors: Sequence[Spec], dim: int) -> RuleAnswer:
         )
         if differs:
             raise ArgumentError(
-                f"Tensors to be joined along dim {dim} differ elsewhere.", expected=f"{first.shape}", got=str(spec.shape)
-            )  # fmt: skip
+                f"Tensors to be joined along dim {dim} differ elsewhere.",
+                expected=f"{first.shape}",
+                got=str(spec.shape),
+            )
     shape = [*first.shape]
     shape[at] = sum(spec.shape[at] for spec in tensors)
     strategies = [Strategy((R,) * len(tensors), (R,))]
@@ -255,7 +271,10 @@ def stack(tensors: Sequence[Spec], dim: int) -> RuleAnswer:
 
 
 def _with_plain(tensors: Sequence[Any]) -> tuple[list[Spec], list[int]]:
-    """A list in which plain tensors without dims may stand among distributed ones: the same number on all ranks. And where they stand."""
+    """Put a spec in the place of each plain number among distributed tensors, and say where these stand.
+
+    A plain tensor without dims may stand there: it is the same number on all ranks.
+    """
     distributed = next(tensor for tensor in tensors if isinstance(tensor, Spec))
     plain = [index for index, tensor in enumerate(tensors) if not isinstance(tensor, Spec)]
     number = Spec(Layout(distributed.layout.mesh, ()), ())
@@ -263,5 +282,5 @@ def _with_plain(tensors: Sequence[Any]) -> tuple[list[Spec], list[int]]:
 
 
 def _without(plain: Sequence[int], answer: RuleAnswer) -> RuleAnswer:
-    """The answer for those that are DTensors."""
+    """Leave the plain ones out of the answer."""
     return answer._replace(inputs=tuple(layout for index, layout in enumerate(answer.inputs) if index not in plain))

@@ -1,4 +1,4 @@
-"""MindSpore's side of the dispatcher: its tensors, its table of primitives, and its way with operators that have no rule.
+"""MindSpore's side of the dispatcher: its tensors, its table of primitives, and what to do where there is no rule.
 
 Importing this registers MindSpore's DTensor with `_OP_DISPATCHER`.
 """
@@ -73,7 +73,8 @@ class MindSporeDispatchBackend:
 def _given_to_hook(primitive: type[Any], call: Callable[[Any, Sequence[Any]], Any]) -> None:
     """Hand DTensors in a list, with which an older primitive passes the hook by, to a call that has the hook (rule H2).
 
-    MindSpore asks a primitive's `check_elim` first whether its result is there without running it, so that is where they are caught.
+    MindSpore asks a primitive's `check_elim` first whether its result is there without running it, so that is where
+    they are caught.
     """
     original = primitive.check_elim
 

@@ -1,7 +1,8 @@
-"""Which rule a MindSpore primitive follows.
+"""The table of MindSpore's primitives: which rule each of them follows, by name.
 
-By name: one function has several primitives (`x + y` is AddExt, `x + 1` AddScalar, `ops.add` Add), and a method comes with the arguments it
-was called with, a function of `ops` with all of them. An adaptor takes both.
+One function has several primitives (`x + y` is AddExt, `x + 1` AddScalar, `ops.add` Add), and a method comes with the
+arguments it was called with, a function of `ops` with all of them. An adaptor takes both. While it is called, a `Spec`
+stands for each DTensor.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TABLE: dict[str, Entry] = {}
 
 
 def of(names: str, is_sequence: bool = False, is_in_place: bool = False) -> Callable[[Any], Any]:
-    """Registers an adaptor for primitives."""
+    """Register an adaptor for primitives."""
 
     def register(adaptor: Callable[..., RuleAnswer]) -> Callable[..., RuleAnswer]:
         for name in names.split():
@@ -39,7 +40,7 @@ def of(names: str, is_sequence: bool = False, is_in_place: bool = False) -> Call
 
 
 def as_shape(shape: Sequence[Any]) -> tuple[int, ...]:
-    """A size given as one sequence or as numbers."""
+    """Return a size that is given as one sequence or as numbers."""
     if len(shape) == 1 and not isinstance(shape[0], int):
         shape = shape[0]
     return tuple(int(length) for length in shape)
@@ -49,18 +50,20 @@ def _specs(values: Sequence[Any]) -> list[Spec]:
     return [value for value in values if isinstance(value, Spec)]
 
 
-# -- elementwise --------------------------------------------------------------------------------------------------------
+# -- elementwise
+# --------------------------------------------------------------------------------------------------------
 
 _NONLINEAR = """
-Abs Acos AcosExt Acosh AcoshExt Asin AsinExt Asinh AsinhExt Atan AtanExt Atan2 Atan2Ext Atanh Cos Cosh Sin Sinh Tan Tanh Exp Exp2 Expm1 Log Log1p Log2
-Log10 Sigmoid Erf Erfc Erfinv Floor Ceil Round Trunc Frac Sign Sqrt Rsqrt Square Reciprocal Pow PowTensorScalar PowScalarTensor ClampScalar ClampTensor
-Equal EqualExt NotEqual NeScalar EqScalar Less LessEqual Greater GreaterEqual GreaterEqualScalar LessEqualScalar GreaterScalar LessScalar
-LogicalAnd LogicalOr LogicalNot LogicalXor BitwiseAnd BitwiseOr BitwiseXor BitwiseNot
-BitwiseAndTensor BitwiseOrTensor BitwiseXorTensor BitwiseAndScalar BitwiseOrScalar BitwiseXorScalar Invert IsNan IsInf IsFinite IsClose NanToNum
-Maximum Minimum FloorDiv FloorDivScalar FloorMod Mod FmodTensor FmodScalar RemainderTensorTensor RemainderTensorScalar RemainderScalarTensor DivMod DivMods
-Xlogy Xdivy Select Where MaskedFill MaskedFillScalar Addcmul AddcmulExt Addcdiv AddcdivExt Lerp LerpScalar LogAddExp
-ReLU ReLU6 GeLU GeluExt FastGeLU SiLU Mish Elu EluExt SeLU SeLUExt CeLU LeakyReLU LeakyReLUExt HSwish HSigmoid HShrink SoftShrink Softplus SoftplusExt Softsign
-LogSigmoid Threshold Hardtanh Tanhshrink
+Abs Acos AcosExt Acosh AcoshExt Asin AsinExt Asinh AsinhExt Atan AtanExt Atan2 Atan2Ext Atanh Cos Cosh Sin Sinh Tan
+Tanh Exp Exp2 Expm1 Log Log1p Log2 Log10 Sigmoid Erf Erfc Erfinv Floor Ceil Round Trunc Frac Sign Sqrt Rsqrt Square
+Reciprocal Pow PowTensorScalar PowScalarTensor ClampScalar ClampTensor Equal EqualExt NotEqual NeScalar EqScalar Less
+LessEqual Greater GreaterEqual GreaterEqualScalar LessEqualScalar GreaterScalar LessScalar LogicalAnd LogicalOr
+LogicalNot LogicalXor BitwiseAnd BitwiseOr BitwiseXor BitwiseNot BitwiseAndTensor BitwiseOrTensor BitwiseXorTensor
+BitwiseAndScalar BitwiseOrScalar BitwiseXorScalar Invert IsNan IsInf IsFinite IsClose NanToNum Maximum Minimum
+FloorDiv FloorDivScalar FloorMod Mod FmodTensor FmodScalar RemainderTensorTensor RemainderTensorScalar
+RemainderScalarTensor DivMod DivMods Xlogy Xdivy Select Where MaskedFill MaskedFillScalar Addcmul AddcmulExt Addcdiv
+AddcdivExt Lerp LerpScalar LogAddExp ReLU ReLU6 GeLU GeluExt FastGeLU SiLU Mish Elu EluExt SeLU SeLUExt CeLU LeakyReLU
+LeakyReLUExt HSwish HSigmoid HShrink SoftShrink Softplus SoftplusExt Softsign LogSigmoid Threshold Hardtanh Tanhshrink
 """
 
 
@@ -119,7 +122,7 @@ def _div(input: object, other: object) -> RuleAnswer:
 
 @of("BiasAdd")
 def _bias_add(x: Spec, bias: Spec, data_format: object = 0) -> RuleAnswer:
-    """The bias lies along dim 1."""
+    """Add a bias that lies along dim 1."""
     if bias.shape != x.shape[1:2]:
         raise ArgumentError("The bias does not fit.", expected=str(x.shape[1:2]), got=str(bias.shape))
     strategies = [Strategy((R, R), (R,))]
@@ -150,7 +153,8 @@ def _assign_add(x: Spec, value: object) -> RuleAnswer:
     return elementwise(*_specs([x, value]), kind=_sum_kind(x, value), in_place=True)
 
 
-# -- products -----------------------------------------------------------------------------------------------------------
+# -- products
+# -----------------------------------------------------------------------------------------------------------
 
 
 @of("MatMulExt")
@@ -205,7 +209,8 @@ def _dense(input: Spec, weight: Spec, bias: Spec | None = None) -> RuleAnswer:
     return products.linear(input, weight, bias)
 
 
-# -- reductions ---------------------------------------------------------------------------------------------------------
+# -- reductions
+# ---------------------------------------------------------------------------------------------------------
 
 
 @of("SumExt")
@@ -364,7 +369,8 @@ def _triangle(input: Spec, diagonal: int = 0, attributes: object = None) -> Rule
     return whole_dims(input, (-2, -1), is_linear=True)
 
 
-# -- views --------------------------------------------------------------------------------------------------------------
+# -- views
+# --------------------------------------------------------------------------------------------------------------
 
 
 @of("Reshape View")
@@ -443,7 +449,8 @@ def _stack(tensors: Sequence[Spec], dim: int = 0) -> RuleAnswer:
     return views.stack(tensors, dim)._replace(how="stack", facts={"dim": dim})
 
 
-# -- parts --------------------------------------------------------------------------------------------------------------
+# -- parts
+# --------------------------------------------------------------------------------------------------------------
 
 
 @of("SplitTensor SplitTensorView SplitWithSize SplitWithSizeView", is_sequence=True)
@@ -569,7 +576,8 @@ def _constant_pad(input: Spec, padding: Sequence[int], value: object = 0) -> Rul
     return indexing.pad(input, tuple(padding))
 
 
-# -- layers -------------------------------------------------------------------------------------------------------------
+# -- layers
+# -------------------------------------------------------------------------------------------------------------
 
 
 @of("OneHot OneHotExt")
@@ -582,8 +590,13 @@ def _one_hot(indices: Spec, depth: int, on_value: object, off_value: object, axi
 
 @of("Embedding")
 def _embedding(
-    input: Spec, weight: Spec, padding_idx: object = None, max_norm: object = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False
-) -> RuleAnswer:  # fmt: skip
+    input: Spec,
+    weight: Spec,
+    padding_idx: object = None,
+    max_norm: object = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+) -> RuleAnswer:
     if max_norm is not None or scale_grad_by_freq or padding_idx is not None:
         raise ArgumentError(
             "An embedding of distributed tensors has no `padding_idx`, `max_norm` or `scale_grad_by_freq`.",

@@ -1,6 +1,7 @@
-"""Local calls that differ from the global ones: local shapes, counts of the whole tensor, parts of a table, random numbers.
+"""Local calls that are not just the operator on local tensors.
 
-Each takes the operator and its arguments with local tensors in the places of the distributed ones.
+They know local shapes, counts of the whole tensor, parts of a table, or draw random numbers. Each takes the operator
+and its arguments with local tensors in the places of the distributed ones.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _NEUTRAL = {
 
 
 def local_call(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
-    """The local implementation that an answer names; None: the operator itself."""
+    """Return the local implementation that an answer names; None: the operator itself."""
     call = None if answer.how is None else _MAKERS[answer.how](answer, inputs, name)
     coordinate = _coordinate(answer.inputs[0])
     if all(0 in spec.local_shape_at(coordinate) for spec in answer.outputs):
@@ -67,7 +68,10 @@ def local_call(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCa
 
 
 def _unrecorded(call: LocalCall | None) -> LocalCall:
-    """Where this rank makes nothing: some gradients refuse to compute with nothing. Its inputs get zeros by rule G7."""
+    """Keep a call out of the graph where this rank makes nothing.
+
+    Some gradients refuse to compute with nothing; its inputs get zeros by rule G7.
+    """
 
     def without_graph(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with _no_grad():
@@ -77,7 +81,7 @@ def _unrecorded(call: LocalCall | None) -> LocalCall:
 
 
 def _sums_nothing(answer: RuleAnswer, inputs: Sequence[Spec]) -> bool:
-    """Whether this rank has no elements of an input, and some of the output."""
+    """Say whether this rank has no elements of an input, and some of the output."""
     coordinate = _coordinate(answer.inputs[0])
     mine = [
         Spec(layout, spec.shape).local_shape_at(coordinate) for layout, spec in zip(answer.inputs, inputs, strict=True)
@@ -86,7 +90,7 @@ def _sums_nothing(answer: RuleAnswer, inputs: Sequence[Spec]) -> bool:
 
 
 def _of_nothing(call: LocalCall | None, neutral: int) -> LocalCall:
-    """On the CPU a sum over nothing is what memory held before: one neutral element is added instead."""
+    """Add up one neutral element in the place of nothing: on the CPU a sum over nothing is what memory held before."""
 
     def on_something(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = [
@@ -117,7 +121,7 @@ def _squeeze(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall
 
 
 def _mean(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
-    """A local sum over the global count: uneven parts weigh what they should."""
+    """Divide a local sum by the global count: uneven parts weigh what they should."""
     before = {axis for axis, _ in answer.inputs[0].partial}
     if all(axis in before for axis, _ in answer.outputs[0].layout.partial):
         return None
@@ -140,7 +144,7 @@ def _stack(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall |
 
 
 def _nothing_of_nothing(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
-    """For operators that refuse a tensor without elements."""
+    """Make an empty result for operators that refuse a tensor without elements."""
     shapes = [spec.local_shape_at(_coordinate(spec.layout)) for spec in answer.outputs]
     if not any(0 in shape for shape in shapes):
         return None
@@ -159,7 +163,7 @@ def _getitem(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall
 
 
 def _taken(x: Tensor, items: Sequence[Any]) -> Tensor:
-    """By `narrow` and `gather`, whose gradients the CPU has for every dtype, also of nothing."""
+    """Index by `narrow` and `gather`, whose gradients the CPU has for every dtype, also of nothing."""
     used = sum(item is not None and item is not Ellipsis for item in items)
     whole = [slice(None)] * (x.ndim - used)
     at = items.index(Ellipsis) if Ellipsis in items else len(items)
@@ -204,7 +208,7 @@ def _index(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
 
 
 def _rows_of_a_part(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
-    """Each rank looks up the rows it has, and leaves zeros for the others; the parts are then summed."""
+    """Let each rank look up the rows it has, and leave zeros for the others; the parts are then summed."""
     table_first = name == "Gather"
     table = inputs[0 if table_first else 1]
     layout = answer.inputs[0 if table_first else 1]
@@ -223,7 +227,7 @@ def _rows_of_a_part(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> Lo
 
 
 def check_seeded(layout: Layout) -> None:
-    """Raises where ranks would draw different numbers for the same elements."""
+    """Raise where ranks would draw different numbers for the same elements."""
     if len(layout.mesh.ranks) > 1 and _seeds._GLOBAL_SEED is None:
         raise StateError(
             "Random numbers of a distributed tensor need a seed, the same on all ranks.",
@@ -233,7 +237,7 @@ def check_seeded(layout: Layout) -> None:
 
 
 def _dropout(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
-    """Ranks that hold the same part draw the same numbers, and others draw others."""
+    """Let ranks that hold the same part draw the same numbers, and others draw others."""
     layout = answer.outputs[0].layout
     box = box_of(layout, answer.outputs[0].shape, _coordinate(layout))
 
@@ -253,7 +257,7 @@ def _dropout(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall
 
 
 def _as_it_is(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> None:
-    """The operator itself."""
+    """Call the operator itself."""
 
 
 _MAKERS: dict[str, Callable[..., LocalCall | None]] = {

@@ -1,4 +1,4 @@
-"""PyTorch's side of the dispatcher: its tensors, its table of functions, and its way with operators that have no rule.
+"""PyTorch's side of the dispatcher: its tensors, its table of functions, and what to do where there is no rule.
 
 Importing this registers PyTorch's DTensor with `_OP_DISPATCHER`.
 """
@@ -57,7 +57,8 @@ class TorchDispatchBackend:
         entry = TABLE.get(func)
         if kwargs.get("out") is not None:
             raise ArgumentError(
-                f"`{name}` of distributed tensors has no `out`: where arguments are moved, a copy of it would be filled.",
+                f"`{name}` of distributed tensors has no `out`: where arguments are moved, a copy of it would be "
+                "filled.",
                 do="Take the result, or copy it: `target.copy_(result)`.",
             )
         if entry is None:

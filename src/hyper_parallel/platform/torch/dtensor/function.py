@@ -17,8 +17,8 @@ __all__ = ["DFunction"]
 class DFunction(FunctionOnShards, torch.autograd.Function):
     """Base of users' own distributed autograd functions: `forward` and `backward` on local tensors.
 
-    `apply` with plain tensors is `torch.autograd.Function`'s own. With a DTensor among its arguments it follows the rule that is registered
-    under `_op_name`, and answers DTensors.
+    `apply` with plain tensors is `torch.autograd.Function`'s own. With a DTensor among its arguments it follows the
+    rule that is registered under `_op_name`, and answers DTensors.
 
     Example:
         >>> class Double(DFunction):

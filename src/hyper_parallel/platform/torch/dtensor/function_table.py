@@ -1,7 +1,10 @@
-"""Which rule a PyTorch function follows.
+"""The table of PyTorch's functions: which rule each of them follows.
 
-One entry per function: an adaptor that has the function's own parameters and answers an answer. While a rule is asked, a `Spec`
-stands for each DTensor. Tensors are given to the rule in the order of the adaptor's parameters.
+One entry per function: an adaptor that has the function's own parameters and asks the rule. While it is called, a
+`Spec` stands for each DTensor. Tensors are given to the rule in the order of the adaptor's parameters.
+
+Example: `@of("mv")` over `def _mv(input, vec): return products.contraction("m k, k -> m", input, vec)` gives `torch.mv`
+and `torch.Tensor.mv` a rule.
 """
 
 from __future__ import annotations
@@ -33,13 +36,13 @@ def names() -> set[str]:
 
 
 def functions_named(name: str) -> list[Any]:
-    """All public functions and methods of that name."""
+    """Find all public functions and methods of a name."""
     found = [getattr(owner, name) for owner in _OWNERS if callable(getattr(owner, name, None))]
     return list({id(function): function for function in found}.values())
 
 
 def of(*functions: Any, is_sequence: bool = False, is_in_place: bool = False) -> Callable[[Any], Any]:
-    """Registers an adaptor for functions, or for all that have a name."""
+    """Register an adaptor for functions, or for all that have a name."""
 
     def register(adaptor: Callable[..., RuleAnswer]) -> Callable[..., RuleAnswer]:
         entry = entry_of(adaptor, is_sequence, is_in_place)
@@ -52,21 +55,24 @@ def of(*functions: Any, is_sequence: bool = False, is_in_place: bool = False) ->
 
 
 def as_shape(shape: Sequence[Any]) -> tuple[int, ...]:
-    """A size given as one sequence or as numbers."""
+    """Return a size that is given as one sequence or as numbers."""
     if len(shape) == 1 and not isinstance(shape[0], int):
         shape = shape[0]
     return tuple(int(length) for length in shape)
 
 
-# -- elementwise --------------------------------------------------------------------------------------------------------
+# -- elementwise
+# --------------------------------------------------------------------------------------------------------
 
 _NONLINEAR = """
-abs absolute acos acosh asin asinh atan atan2 arctan2 atanh cos cosh sin sinh sinc tan tanh exp exp2 expm1 log log10 log1p log2 logit sigmoid
-expit erf erfc erfinv lgamma digamma floor ceil round trunc fix frac sign sgn signbit sqrt rsqrt square reciprocal pow float_power clamp clamp_min
-clamp_max clip eq ne lt le gt ge equal_ less less_equal greater greater_equal not_equal logical_and logical_or logical_not logical_xor
-bitwise_and bitwise_or bitwise_xor bitwise_not isnan isinf isfinite isposinf isneginf nan_to_num maximum minimum fmax fmin fmod remainder
-floor_divide hypot copysign logaddexp logaddexp2 xlogy xlog1py nextafter heaviside where masked_fill addcmul addcdiv rsub
-gelu softplus logsigmoid softsign tanhshrink hardshrink softshrink deg2rad rad2deg gcd lcm ldexp isclose bool byte char short int long
+abs absolute acos acosh asin asinh atan atan2 arctan2 atanh cos cosh sin sinh sinc tan tanh exp exp2 expm1 log log10
+log1p log2 logit sigmoid expit erf erfc erfinv lgamma digamma floor ceil round trunc fix frac sign sgn signbit sqrt
+rsqrt square reciprocal pow float_power clamp clamp_min clamp_max clip eq ne lt le gt ge equal_ less less_equal
+greater greater_equal not_equal logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_xor
+bitwise_not isnan isinf isfinite isposinf isneginf nan_to_num maximum minimum fmax fmin fmod remainder floor_divide
+hypot copysign logaddexp logaddexp2 xlogy xlog1py nextafter heaviside where masked_fill addcmul addcdiv rsub gelu
+softplus logsigmoid softsign tanhshrink hardshrink softshrink deg2rad rad2deg gcd lcm ldexp isclose bool byte char
+short int long
 """
 _ACTIVATIONS = (
     "relu relu6 silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid threshold"  # those with an `inplace`
@@ -227,7 +233,8 @@ def _drawn_in_place(x: Spec, *args: Any, **kwargs: Any) -> RuleAnswer:
     return elementwise(x, in_place=True, how="random")
 
 
-# -- products -----------------------------------------------------------------------------------------------------------
+# -- products
+# -----------------------------------------------------------------------------------------------------------
 
 
 @of("matmul", "__matmul__")
@@ -281,7 +288,8 @@ def _einsum(equation: str, *operands: Any) -> RuleAnswer:
     return products.einsum(equation, *tensors)
 
 
-# -- reductions ---------------------------------------------------------------------------------------------------------
+# -- reductions
+# ---------------------------------------------------------------------------------------------------------
 
 
 @of("nansum")
@@ -424,7 +432,8 @@ def _normalize(input: Spec, p: float = 2.0, dim: object = 1, eps: float = 1e-12,
     return whole_dims(input, dim)
 
 
-# -- views --------------------------------------------------------------------------------------------------------------
+# -- views
+# --------------------------------------------------------------------------------------------------------------
 
 
 @of("view", "reshape")
@@ -537,7 +546,8 @@ def _stack(tensors: Sequence[Spec], dim: int = 0) -> RuleAnswer:
     return views.stack(tensors, dim)
 
 
-# -- parts --------------------------------------------------------------------------------------------------------------
+# -- parts
+# --------------------------------------------------------------------------------------------------------------
 
 
 @of("split", is_sequence=True)
@@ -590,7 +600,7 @@ def _getitem(x: Spec, index: object) -> RuleAnswer:
 
 
 def _indexed_shape(x: Spec, items: Sequence[Any]) -> tuple[int, ...]:
-    """The shape of a part, by the framework itself, on tensors without values."""
+    """Ask the framework itself for the shape of a part, with tensors without values."""
 
     def bare(item: object) -> Any:
         return torch.empty(item.shape, dtype=torch.int64, device="meta") if isinstance(item, Spec) else item
@@ -623,7 +633,8 @@ def _pad(input: Spec, pad: Sequence[int], mode: str = "constant", value: object 
     return indexing.pad(input, pad, can_be_empty=mode == "constant")
 
 
-# -- layers -------------------------------------------------------------------------------------------------------------
+# -- layers
+# -------------------------------------------------------------------------------------------------------------
 
 
 @of(F.one_hot)

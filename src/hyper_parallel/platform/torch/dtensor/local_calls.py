@@ -1,4 +1,6 @@
-"""Local calls that differ from the global ones: local shapes, counts of the whole tensor, parts of a table, random numbers.
+"""Local calls that are not just the operator on local tensors.
+
+They know local shapes, counts of the whole tensor, parts of a table, or draw random numbers.
 
 Each takes the function and its arguments with local tensors in the places of the distributed ones.
 """
@@ -24,7 +26,7 @@ __all__ = ["drawn_alike", "local_call"]
 
 
 def local_call(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
-    """The local implementation that an answer names; None: the function itself."""
+    """Return the local implementation that an answer names; None: the function itself."""
     if answer.how is None:
         return None
     if answer.how == "cross_entropy":
@@ -43,7 +45,7 @@ def _to_local_shape(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> Lo
 
 
 def _first(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The tensor itself, named or not."""
+    """Return the tensor itself, named or not."""
     tensor: torch.Tensor = args[0] if args else kwargs["input"]
     return tensor
 
@@ -54,7 +56,10 @@ def _squeeze(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall
 
 
 def _by_positions(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
-    """Positions are integers; a mask would leave as many elements as its values say, on each rank another number."""
+    """Refuse a mask where positions are taken.
+
+    It would leave as many elements as its values say, on each rank another number.
+    """
 
     def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         index = args[1] if name == "__getitem__" else None
@@ -73,7 +78,7 @@ def _by_positions(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> Loca
 
 
 def _mean(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
-    """A local sum over the global count: uneven parts weigh what they should."""
+    """Divide a local sum by the global count: uneven parts weigh what they should."""
     count = answer.facts["count"]
     if not answer.outputs[0].layout.partial or not _newly_partial(answer):
         return lambda func, args, kwargs: func(*args, **kwargs)
@@ -107,7 +112,7 @@ def _random(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall 
 
 
 def _rows_of_a_part(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
-    """Each rank looks up the rows it has, and leaves zeros for the others; the parts are then summed."""
+    """Let each rank look up the rows it has, and leave zeros for the others; the parts are then summed."""
     table = inputs[1]
     layout = answer.inputs[1]
     box = box_of(layout, table.shape, coordinate_on(layout))
@@ -143,10 +148,11 @@ _MAKERS: dict[str, Callable[..., LocalCall | None]] = {
 
 @contextlib.contextmanager
 def drawn_alike(layout: Layout, shape: tuple[int, ...]) -> Iterator[None]:
-    """Inside, ranks that hold the same part draw the same numbers, and others draw others.
+    """Let ranks that hold the same part draw the same numbers inside, and others draw others.
 
-    One number is drawn from the process's own generator, which has the same state on all ranks of a program that was seeded alike. Together with
-    the place of the part it seeds the generators for the time of the call; afterwards they go on as if one number had been drawn.
+    One number is drawn from the process's own generator, which has the same state on all ranks of a program that was
+    seeded alike. Together with the place of the part it seeds the generators for the time of the call; afterwards they
+    go on as if one number had been drawn.
     """
     box = box_of(layout, shape, coordinate_on(layout))
     seed = int(torch.randint(0, 2**48, (), dtype=torch.int64, device="cpu"))

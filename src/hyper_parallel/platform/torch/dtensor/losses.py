@@ -23,7 +23,7 @@ _SIGNATURE = inspect.signature(F.cross_entropy)
 
 
 def cross_entropy_call(answer: RuleAnswer, inputs: Sequence[Spec]) -> Callable[..., torch.Tensor] | None:
-    """The local call; None where nothing is split, and it is the function itself."""
+    """Return the local call; None where nothing is split, and it is the function itself."""
     layout = answer.inputs[0]
     mesh = layout.mesh
     classes: int = answer.facts["classes"]
@@ -63,7 +63,7 @@ def cross_entropy_call(answer: RuleAnswer, inputs: Sequence[Spec]) -> Callable[.
 
 
 class _Part:
-    """Which classes this rank has, and with whom it has all."""
+    """The classes that this rank has, and the axes over which ranks have all of them together."""
 
     def __init__(self, mesh: DeviceMesh, axes: tuple[str, ...], first: int, num_classes: int) -> None:
         self.mesh, self.axes, self.first, self.num_classes = mesh, axes, first, num_classes
@@ -74,7 +74,10 @@ class _Part:
 
 
 class _SplitClasses(torch.autograd.Function):
-    """Losses per row of logits [rows, classes of this rank] (or [classes]): two reductions in forward, none in backward."""
+    """Losses per row of logits [rows, classes of this rank] (or [classes]).
+
+    Two reductions in forward, none in backward.
+    """
 
     @staticmethod
     def forward(

@@ -17,7 +17,9 @@ __all__ = ["prepare_for_lists"]
 
 
 def prepare_for_lists(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> PreparedOp:
-    """Prepare an elementwise call over lists. The i-th tensors of all lists belong together, and move to the first one's layout.
+    """Prepare an elementwise call over lists.
+
+    The i-th tensors of all lists belong together, and move to the first one's layout.
 
     Plain tensors stay as they are (the step count of an optimizer, a gradient scale).
 

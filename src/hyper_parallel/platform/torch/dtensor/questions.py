@@ -1,4 +1,4 @@
-"""Functions that ask about a tensor, and are answered without a rule."""
+"""Answers to functions that ask about a tensor, and need no rule."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ __all__: list[str] = []
 
 # Answered by the local tensor: they are about its kind, not its values or its shape.
 _OF_LOCAL = """
-is_floating_point is_complex is_signed is_inference is_conj is_neg element_size get_device is_pinned is_same_size_ type_ dense_dim_ _is_view
+is_floating_point is_complex is_signed is_inference is_conj is_neg element_size get_device is_pinned is_same_size_
+type_ dense_dim_ _is_view
 """
 _OF_LOCAL_PROPERTIES = """
-is_cuda is_cpu is_meta is_mps is_sparse is_sparse_csr is_quantized is_nested is_xla is_xpu is_mkldnn is_vulkan is_maia itemsize names_ output_nr
-_backward_hooks _post_accumulate_grad_hooks _version _base is_ipu is_mtia
+is_cuda is_cpu is_meta is_mps is_sparse is_sparse_csr is_quantized is_nested is_xla is_xpu is_mkldnn is_vulkan is_maia
+itemsize names_ output_nr _backward_hooks _post_accumulate_grad_hooks _version _base is_ipu is_mtia
 """
-_NO_MEMORY = "data_ptr untyped_storage storage _typed_storage storage_offset numpy __array__ __dlpack__ share_memory_ set_ resize_"
+_NO_MEMORY = """
+data_ptr untyped_storage storage _typed_storage storage_offset numpy __array__ __dlpack__ share_memory_ set_ resize_
+"""
 
 
 def _asked_of_local(name: str) -> Any:
@@ -45,7 +48,7 @@ def _no_memory(name: str) -> Any:
 
 
 def _compatible(x: object, y: object) -> bool:
-    """Whether `x.data = y` can be done: what a module asks before it changes dtype or device of its parameters."""
+    """Say whether `x.data = y` can be done: a module asks before it changes dtype or device of its parameters."""
     if not (isinstance(x, DTensor) and isinstance(y, DTensor)):
         return False
     # Not between devices such as "cpu" and "meta": then the module makes a new parameter.
@@ -86,7 +89,7 @@ def _fill() -> None:
 
 
 def _given(grad: object, of: object) -> Any:
-    """The local gradient that backward begins with; None where the framework's own one is right."""
+    """Return the local gradient that backward begins with; None where the framework's own one is right."""
     if not isinstance(of, DTensor):
         return grad
     if grad is not None:
@@ -104,7 +107,7 @@ def _grad(
     allow_unused: object = None,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """`torch.autograd.grad` over local tensors."""
+    """Call `torch.autograd.grad` on local tensors."""
     results = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     given: list[Any] = [None] * len(results)
