@@ -27,7 +27,7 @@ def distribute_tensor(tensor: Any, mesh: Any, placements: Any = None) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    # Not at import: the class is a subclass of the framework's own, and importing this must not choose one.
+    # Only when it is asked for: the class is a subclass of the framework's own, and importing this must not choose one.
     if name == "DTensor":
         return importlib.import_module(framework_folder("import DTensor")).DTensor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -55,9 +55,9 @@ class Layout(Interned):
     mesh: DeviceMesh
     axes_per_dim: tuple[tuple[str, ...], ...]
     partial: tuple[tuple[str, str], ...]  # (axis, op), in the order of the mesh
-    ndim: int  # of the tensor
-    varying_axes: tuple[str, ...]  # of more than one rank, sharded or partial: ranks hold different values
-    replicated_axes: tuple[str, ...]  # all others: ranks hold the same values
+    ndim: int  # number of dims that the tensor has
+    varying_axes: tuple[str, ...]  # axes of several ranks, sharded or partial: their ranks hold different values
+    replicated_axes: tuple[str, ...]  # all other axes: their ranks hold the same values
     is_replicated: bool  # there are no varying axes
     _dim_of: dict[str, int]
     _partial_op: dict[str, str]

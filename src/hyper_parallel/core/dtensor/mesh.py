@@ -471,9 +471,8 @@ def current_mesh() -> DeviceMesh | None:
 def _rebuild(
     device_type: str, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: tuple[int, ...]
 ) -> DeviceMesh:
-    return DeviceMesh._interned(
-        device_type, shape, axis_names, ranks
-    )  # what was saved in a larger world can be read in this one
+    # Not by the class, which checks the world: what was saved in a larger one can be read in this one.
+    return DeviceMesh._interned(device_type, shape, axis_names, ranks)
 
 
 def _some(ranks: tuple[int, ...]) -> str:

@@ -130,7 +130,7 @@ def as_placement(value: Any) -> Placement | None:
     kind = type(value)
     if kind.__module__.partition(".")[0] != "torch":
         return None
-    # Exactly these: PyTorch's `_StridedShard` is a `Shard` that splits in another order.
+    # By its exact name: PyTorch's `_StridedShard` is a subclass of `Shard` that splits in another order.
     if kind.__name__ == "Shard":
         return Shard(value.dim)
     if kind.__name__ == "Replicate":

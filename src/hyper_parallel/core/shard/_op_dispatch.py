@@ -50,7 +50,7 @@ class DispatchBackend(Protocol):
 class ArgumentSlot:
     """A DTensor's place among the arguments while a rule is asked: rules see layouts and shapes, never tensors."""
 
-    index: int  # among the DTensors of the call
+    index: int  # its position among the DTensors of the call
     spec: Spec
 
 
@@ -63,8 +63,8 @@ class PreparedOp(NamedTuple):
     local: LocalCall | None = None  # None: the operator itself
     returns_argument: int | None = None  # an operator in place answers the DTensor that it was given
     is_sequence: bool = False  # the outputs come in a list or tuple
-    is_raw: bool = False  # `local` answers what the caller gets
-    is_kept: bool = True  # for the next call; not where it holds only as long as the caller allows it
+    is_raw: bool = False  # what `local` returns is what the caller gets: nothing is wrapped
+    is_kept: bool = True  # False inside `unknown_ops("replicate")`: the next call may be outside
 
 
 class View(NamedTuple):
@@ -223,7 +223,7 @@ class OpDispatcher:
                 return result
             made = wrap(result, spec)
             if op.is_view:
-                made._view_of = View(tensor, op, func, args, kwargs)  # of the tensor as it was moved
+                made._view_of = View(tensor, op, func, args, kwargs)  # `tensor` as it was moved
             return made
         return type_of_sequence(result)(
             value if spec is None else wrap(value, spec) for value, spec in zip(result, op.outputs, strict=True)
@@ -242,7 +242,7 @@ class OpDispatcher:
             return type_of_sequence(value)(self._rebuilt(item, locals_) for item in value)
         if isinstance(value, dict):
             return {name: self._rebuilt(item, locals_) for name, item in value.items()}
-        if type(value).__module__ == "numpy":  # a dim or a length, as users have them; rules ask for Python's
+        if type(value).__module__ == "numpy":  # users have dims and lengths of it; rules ask for Python's
             number = as_int(value)
             return value if number is None else number
         return value
@@ -267,8 +267,7 @@ class OpDispatcher:
         if all(_is_number(tensor, backend) for tensor in tensors) and _has_plain(
             (args, kwargs), backend, self._dtensors
         ):
-            # Numbers, among plain tensors: those stay plain. (PyTorch's clipping multiplies every gradient by one
-            # number.)
+            # PyTorch's clipping multiplies every gradient by one number, which may be distributed: the others stay plain.
             positions = _positions(args, kwargs, self._dtensors)
             return DispatchedOp(
                 ((None, ()),) * len(tensors),
@@ -365,7 +364,7 @@ class OpDispatcher:
             )
 
 
-# What calls an operator without a rule, and what to do then; by the beginning of its name.
+# By the beginning of an operator's name: what to do where it has no rule.
 _INSTEAD = {
     "new_": "Make it with its layout: `hp.zeros(size, mesh, placements)`. (What asks for it: `fully_shard`, "
     "Adafactor and the like take plain parameters.)",

@@ -22,7 +22,7 @@ class Communication(NamedTuple):
 
     kind: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all", …
     axes: tuple[str, ...]
-    num_bytes: int  # that this rank receives
+    num_bytes: int  # those that this rank receives
     why: str  # "asked" (redistribute, full_tensor, …), "implied" by an operator, or "gradient"
     where: str  # the operator, or the two layouts
 
@@ -65,7 +65,7 @@ class CommLog:
         return "\n".join(lines)
 
 
-_logs: list[CommLog] = []  # of the process: backward may run in another thread than the `with`
+_logs: list[CommLog] = []  # one list per process: backward may run in another thread than the `with`
 # Context variables: `overlap_forward_backward` carries them over to its other thread.
 _is_explicit: ContextVar[bool] = ContextVar("communication is explicit", default=False)
 _why: ContextVar[tuple[str, str]] = ContextVar("why is sent what is sent", default=("asked", ""))

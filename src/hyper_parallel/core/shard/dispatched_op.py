@@ -19,20 +19,19 @@ class DispatchedOp(NamedTuple):
     Example: for `x + y` of layouts (dp, -) and (-, -) it moves `y` to (dp, -), and calls `+` on the two local tensors.
     """
 
-    moves: tuple[
-        tuple[Layout | None, tuple[str, ...]], ...
-    ]  # per DTensor: where to, if it must be moved; axes to be tied on
-    positions: tuple[int, ...] | None  # of the DTensors among the arguments; None: some are nested or named
-    outputs: tuple[Spec | None, ...]
+    # For each DTensor of the call: the layout that it is moved to, or None; and the axes that it is tied on.
+    moves: tuple[tuple[Layout | None, tuple[str, ...]], ...]
+    positions: tuple[int, ...] | None  # where the DTensors are among the arguments; None: some are nested or named
+    outputs: tuple[Spec | None, ...]  # None: what comes out stays as it is
     is_sequence: bool  # the outputs come in a list or tuple
-    local: LocalCall | None
-    returns_argument: int | None
-    wrap_output: Callable[[Any], Any] | None  # None: by `outputs`
-    has_empty_parts: bool  # on some rank
+    local: LocalCall | None  # None: the operator itself, on local tensors
+    returns_argument: int | None  # an operator in place answers the DTensor at this position of the call's DTensors
+    wrap_output: Callable[[Any], Any] | None  # None: results are wrapped by `outputs`
+    has_empty_parts: bool  # some rank computes with nothing: the result is anchored (rule G7)
     name: str
-    is_kept: bool = True  # for the next call
-    simple: Spec | None = None  # of the one output, where arguments only have to be replaced by their local tensors
-    is_view: bool = False  # of the one DTensor among its arguments: see `View`
+    is_kept: bool = True  # False: decided anew each time
+    simple: Spec | None = None  # the spec of the one output, where local tensors only have to be put in
+    is_view: bool = False  # the output shares the memory of the one DTensor of the call: see `View`
 
 
 def has_empty_parts(tensors: Sequence[Any], answer: RuleAnswer | None) -> bool:

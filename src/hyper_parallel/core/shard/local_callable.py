@@ -112,8 +112,7 @@ class FunctionOnShards:
         """
         found = cls.__dict__.get("_local_callable")
         if found is None:
-            # Through `apply`, which a subclass may have overridden, and which binds keywords: a rule's `preprocess` may
-            # answer some.
+            # `apply`, not `forward`: a subclass may override it, and it binds keywords that a `preprocess` may answer.
             found = _LocalCallable(cls.apply, str(cls._op_name))  # type: ignore[attr-defined]
             cls._local_callable = found  # type: ignore[attr-defined]
         made: _LocalCallable = found
@@ -127,7 +126,7 @@ class FunctionOnShards:
         """
         signature = inspect.signature(cls.forward)
         try:
-            # The first parameter is the context.
+            # None stands for the context, which is the first parameter.
             bound = signature.bind(None, *args, **kwargs)
         except TypeError as error:
             raise ArgumentTypeError(

@@ -83,9 +83,7 @@ def shard_module(module: Module, mesh: DeviceMesh, plan: ShardPlan | Mapping[str
     chosen = _matches(plan.parameters, list(parameters), "parameter")
     inputs = _matches(plan.inputs, list(cells), "module")
     outputs = _matches(plan.outputs, list(cells), "module")
-    folder = (
-        f"hyper_parallel.platform.{platform.platform_type.value}.dtensor"  # by name: a module is copied with its hooks
-    )
+    folder = f"hyper_parallel.platform.{platform.platform_type.value}.dtensor"  # a name, not the package: a module is copied with its hooks
     tensors = importlib.import_module(folder)
     shared: dict[int, Any] = {}  # a parameter that stands in two places stays one
     for name, parameter in parameters.items():
@@ -167,7 +165,7 @@ def _call_on_shards(
     backend = _OP_DISPATCHER.backend_of(dtensor)
     is_several = isinstance(out_placements, tuple)
     wanted = out_placements if is_several else (out_placements,)
-    # What varies is known from the layouts alone, so the ties can be made before the call.
+    # The layouts alone say what varies, and ties must be made before the call: they are what it is called with.
     outputs = [None if layout is None else _spec_of_any_shape(layout, mesh) for layout in wanted]
     locals_ = [arg._tied(tied_axes(arg._spec.layout, outputs)) if isinstance(arg, dtensor) else arg for arg in args]
     result = fn(*locals_, **kwargs)
@@ -195,8 +193,8 @@ def _spec_of_any_shape(wanted: Any, mesh: DeviceMesh) -> Spec:
     if isinstance(wanted, Layout):
         ndim = wanted.ndim
     elif any(isinstance(placement, Placement) for placement in wanted):
-        # More dims than any placement names; a negative one counts from an end that is not known yet, and splits all
-        # the same.
+        # At least as many dims as any placement names. Where a negative dim ends up is not known yet, but for the ties
+        # it only counts that it is split.
         ndim = 1 + max([0, *(abs(placement.dim) for placement in wanted if isinstance(placement, Shard))])
     else:
         ndim = len(wanted)

@@ -26,7 +26,7 @@ class Entry(NamedTuple):
     signature: inspect.Signature
     is_sequence: bool  # the result is a list or tuple, also where it has one member
     is_in_place: bool
-    takes_attributes: bool  # of the primitive, as the keyword `attributes`
+    takes_attributes: bool  # the adaptor wants the primitive's attributes, as the keyword `attributes`
 
 
 def entry_of(adaptor: Callable[..., RuleAnswer], is_sequence: bool = False, is_in_place: bool = False) -> Entry:

@@ -130,7 +130,7 @@ class _Preprocessed:
 
     def __init__(self, rule: Any, backend: DispatchBackend, args: Any, kwargs: Any) -> None:
         self._rule, self._backend = rule, backend
-        self._specs: list[Spec | None] = []  # of the tensors among the arguments, None for plain ones
+        self._specs: list[Spec | None] = []  # one per tensor among the arguments, None for a plain one
         self._walk((args, kwargs), lambda tensor: self._specs.append(getattr(tensor, "_spec", None)))
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -45,9 +45,9 @@ class CostModel:
 
 class WayCost(NamedTuple):
     time_us: float
-    received_bytes: float  # by the rank that receives most, of those looked at
+    received_bytes: float  # those of the rank that receives most, among the ranks looked at
     mean_received_bytes: float
-    peak_bytes: int  # of a rank: local tensors before and after a step, and what is under way
+    peak_bytes: int  # what one rank holds at most: local tensors before and after a step, and what is under way
 
 
 def looked_at(mesh: DeviceMesh) -> list[tuple[int, ...]]:
@@ -93,7 +93,7 @@ def cost_of(way: tuple[Step, ...], itemsize: int, model: CostModel, coordinates:
         most = max(received)
         before = itemsize * max(step.box_before(at).num_elements for at in coordinates)
         after = itemsize * max(step.box_after(at).num_elements for at in coordinates)
-        # Pieces that are not rows of the first dim are put together, or taken apart, by a copy.
+        # Only rows of the first dim lie together in memory: other pieces are put together, or taken apart, by a copy.
         copies = {
             Kind.SLICE: after,
             Kind.PLACE: after,
@@ -102,7 +102,7 @@ def cost_of(way: tuple[Step, ...], itemsize: int, model: CostModel, coordinates:
             Kind.ALL_GATHER: after if step.dim else 0,
             Kind.REDUCE_SCATTER: before if step.dim else 0,
             Kind.ALL_TO_ALL: (before if step.split_dim else 0) + (after if step.dim else 0),
-            Kind.ALL_TO_ALL_V: 2 * int(most),  # about as much is sent as received
+            Kind.ALL_TO_ALL_V: 2 * int(most),  # a guess: about as much is sent as received
         }[step.kind]
         peak = max(peak, before + after + (0 if step.is_local else copies))
         time_us += copies / model.copy_bytes_per_us

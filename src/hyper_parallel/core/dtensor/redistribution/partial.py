@@ -58,7 +58,7 @@ def _cannot_stay(
     """
     index = source.mesh.axis_index
     return any(index(outer) < index(axis) and not _commute(outer_op, op) for outer, outer_op in reduced) or any(
-        # Its sum over the ones that stand for "no factor" would not be one.
+        # Other ranks would hold ones ("no factor"), and the sum of ones over this axis is not one.
         index(outer) < index(axis) and outer_op == "prod" and op == "sum"
         for outer, outer_op in made
     )

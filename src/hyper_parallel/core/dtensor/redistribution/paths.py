@@ -243,7 +243,7 @@ def _ends_of_movement(
 def _split_further(source: Layout, target: Layout, axes: Axes, work: PartialWork, shape: tuple[int, ...]) -> Layout:
     partial = tuple(pair for pair in target.partial if pair[0] in work.kept)
     end = target.replace(partial=partial)
-    # In the order in which the source has them, or they would have to move.
+    # Axes in another order than the source has them would have to move.
     order = [axis for names in source.axes_per_dim for axis in names]
     for axis in sorted(axes, key=lambda axis: order.index(axis) if axis in order else len(order)):
         dim = source.dim_of(axis)
@@ -279,7 +279,7 @@ def _steps_that_make_partial(
     elif after is not now:
         steps.append(step_between(now, after, shape))
     now = after
-    # From the first axis of the mesh to the last: the inner identity must stand (R6).
+    # R6: from the first axis of the mesh to the last, so that the innermost identity stands.
     for axis, op in work.made:
         if (axis, op) in placed or op not in IDENTITY:
             continue

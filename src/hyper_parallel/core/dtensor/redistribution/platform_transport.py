@@ -23,7 +23,7 @@ Note = Callable[[str, "tuple[int, ...]", int], None]  # kind of collective, rank
 class LocalTensors(Protocol):
     """What a framework brings for plans beside its collectives: local operations as in `Transport`."""
 
-    like: Any  # dtype and device, for a rank that sends nothing
+    like: Any  # a rank that sends nothing takes dtype and device from it
     itemsize: int
 
     def slice(self, tensor: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> Any: ...

@@ -18,28 +18,28 @@ __all__ = ["AllToAllStep", "Kind", "Step", "fill_step", "moved_axes", "place_ste
 
 
 class Kind(Enum):
-    SLICE = "slice"  # local: a part of what is there
-    PLACE = "place"  # local: what is there becomes a part, the rest is the identity of a reduction
-    FILL = "fill"  # local: ranks beside coordinate 0 hold the identity of a reduction
+    SLICE = "slice"  # local: keeps a part of what is there
+    PLACE = "place"  # local: what is there becomes a part, and the rest is filled with 0 (sum) or 1 (prod)
+    FILL = "fill"  # local: all ranks but coordinate 0 hold 0 (sum) or 1 (prod)
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
-    ALL_TO_ALL = "all-to-all"  # equal pieces
-    ALL_TO_ALL_V = "all-to-all-v"  # a box per pair of ranks
+    ALL_TO_ALL = "all-to-all"  # sends equal pieces
+    ALL_TO_ALL_V = "all-to-all-v"  # sends a box of its own from each rank to each
 
 
-IDENTITY = {"sum": 0, "prod": 1}
+IDENTITY = {"sum": 0, "prod": 1}  # what changes nothing when it is reduced
 
 
 class AllToAllStep(NamedTuple):
     """The part of one rank in an all-to-all-v."""
 
     ranks: tuple[int, ...]
-    me: int  # this rank's position among them
-    sends: tuple[Box | None, ...]  # per rank: what it is sent, as a box of the local tensor before
-    receives: tuple[Box | None, ...]  # per rank: where its piece goes, as a box of the local tensor after
-    shape: tuple[int, ...]  # of the local tensor after
-    num_summands: int  # the ranks are as many blocks of equal length, each of which sends one summand
+    me: int  # this rank's position in `ranks`
+    sends: tuple[Box | None, ...]  # for each rank the box of the local tensor before that it is sent
+    receives: tuple[Box | None, ...]  # for each rank the box of the local tensor after where its piece goes
+    shape: tuple[int, ...]  # that of the local tensor after
+    num_summands: int  # `ranks` are so many blocks of equal length, each of which sends one summand
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,7 +50,7 @@ class DistributedOp:
             do="Write `infer_layout(self, layouts, extra_args=None)`.",
         )
 
-    # Optional: a subclass that defines one has it called.
+    # None of these is needed; one that a subclass defines is called.
     #   preprocess(args, kwargs) -> (local_args, local_kwargs, cache_values)
     #   get_expand_impl(func, result, layouts, extra_args) -> a replacement of the local operation, or None
     #   infer_shape(shapes, extra_args) -> the global shape(s) of the output(s)

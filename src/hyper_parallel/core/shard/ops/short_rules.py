@@ -91,7 +91,7 @@ class StrategyRule(DistributedOp):
                 expected=str(num_inputs),
                 got=str(len(tensors)),
             )
-        # How many dims an output has is known only when it is there: as many as its strategies can name.
+        # The output is not there yet, and so its dims are not known: it is given as many as its strategies name.
         ndims = [
             max(
                 (place.dim + 1 for strategy in self._strategies if isinstance(place := strategy.outputs[i], S)),

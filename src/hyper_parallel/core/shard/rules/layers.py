@@ -51,7 +51,7 @@ def attention(
     ndim = len(shape)
     strategies = [Strategy((R,) * len(tensors), (R,))]
     if len({spec.ndim for spec in tensors[:3]}) > 1:
-        # Stretched over new dims, which the framework does not do where a part is empty: all of it whole.
+        # The framework does not stretch an empty part over new dims, so all tensors are whole.
         return answered(tensors, strategies, shape, how="random" if is_random else None)
     for dim in range(len(lead)):
         owns = [dim - (ndim - spec.ndim) for spec in tensors]

@@ -75,13 +75,13 @@ def _with_summand(equation: str, tensors: Sequence[Spec], summand: Spec, is_firs
             place = S(own) if own >= 0 and summand.shape[own] == shape[place.dim] else R
         inputs = (place, *strategy.inputs) if is_first else (*strategy.inputs, place)
         strategies.append(Strategy(inputs, strategy.outputs))
-    # A partial summand with a whole product: the product, too, is then counted once.
+    # A partial summand needs a partial product: a whole one would be counted once per rank.
     everything = [summand, *tensors] if is_first else [*tensors, summand]
     return answered(everything, [s for s in strategies if not _is_partial_average(s)], shape)
 
 
 def _is_partial_average(strategy: Strategy) -> bool:
-    # An average would need the summand on every rank, which no conversion gives.
+    # Partial by an average, the product would need the summand on every rank, which no conversion gives.
     return strategy.outputs[0] == P("avg")
 
 

@@ -33,7 +33,7 @@ _PARTIAL: tuple[Place, ...] = (
     P("max"),
     P("min"),
     P("prod"),
-)  # moving values about is right for all of them
+)  # whatever moves values about goes through all of these
 
 
 def remap(x: Spec, places: dict[int, int], shape: Sequence[int], *, how: str | None = None, **facts: Any) -> RuleAnswer:
@@ -64,7 +64,7 @@ def squeeze(x: Spec, dim: object = None) -> RuleAnswer:
     named = dims_in(dim, x.ndim) if x.ndim and dim != () else ()
     dropped = {own for own in named if x.shape[own] == 1}
     kept = [own for own in range(x.ndim) if own not in dropped]
-    # The global dims are named to the local call: a local length of 1 that is no global one must stay.
+    # The local call is told the dims: one whose length is 1 on this rank only must stay.
     return remap(
         x, {source: target for target, source in enumerate(kept)}, [x.shape[own] for own in kept],
         how="squeeze", dims=tuple(sorted(dropped)),

@@ -93,7 +93,7 @@ def _is_float(dtype: object) -> bool:
 
 @of("Cast ToDtype CastExt")
 def _cast(x: Spec, dtype: object = None, *args: Any, **kwargs: Any) -> RuleAnswer:
-    # Of summands that become whole numbers each would be rounded.
+    # A cast to integers would round each summand: only one to floating point goes through a sum.
     return elementwise(x, kind=LINEAR if _is_float(dtype) else "")
 
 
@@ -133,7 +133,7 @@ def _bias_add(x: Spec, bias: Spec, data_format: object = 0) -> RuleAnswer:
 
 @of("ZerosLike OnesLike ZerosLikeExt OnesLikeExt FullLike EmptyLike")
 def _like(x: Spec, *args: Any, **kwargs: Any) -> RuleAnswer:
-    # What is filled in is the value itself, not a summand: it is whole where the original is partial.
+    # The value filled in is the value itself, not a summand: the result is whole where the original is partial.
     return RuleAnswer((x.layout,), (Spec(x.layout.without_partial(), x.shape),))
 
 
@@ -508,7 +508,7 @@ def _strided_slice(
 
 def _boxed(x: Spec, begin: Sequence[int], end: Sequence[int], strides: Sequence[int]) -> RuleAnswer:
     index = tuple(slice(*bounds) for bounds in zip(begin, end, strides, strict=True))
-    # Locally the lengths of split dims differ; their slices are the whole.
+    # Sliced by our own call, which cuts the slice of a split dim, taken whole, to the local length.
     return indexing.getitem(x, index)._replace(how="getitem", facts={"index": index})
 
 
@@ -538,7 +538,7 @@ def _gather(input: Spec, index: Spec, axis: Any = 0, batch_dims: int = 0) -> Rul
         raise ArgumentError("`gather` of distributed tensors has no batch dims.", expected="0", got=str(batch_dims))
     layout = input.layout
     if axis == 0 and input.ndim == 2 and any(layout.mesh.size(name) > 1 for name in layout.axes_of(0)):
-        # A table whose rows are split: as an embedding, whose rule has the ids first.
+        # A table whose rows are split is looked up as in an embedding, whose rule has the ids first.
         answer = layers.embedding(index, input)
         return answer._replace(inputs=(answer.inputs[1], answer.inputs[0]))
     return indexing.index_by_tensor(input, index, axis)
@@ -611,7 +611,7 @@ def _layer_norm(
 ) -> RuleAnswer:
     count = input.ndim - dim_in(begin_norm_axis, input.ndim)
     answer = layers.norm_over_last(input, count, gamma, beta)
-    # Also means and variances, which have length 1 in the dims of the norm.
+    # MindSpore returns means and variances, too; they have length 1 in the dims of the norm.
     shape = (*input.shape[: input.ndim - count], *(1,) * count)
     inner = Spec(answer.outputs[0].layout, shape)
     return answer._replace(outputs=(*answer.outputs, inner, inner), how="nothing_of_nothing")

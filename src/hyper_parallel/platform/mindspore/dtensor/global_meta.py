@@ -24,7 +24,7 @@ class GlobalMeta:
 
     _spec: Spec
     _local: Tensor
-    full_tensor: Any  # of `DTensor`
+    full_tensor: Any  # a method of `DTensor`
 
     @property
     def layout(self) -> Layout:

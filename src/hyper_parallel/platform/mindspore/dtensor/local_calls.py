@@ -30,7 +30,7 @@ __all__ = ["check_seeded", "local_call"]
 _seeds: Any = importlib.import_module("mindspore.common.seed")
 
 
-# Operators that add up, and what they add where a rank has nothing.
+# These add up, or multiply; where a rank has nothing, they get one such neutral element.
 _NEUTRAL = {
     **dict.fromkeys(
         [
@@ -247,7 +247,7 @@ def _dropout(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall
             return func(*args, **kwargs)  # the numbers of a single device
         if args[0].numel() == 0:
             return args[0], args[0]
-        # The seeds that a primitive made now would get, changed by the place of the part.
+        # A primitive made now would get these seeds; the place of the part changes them.
         first, second = _seeds._get_graph_seed(0, "dropout")
         for start in box.starts:
             second = (second * 1103515245 + start + 12345) % (2**31 - 1)

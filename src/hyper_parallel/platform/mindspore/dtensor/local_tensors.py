@@ -72,6 +72,6 @@ class MindSporeTensors:
         if not tensor.numel():
             return tensor
         if tensor.dtype in mstype.float_type:
-            # As a tensor: MindSpore rounds a number to float32 before it meets a float64 tensor.
+            # Made a tensor first: MindSpore rounds a number to float32 before it meets a float64 tensor.
             return tensor / Tensor(divisor, tensor.dtype)
         return (tensor / divisor).to(tensor.dtype)

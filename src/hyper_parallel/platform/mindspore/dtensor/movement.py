@@ -32,7 +32,7 @@ __all__ = [
     "tied_to",
 ]
 
-# Whether operators are recorded now, by `value_and_grad` or on the tape.
+# A function that says whether operators are recorded now, by `value_and_grad` or on the tape.
 is_grad_enabled = _pynative_executor.requires_grad
 
 

@@ -24,7 +24,7 @@ class Operator:
         self._call = call
         self.primitive = primitive
         self.attributes: dict[str, Any] = {} if primitive is None else primitive.attrs
-        # As text: attributes may be lists.
+        # Kept as text: attributes may be lists, which have no hash.
         self._key: Any = name if not self.attributes else (name, repr(sorted(self.attributes.items(), key=_by_name)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -67,15 +67,15 @@ class DTensor(GlobalMeta, Tensor):
 
     _spec: Spec
     _local: Tensor
-    _values: Tensor  # of the result of a redistribution
-    _origin: tuple[Tensor, Layout]  # and what it was made from, with its layout
+    _values: Tensor  # local values of the result of a redistribution
+    _origin: tuple[Tensor, Layout]  # what that result was made from, with its layout
     _ties: dict[tuple[str, ...], Tensor]
-    _backend: Any = None  # set by `backend`
+    _backend: Any = None  # a `MindSporeDispatchBackend`, set by `backend.py`
 
     def __new__(cls, local: Tensor, spec: Spec | None = None) -> DTensor:
         if isinstance(local, DTensor) and spec is None:  # as `Parameter(dtensor)` does, with a class of both
             return wrapped(local._local, local._spec, cls)
-        # For code that takes tensors apart and puts them together again.
+        # Regions take tensors apart and put them together again: by this call, from the local tensor and the spec.
         if isinstance(spec, Spec):
             return wrapped(local, spec, cls)
         raise ArgumentTypeError(
@@ -84,7 +84,7 @@ class DTensor(GlobalMeta, Tensor):
         )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Not Tensor's own, which would give it memory.
+        # `Tensor.__init__` would give it memory.
         pass
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -200,7 +200,7 @@ class DTensor(GlobalMeta, Tensor):
             return super().clone()
         if init == "same":
             return self.__deepcopy__({})
-        # With other values it is what MindSpore's optimizers make their states with.
+        # MindSpore's optimizers ask for other values, to make their states.
         raise StateError(
             "MindSpore's optimizers compile their step, and cannot compile distributed tensors.",
             expected="the local parameters",
@@ -230,8 +230,7 @@ class DTensor(GlobalMeta, Tensor):
     def __contains__(self, value: Any) -> bool:
         return bool((self == value).any())
 
-    # A plain tensor on the left asks its own hook, and has none. Python asks these first, since the class is a
-    # subclass.
+    # A plain tensor on the left asks its own hook, and has none. Python asks a subclass first, so these are asked.
 
     def __radd__(self, other: object) -> Any:
         return ops.add(other, self) if isinstance(other, Tensor) else super().__radd__(other)
@@ -314,7 +313,7 @@ class DTensor(GlobalMeta, Tensor):
         if id(self) in memo:
             found: DTensor = memo[id(self)]
             return found
-        # Not `copy.deepcopy`: of a tensor MindSpore's shares the memory.
+        # Copied by hand: what `copy.deepcopy` makes of a MindSpore tensor shares its memory.
         made = wrapped(Communication.transport.copy(detached(self._local)), self._spec)
         if isinstance(self, Parameter):
             made = as_parameter(made, self.name, self.requires_grad)
@@ -336,7 +335,7 @@ def _refused(name: str) -> Any:
     return refuse
 
 
-# What reads or writes memory, and methods that make a plain tensor of it.
+# These read or write memory, or make a plain tensor of it; there is none.
 _REFUSED = """
 asnumpy numpy __array__ data_ptr untyped_storage storage storage_offset pin_memory assign_value assign_value_cpp set_
 resize_ cauchy fill isreal log_normal
@@ -399,7 +398,7 @@ def moved(tensor: DTensor, target: Layout) -> DTensor:
     values = move_values(detached(source), layout, target, spec.shape)
     if not is_recorded:
         return wrapped(values, Spec(target, spec.shape))
-    # Not left until it is used: what a function returns to `value_and_grad` is used by nobody.
+    # Tied at once (rule H5): what a function returns to `value_and_grad` is used by nobody.
     made = wrapped(tied_to(source, values, layout, target, (), spec.shape), Spec(target, spec.shape))
     made._values = values
     made._origin = source, layout
@@ -409,7 +408,7 @@ def moved(tensor: DTensor, target: Layout) -> DTensor:
 def as_parameter(tensor: DTensor, name: str | None, requires_grad: bool) -> Any:
     """Make a `Parameter` that is a DTensor. Its local tensor is a parameter, too: optimizers step on that one."""
     local = new_parameter(detached(tensor._local), name=name, requires_grad=True)
-    # Before it is wrapped: a parameter of a local tensor that needs no gradient would get none, without a word.
+    # Set before it is wrapped: a parameter of a local tensor that needs no gradient would get none, without a word.
     local.requires_grad_()
     made = new_parameter(wrapped(local, tensor._spec), name=name, requires_grad=True)
     if not requires_grad:

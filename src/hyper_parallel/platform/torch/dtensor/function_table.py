@@ -94,7 +94,7 @@ def _nonlinear_in_place(*args: Any, **kwargs: Any) -> RuleAnswer:
 
 
 def _activation(*args: Any, **kwargs: Any) -> RuleAnswer:
-    # The one bool that these take, named or as the last of their arguments.
+    # `inplace` is the one bool that these functions take, named or as the last of their arguments.
     in_place = any(value is True for value in (*args, *kwargs.values()))
     answer = elementwise(*_specs([*args, *kwargs.values()]), in_place=in_place)
     return answer._replace(facts={"in_place": in_place})
@@ -131,7 +131,7 @@ def _to(x: Spec, *args: Any, **kwargs: Any) -> RuleAnswer:
 
 @of("type_as")
 def _cast_like(x: Spec, other: Spec) -> RuleAnswer:
-    answer = elementwise(x)  # to a dtype that no rule knows
+    answer = elementwise(x)  # not linear: the dtype, which no rule knows, may be one of integers
     return answer._replace(inputs=(*answer.inputs, other.layout))
 
 
@@ -204,7 +204,7 @@ def _lerp_in_place(input: object, end: object, weight: object) -> RuleAnswer:
 
 @of("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like")
 def _like(x: Spec, *args: Any, **kwargs: Any) -> RuleAnswer:
-    # What is filled in is the value itself, not a summand: it is whole where the original is partial.
+    # The value filled in is the value itself, not a summand: the result is whole where the original is partial.
     whole = Spec(x.layout.without_partial(), x.shape)
     return RuleAnswer((x.layout,), (whole,), "like")
 
@@ -696,7 +696,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> RuleAnswer:
-    # Not its value: decisions are kept without numbers that have a fraction (rule D1).
+    # Whether it is given counts, not its value: ops are kept without numbers that have a fraction (rule D1).
     return layers.attention(query, key, value, attn_mask, is_causal, is_random=isinstance(dropout_p, float))
 
 

@@ -46,11 +46,11 @@ def distribute_tensor(
     whole = Layout(layout.mesh, ((),) * tensor.ndim)
     spec = Spec(whole, tuple(tensor.shape))
     if isinstance(tensor, torch.nn.Parameter):
-        # A parameter's part is a leaf of its own.
+        # Optimizers step on leaves, and so the part of a parameter is one, with memory of its own.
         part = wrapped(tensor.detach(), spec).redistribute(layout)
         made: Any = torch.nn.Parameter(wrapped(part._local.clone(), part._spec), tensor.requires_grad)
         return made
-    # A tensor of its own where no gradient flows: `requires_grad_` of the result must not reach the one that was given.
+    # Detached where no gradient flows: `requires_grad_` of the result must not reach the tensor that was given.
     return wrapped(tensor if tensor.requires_grad else tensor.detach(), spec).redistribute(layout)
 
 

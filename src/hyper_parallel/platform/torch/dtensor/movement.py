@@ -21,7 +21,7 @@ from hyper_parallel.platform.torch.dtensor.local_tensors import TorchTensors
 __all__ = ["Move", "Tie", "anchored", "coordinate_on", "extremes_reduced", "move_values", "reduce_values", "tied_to"]
 
 
-# Integers that collectives do not know, and what carries them.
+# Collectives do not know these integers: they travel as wider ones.
 _CARRIED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
@@ -97,8 +97,8 @@ class Tie(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         ctx.route = given, wanted, shape, scale
-        # `detach`: to autograd this is a new tensor, not a view, and so may be changed in place; the version counter is
-        # shared.
+        # `detach`: autograd takes this for a new tensor, not a view, and lets it be changed in place. They share the
+        # version counter, so a change that backward must not miss is still found.
         return (source if values is None else values).detach()
 
     @staticmethod

@@ -25,7 +25,7 @@ def has_distributed(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _is_native(tensor: torch.Tensor) -> bool:
-    # Asked by name: PyTorch's module is imported only by programs that have such tensors.
+    # PyTorch's DTensors are known by an attribute that they alone have beside ours.
     return hasattr(tensor, "_local_tensor") and not isinstance(tensor, DTensor)
 
 

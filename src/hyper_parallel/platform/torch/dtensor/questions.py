@@ -51,7 +51,7 @@ def _compatible(x: object, y: object) -> bool:
     """Say whether `x.data = y` can be done: a module asks before it changes dtype or device of its parameters."""
     if not (isinstance(x, DTensor) and isinstance(y, DTensor)):
         return False
-    # Not between devices such as "cpu" and "meta": then the module makes a new parameter.
+    # False between devices such as "cpu" and "meta": then the module makes a new parameter.
     return bool(torch._has_compatible_shallow_copy_type(_any_local(x), _any_local(y)))
 
 

@@ -52,13 +52,13 @@ class DTensor(torch.Tensor):
 
     _spec: Spec
     _local: torch.Tensor
-    _values: torch.Tensor  # of the result of a redistribution that has no `_local` yet
-    _origin: tuple[torch.Tensor, Layout]  # and what it was made from, with its layout
+    _values: torch.Tensor  # local values of the result of a redistribution, which has no `_local` until it is used
+    _origin: tuple[torch.Tensor, Layout]  # what that result was made from, with its layout
     _ties: dict[tuple[str, ...], torch.Tensor]
-    _view_of: Any  # how it was made, if it looks at another one's memory
+    _view_of: Any  # a `View`, if it shares another one's memory
 
     def __new__(cls, local: torch.Tensor, spec: Spec | None = None, *, requires_grad: bool = False) -> DTensor:
-        # For code that takes tensors apart and puts them together again, as regions do: the local tensor and the spec.
+        # Regions take tensors apart and put them together again: by this call, from the local tensor and the spec.
         if isinstance(spec, Spec):
             return wrapped(local, spec).requires_grad_(requires_grad or local.requires_grad)
         raise ArgumentTypeError(
@@ -183,7 +183,7 @@ class DTensor(torch.Tensor):
     # -- what it looks like -------------------------------------------------------------------------------------------
 
     @property
-    def layout(self) -> Layout:  # the contract's name; PyTorch's says "strided" always
+    def layout(self) -> Layout:  # the contract's name; PyTorch's own `layout` always says "strided"
         return self._spec.layout
 
     @property
@@ -500,6 +500,5 @@ def _part(spec: Spec, coordinate: tuple[int, ...]) -> Any:
     ]
 
 
-# So that `torch.load(weights_only=True)` reads what `torch.save` wrote: these make layouts, and run no code of a
-# file's.
+# `torch.load(weights_only=True)` reads what `torch.save` wrote: these make layouts, and run no code that is in a file.
 torch.serialization.add_safe_globals([_rebuilt, Spec, Layout, rebuilt_mesh])
