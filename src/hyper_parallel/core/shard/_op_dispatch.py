@@ -43,7 +43,7 @@ class DispatchBackend(Protocol):
     def wrap(self, local: object, spec: Spec) -> Any: ...
     def redistribute(self, tensor: Tensor, layout: Layout) -> Any: ...
     def coordinate(self, layout: Layout) -> tuple[int, ...]: ...
-    def anchored(self, result: object, locals_: Sequence[Any]) -> Any: ...  # rule G7
+    def anchored(self, result: object, locals_: Sequence[Any]) -> Any: ...  # rule T3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class PreparedOp(NamedTuple):
 
 
 class View(NamedTuple):
-    """Says how a DTensor was made that shares another one's memory. A view keeps it, for its ties (rule G5)."""
+    """Says how a DTensor was made that shares another one's memory. A view keeps it, for its ties (rule T1)."""
 
     source: Any
     op: DispatchedOp
@@ -84,7 +84,7 @@ class View(NamedTuple):
             result = self.op.local(self.func, given, self.kwargs or {})
         else:
             result = self.func(*given, **(self.kwargs or {}))
-        if self.op.has_empty_parts:  # rule G7
+        if self.op.has_empty_parts:  # rule T3
             result = _OP_DISPATCHER._dtensors[type(self.source)].anchored(result, [tie])
         return result
 

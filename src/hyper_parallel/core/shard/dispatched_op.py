@@ -27,7 +27,7 @@ class DispatchedOp(NamedTuple):
     local: LocalCall | None  # None: the operator itself, on local tensors
     returns_argument: int | None  # an operator in place answers the DTensor at this position of the call's DTensors
     wrap_output: Callable[[Any], Any] | None  # None: results are wrapped by `outputs`
-    has_empty_parts: bool  # some rank computes with nothing: the result is anchored (rule G7)
+    has_empty_parts: bool  # some rank computes with nothing: the result is anchored (rule T3)
     name: str
     is_kept: bool = True  # False: decided anew each time
     simple: Spec | None = None  # the spec of the one output, where local tensors only have to be put in

@@ -44,7 +44,7 @@ def answered(
 
 
 def tied_axes(layout: Layout, outputs: Sequence[Spec | None]) -> tuple[str, ...]:
-    """Return the axes on which an input of this layout gets a partial gradient (G5).
+    """Return the axes on which an input of this layout gets a partial gradient (T1).
 
     It is replicated there, and an output varies.
     """

@@ -125,7 +125,7 @@ class _Preprocessed:
     """The local call of a rule that prepares its arguments itself.
 
     It is given DTensors, as when it was asked for its layouts; their local tensors are already tied, so that what it
-    takes out of them gets the gradient that rule G5 asks for.
+    takes out of them gets the gradient that rule T1 asks for.
     """
 
     def __init__(self, rule: Any, backend: DispatchBackend, args: Any, kwargs: Any) -> None:

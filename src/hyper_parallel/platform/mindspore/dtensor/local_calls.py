@@ -70,7 +70,7 @@ def local_call(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCa
 def _unrecorded(call: LocalCall | None) -> LocalCall:
     """Keep a call out of the graph where this rank makes nothing.
 
-    Some gradients refuse to compute with nothing; its inputs get zeros by rule G7.
+    Some gradients refuse to compute with nothing; its inputs get zeros by rule T3.
     """
 
     def without_graph(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

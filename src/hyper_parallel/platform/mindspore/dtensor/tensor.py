@@ -9,7 +9,7 @@ What this guarantees:
   memory: `value_and_grad` and the tape find the one through the other, and gradients are plain local tensors, laid out
   as `gradient_layout` says.
 - `_local` is the local tensor for uses whose gradient is whole. The result of a redistribution also keeps the values
-  and the tensor they came from, for uses whose gradient is partial (rule G6).
+  and the tensor they came from, for uses whose gradient is partial (rule T2).
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class DTensor(GlobalMeta, Tensor):
     # -- for the dispatcher -------------------------------------------------------------------------------------------
 
     def _tied(self, axes: tuple[str, ...]) -> Tensor:
-        """Return the local tensor for uses whose gradient is partial on `axes`. See rules G5 and G6."""
+        """Return the local tensor for uses whose gradient is partial on `axes`. See rules T1 and T2."""
         local, spec = self._local, self._spec
         if not is_grad_enabled() or not local._requires_grad:
             return local
@@ -384,7 +384,7 @@ def wrapped(local: Tensor, spec: Spec, kind: type = DTensor) -> DTensor:
 def moved(tensor: DTensor, target: Layout) -> DTensor:
     """Move a tensor to another layout.
 
-    Values are moved now, and tied to their source for each kind of use (rule G6).
+    Values are moved now, and tied to their source for each kind of use (rule T2).
     """
     spec = tensor._spec
     if target is spec.layout:

@@ -1,4 +1,4 @@
-"""Moves values from one layout to another, and gradients on the way back. Rules G5 to G7 of `core/shard/README.md`."""
+"""Moves values from one layout to another, and gradients on the way back. Rules T1 to T3 of `core/shard/README.md`."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def tied_to(
 
 
 class _Anchor(torch.autograd.Function):
-    """Hands outputs on as they are; its inputs get a gradient of zeros beside whatever else they get (rule G7)."""
+    """Hands outputs on as they are; its inputs get a gradient of zeros beside whatever else they get (rule T3)."""
 
     @staticmethod
     def forward(ctx: Any, num_outputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -150,7 +150,7 @@ class _Anchor(torch.autograd.Function):
 
 
 def anchored(result: object, locals_: Sequence[torch.Tensor]) -> Any:
-    """Put the result of a local operation on nothing into a graph with all of its inputs (rule G7)."""
+    """Put the result of a local operation on nothing into a graph with all of its inputs (rule T3)."""
     inputs = [local for local in locals_ if local.requires_grad]
     outputs = list(result) if isinstance(result, (list, tuple)) else [result]
     is_empty = any(isinstance(value, torch.Tensor) and value.numel() == 0 for value in (*locals_, *outputs))

@@ -7,7 +7,7 @@ What this guarantees:
 - Autograd is the framework's, on local tensors. The DTensor itself is never part of a graph; what asks it about
   gradients (`requires_grad`, `grad`, `grad_fn`, `backward`, hooks) is answered by the local tensor.
 - `_local` is the local tensor whose gradient is laid out as `gradient_layout` says. The result of a redistribution has
-  it only once it is used so (rule G6); until then there are `_values` and the tensor they came from.
+  it only once it is used so (rule T2); until then there are `_values` and the tensor they came from.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ class DTensor(torch.Tensor):
     # -- for the dispatcher -------------------------------------------------------------------------------------------
 
     def _tied(self, axes: tuple[str, ...]) -> torch.Tensor:
-        """Return the local tensor for uses whose gradient is partial on `axes`. See rules G5 and G6."""
+        """Return the local tensor for uses whose gradient is partial on `axes`. See rules T1 and T2."""
         if not torch.is_grad_enabled():
             return _any_local(self)
         spec = self._spec
@@ -424,7 +424,7 @@ def wrapped(local: torch.Tensor, spec: Spec) -> DTensor:
 def moved(tensor: DTensor, target: Layout) -> DTensor:
     """Move a tensor to another layout.
 
-    Values are moved now, and tied to their source when they are used (rule G6).
+    Values are moved now, and tied to their source when they are used (rule T2).
     """
     spec = tensor._spec
     if target is spec.layout:
