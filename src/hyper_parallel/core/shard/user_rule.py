@@ -23,7 +23,7 @@ def decide_by_user_rule(
     rule: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any], backend: DispatchBackend
 ) -> DispatchedOp:
     """Make the op that a user's own rule describes: its arguments stay where they are."""
-    layouts, extra_args = _seen(args, kwargs, backend)
+    layouts, extra_args = _layouts_and_others(args, kwargs, backend)
     if hasattr(rule, "choose_layouts"):
         return _decide_by_short_rule(rule, args, kwargs, tensors, backend)
     local: Any = None
@@ -59,7 +59,7 @@ def _decide_by_short_rule(
     rule: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any], backend: DispatchBackend
 ) -> DispatchedOp:
     """Make the op of a rule that also says how the arguments must lie: they are moved there."""
-    layouts, extra_args = _seen(args, kwargs, backend)
+    layouts, extra_args = _layouts_and_others(args, kwargs, backend)
     if None in layouts:
         raise ArgumentError(
             f"`{rule.op_name}` has a plain tensor among its distributed ones.",
@@ -84,25 +84,25 @@ def _anything(layout: Layout | None) -> Spec | None:
     return None if layout is None else Spec(layout, (1,) * layout.ndim)
 
 
-def _seen(
+def _layouts_and_others(
     args: Sequence[Any], kwargs: dict[str, Any], backend: DispatchBackend
 ) -> tuple[list[Layout | None], list[Any]]:
     layouts: list[Layout | None] = []
     others: list[Any] = []
 
-    def look(value: object, is_nested: bool) -> None:
+    def note(value: object, is_nested: bool) -> None:
         if hasattr(value, "_spec"):
             layouts.append(value._spec.layout)
         elif backend.is_tensor(value):
             layouts.append(None)
         elif isinstance(value, (list, tuple)) and _has_tensors(value, backend):
             for item in value:
-                look(item, True)
+                note(item, True)
         elif not is_nested:
             others.append(value)
 
     for value in (*args, *kwargs.values()):
-        look(value, False)
+        note(value, False)
     return layouts, others
 
 

@@ -64,7 +64,7 @@ class Step:
     op: str | None = None
     divisor: int = 1
     fill: int = 0
-    _exchanges: dict[tuple[int, ...], AllToAllStep] = field(default_factory=dict, repr=False)
+    _all_to_all_steps: dict[tuple[int, ...], AllToAllStep] = field(default_factory=dict, repr=False)
 
     @property
     def is_local(self) -> bool:
@@ -107,19 +107,19 @@ class Step:
         mesh = self.source.mesh
         return any(coordinate[mesh.axis_index(axis)] for axis in self.axes)
 
-    def at_exchange(self, coordinate: tuple[int, ...]) -> AllToAllStep:
+    def at_all_to_all(self, coordinate: tuple[int, ...]) -> AllToAllStep:
         """Work out who sends what to whom.
 
         A rank receives each element of its box from the rank that is where itself is on all axes outside of the group.
         That rank is itself for what it holds, it is the same one in the eyes of both, and no rank sends more than its
         own row of replicas needs.
         """
-        found = self._exchanges.get(coordinate)
+        found = self._all_to_all_steps.get(coordinate)
         if found is None:
-            found = self._exchanges.setdefault(coordinate, self._exchange(coordinate))
+            found = self._all_to_all_steps.setdefault(coordinate, self._all_to_all_step(coordinate))
         return found
 
-    def _exchange(self, coordinate: tuple[int, ...]) -> AllToAllStep:
+    def _all_to_all_step(self, coordinate: tuple[int, ...]) -> AllToAllStep:
         mesh = self.source.mesh
         ranks = self.group(coordinate)
         before, after = self.box_before(coordinate), self.box_after(coordinate)
