@@ -267,7 +267,7 @@ class OpDispatcher:
         if all(_is_number(tensor, backend) for tensor in tensors) and _has_plain(
             (args, kwargs), backend, self._dtensors
         ):
-            # PyTorch's clipping multiplies every gradient by one number, which may be distributed: the others stay plain.
+            # PyTorch's clipping multiplies every gradient by one number, which may be a DTensor: plain ones stay plain.
             positions = _positions(args, kwargs, self._dtensors)
             return DispatchedOp(
                 ((None, ()),) * len(tensors),

@@ -83,7 +83,8 @@ def shard_module(module: Module, mesh: DeviceMesh, plan: ShardPlan | Mapping[str
     chosen = _matches(plan.parameters, list(parameters), "parameter")
     inputs = _matches(plan.inputs, list(cells), "module")
     outputs = _matches(plan.outputs, list(cells), "module")
-    folder = f"hyper_parallel.platform.{platform.platform_type.value}.dtensor"  # a name, not the package: a module is copied with its hooks
+    # A name, not the package: hooks hold it, and a module is copied with its hooks.
+    folder = f"hyper_parallel.platform.{platform.platform_type.value}.dtensor"
     tensors = importlib.import_module(folder)
     shared: dict[int, Any] = {}  # a parameter that stands in two places stays one
     for name, parameter in parameters.items():

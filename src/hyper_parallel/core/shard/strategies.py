@@ -139,7 +139,7 @@ def _moved(place: Place, wanted: Place, elements: float, size: int) -> float:
     if isinstance(place, _Replicated):
         return _FREE if isinstance(wanted, S) or wanted == P("sum") else _NEVER
     if isinstance(place, S):
-        # Zeros around what is there need no communication, but the memory of the whole: a last resort, so at three times.
+        # Zeros around what is there need no communication, but the memory of the whole: a last resort, and so dear.
         padded = 3 * share if wanted == P("sum") else _NEVER
         return share if isinstance(wanted, _Replicated) else share / size if isinstance(wanted, S) else padded
     return 2 * share if isinstance(wanted, _Replicated) else share if isinstance(wanted, S) else _NEVER
