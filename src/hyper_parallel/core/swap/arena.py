@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from hyper_parallel._base.errors import ArgumentError, describe
-from hyper_parallel.core.swap.device import Block
+from hyper_parallel.core.swap.device import HostBlock
 from hyper_parallel.core.swap.pool import BlockPool, Growth, PoolBlock, TierStats, check_budget
 
 MIB = 1024**2
@@ -21,7 +21,7 @@ GROWTH = Growth(min_bytes=32 * MIB, max_bytes=1024 * MIB, share=1 / 32)
 
 
 @final
-class HostBlock(PoolBlock):
+class PinnedBlock(PoolBlock):
     """Pinned memory: `parts` of slabs, which are whatever `new_slab` returned; the platform makes the views.
 
     With `max_parts=1` there is one part, also as `slab` and `offset`.
@@ -60,17 +60,17 @@ class PinnedArena:
         max_parts: int,
         growth: Growth = GROWTH,
     ) -> None:
-        self._pool: BlockPool[HostBlock] = BlockPool(
-            HostBlock, new_slab, free_slab, budget_bytes, growth, max_parts=max_parts
+        self._pool: BlockPool[PinnedBlock] = BlockPool(
+            PinnedBlock, new_slab, free_slab, budget_bytes, growth, max_parts=max_parts
         )
 
-    def take(self, num_bytes: int) -> HostBlock | None:
+    def take(self, num_bytes: int) -> PinnedBlock | None:
         """A block, or None, counted, past the budget or when no more memory can be pinned."""
         return self._pool.take(num_bytes)
 
-    def give(self, block: Block) -> None:
+    def give(self, block: HostBlock) -> None:
         """Take a block back: from any thread, at any moment, without blocking. It is free when `take` next looks."""
-        if not isinstance(block, HostBlock) or block._pool is not self._pool:
+        if not isinstance(block, PinnedBlock) or block._pool is not self._pool:
             raise ArgumentError("This block is not from this arena.", got=describe(block))
         self._pool.give(block)
 

@@ -294,8 +294,8 @@ def _disk_budget(value: object, directory: object) -> int | None:
 
 
 def _one_of(value: object, accepted: tuple[Any, ...], name: str) -> Any:
-    if not any(value is each or (isinstance(value, str) and value == each) for each in accepted):
-        expected = " or ".join(repr(each) for each in accepted)
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in accepted):
+        expected = " or ".join(repr(choice) for choice in accepted)
         raise ArgumentError(f"{name} has no such choice.", expected=expected, got=describe(value))
     return value
 

@@ -20,7 +20,7 @@ class Event(Protocol):
         """Whether everything before the event has happened."""
 
     def join(self) -> None:
-        """Block the host until then."""
+        """HostBlock the host until then."""
 
 
 class Moment(Protocol):
@@ -44,7 +44,7 @@ class Stream(Protocol):
         """Take the time when the stream gets here. Of streams that compute: what copies wait for is nobody's loss."""
 
 
-class Block(Protocol):
+class HostBlock(Protocol):
     """A piece of slower memory of an exact size: pinned host memory, or a part of a file."""
 
     num_bytes: int
@@ -57,10 +57,10 @@ class Tier(Protocol):
 
     name: str  # "host" or "disk"
 
-    def take(self, num_bytes: int) -> Block | None:
+    def take(self, num_bytes: int) -> HostBlock | None:
         """A block of that size, or None past the budget or when the system has no more; it never raises for want of room."""
 
-    def give(self, block: Block) -> None:
+    def give(self, block: HostBlock) -> None:
         """Take a block back. Called from any thread, also in the middle of another call: it must not block.
 
         A block that is gone without this is free as well: Ctrl-C may come before the call.
@@ -91,8 +91,8 @@ class SwapDevice(Protocol):
     def allocate(self, num_bytes: int, stream: Stream) -> Buffer:
         """Device memory from the pool of `stream`. Raises MemoryError (of any kind) when there is none."""
 
-    def launch_offload(self, block: Block, source: Buffer, stream: Stream) -> None:
+    def launch_offload(self, block: HostBlock, source: Buffer, stream: Stream) -> None:
         """Enqueue the copy of a whole source into a block. May raise; then nothing was enqueued."""
 
-    def launch_load(self, buffer: Buffer, block: Block, stream: Stream) -> None:
+    def launch_load(self, buffer: Buffer, block: HostBlock, stream: Stream) -> None:
         """Enqueue the copy of a block into a buffer. May raise; then nothing was enqueued."""

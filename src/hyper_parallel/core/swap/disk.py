@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from hyper_parallel._base.errors import ArgumentError, StateError, describe
-from hyper_parallel.core.swap.device import Block
+from hyper_parallel.core.swap.device import HostBlock
 from hyper_parallel.core.swap.pool import BlockPool, Growth, PoolBlock, TierStats, check_budget
 
 MIB = 1024**2
@@ -141,7 +141,7 @@ class DiskTier:
         """A block, or None, counted, past the budget or when the disk is full."""
         return self._own_pool().take(num_bytes)
 
-    def give(self, block: Block) -> None:
+    def give(self, block: HostBlock) -> None:
         """Take a block back: from any thread, at any moment, without blocking. It is free when `take` next looks."""
         if isinstance(block, DiskBlock) and block._pool is self._pool:
             self._pool.give(block)

@@ -185,7 +185,7 @@ class BlockPool(Generic[AnyBlock]):
         self._ranges: RangeAllocator[Event] = RangeAllocator(
             ALIGNMENT, lambda event: not event.query(), max_parts=max_parts, min_part_bytes=MIN_PART_BYTES
         )
-        self._slabs: dict[int, tuple[Any, int]] = {}  # by region, with their bytes
+        self._slabs: dict[int, tuple[Any, int]] = {}  # by slab part, with their bytes
         self._reserved_bytes = 0  # of slabs, also of those that `trim` is about to free
         self._used_bytes = 0  # as asked for
         self._used_aligned_bytes = 0
@@ -225,15 +225,15 @@ class BlockPool(Generic[AnyBlock]):
                 self._is_changing = True
                 self._has_stopped_growing = False
                 # Out of the allocator first: while this thread joins, no other may take a block there.
-                for region in self._ranges.free_regions():
-                    events = self._ranges.remove_region(region)
-                    leaving[region] = (*self._slabs[region], events)
-                    del self._slabs[region]
+                for slab_part in self._ranges.free_slab_parts():
+                    events = self._ranges.remove_slab_part(slab_part)
+                    leaving[slab_part] = (*self._slabs[slab_part], events)
+                    del self._slabs[slab_part]
                 self._is_changing = False
-            for region, (slab, num_bytes, events) in list(leaving.items()):
+            for slab_part, (slab, num_bytes, events) in list(leaving.items()):
                 for event in events:
                     _join(event)
-                del leaving[region]
+                del leaving[slab_part]
                 freed_bytes += num_bytes
                 self._free_slab(slab)
         finally:
@@ -242,7 +242,7 @@ class BlockPool(Generic[AnyBlock]):
                 self._reserved_bytes -= freed_bytes
                 # A join failed: a copy may still run there, so it stays ours.
                 for slab, num_bytes, events in leaving.values():
-                    self._slabs[self._ranges.add_region(num_bytes, events)] = slab, num_bytes
+                    self._slabs[self._ranges.add_slab_part(num_bytes, events)] = slab, num_bytes
         return freed_bytes
 
     def close(self) -> None:
@@ -291,7 +291,7 @@ class BlockPool(Generic[AnyBlock]):
     def _mend(self) -> None:
         """A call was cut off: begin again from what is certain."""
         if not self._is_closed:
-            slab_bytes = {region: num_bytes for region, (_, num_bytes) in self._slabs.items()}
+            slab_bytes = {slab_part: num_bytes for slab_part, (_, num_bytes) in self._slabs.items()}
             self._ranges.restore(slab_bytes, [out.pieces for out in self._outs])
         self._used_bytes = sum(out.num_bytes for out in self._outs)
         self._used_aligned_bytes = sum(self._ranges.aligned(out.num_bytes) for out in self._outs)
@@ -315,7 +315,7 @@ class BlockPool(Generic[AnyBlock]):
         return block
 
     def _parts(self, pieces: Pieces, padding_bytes: int) -> tuple[Part, ...]:
-        parts = [Part(self._slabs[piece.region][0], piece.offset, piece.num_bytes) for piece in pieces]
+        parts = [Part(self._slabs[piece.slab_part][0], piece.offset, piece.num_bytes) for piece in pieces]
         parts[-1] = parts[-1]._replace(num_bytes=parts[-1].num_bytes - padding_bytes)
         return tuple(parts)
 
@@ -352,7 +352,7 @@ class BlockPool(Generic[AnyBlock]):
                 self._failure = f"{type(error).__name__}: {error}"
                 continue
             try:
-                self._slabs[self._ranges.add_region(num_bytes)] = slab, num_bytes
+                self._slabs[self._ranges.add_slab_part(num_bytes)] = slab, num_bytes
             except BaseException:
                 self._free_slab(slab)  # nobody else knows it
                 raise

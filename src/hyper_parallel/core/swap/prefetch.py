@@ -65,7 +65,7 @@ class Prefetch:
         launched: list[Slot] = []
         counted, limit_bytes = unclaimed, depth_bytes
         if group.ahead_bytes is not None:
-            own = itertools.takewhile(lambda each: each[0].group is group, _wishes(group))
+            own = itertools.takewhile(lambda wish: wish[0].group is group, _wishes(group))
             launched = _launch_all([wish for wish, _ in own], launch)
             counted, limit_bytes = [slot for slot in unclaimed if slot.group is not group], group.ahead_bytes
         counted_bytes = sum(slot.num_bytes for slot in counted)
@@ -86,7 +86,7 @@ class Prefetch:
         `ahead`: what is loaded already and not asked for.
         """
         near = group.with_next()
-        wishes = list(itertools.takewhile(lambda each: each[0].group in near, _wishes(group)))
+        wishes = list(itertools.takewhile(lambda wish: wish[0].group in near, _wishes(group)))
         if group.ahead_bytes is not None and not wishes:
             return []  # who knows the group's need does not need its level either: to ask for it costs the host time
         used_bytes = bytes_in_use()

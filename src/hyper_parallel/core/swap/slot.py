@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
-from hyper_parallel.core.swap.device import Block, Buffer, Event, Stream, Tier
+from hyper_parallel.core.swap.device import Buffer, Event, HostBlock, Stream, Tier
 from hyper_parallel.core.swap.states import Change, SlotState, after
 from hyper_parallel.core.swap.stats import Pause
 
@@ -46,7 +46,7 @@ class Slot:
         self.stream = stream  # that of the forward; autograd runs the backward of an op on the same one
         self.source: Buffer | None = source
         self.buffer: Buffer | None = None
-        self.block: Block | None = None
+        self.block: HostBlock | None = None
         self.tier: Tier | None = None
         self.offloaded: Event | None = None
         self.loaded: Event | None = None

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from hyper_parallel.core.swap.arena import PinnedArena
-from hyper_parallel.core.swap.device import Block, Buffer, Event, Moment, Stream, SwapDevice
+from hyper_parallel.core.swap.device import Buffer, Event, HostBlock, Moment, Stream, SwapDevice
 from hyper_parallel.core.swap.disk import DiskBlock, DiskTier
 from hyper_parallel.core.swap.disk_stream import DiskEvent, DiskStream
 
@@ -27,10 +27,10 @@ class StagedBlock:
 
     __slots__ = ("disk", "last_uses", "num_bytes", "staging", "tier")
 
-    def __init__(self, tier: StagedDisk, disk: DiskBlock, staging: Block) -> None:
+    def __init__(self, tier: StagedDisk, disk: DiskBlock, staging: HostBlock) -> None:
         self.tier = tier
         self.disk = disk
-        self.staging: Block | None = staging
+        self.staging: HostBlock | None = staging
         self.num_bytes = disk.num_bytes
         self.last_uses: tuple[Event, ...] = ()
 
@@ -206,7 +206,7 @@ class StagedDevice:
         if not isinstance(block, StagedBlock):
             self._device.launch_load(buffer, block, _raw(stream))
             return
-        staging: list[Block] = []
+        staging: list[HostBlock] = []
 
         def target() -> memoryview:
             taken = self._load_staging.take(block.num_bytes)

@@ -31,12 +31,12 @@ class SwapStats:
     kept: Counter[str] = field(default_factory=Counter)  # why -> how many
 
     def add(self, other: SwapStats) -> None:
-        for each in fields(self):
-            mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            setattr(self, each.name, max(mine, theirs) if each.name.startswith("peak") else mine + theirs)
+        for number in fields(self):
+            mine, theirs = getattr(self, number.name), getattr(other, number.name)
+            setattr(self, number.name, max(mine, theirs) if number.name.startswith("peak") else mine + theirs)
 
     def as_dict(self) -> dict[str, Any]:
-        return {**{each.name: getattr(self, each.name) for each in fields(self)}, "kept": dict(self.kept)}
+        return {**{number.name: getattr(self, number.name) for number in fields(self)}, "kept": dict(self.kept)}
 
 
 class Pause(NamedTuple):

@@ -55,12 +55,12 @@ class LayerOrder:
         thread = self._thread
         joined = [thread.joined[first] for first in firsts if first in thread.joined]
         thread.before[module] = joined
-        if any(thread.open is each for each in joined):
+        if any(thread.open is storages for storages in joined):
             thread.open = None
 
     def second_ends(self, module: Module) -> Callable[[], None] | None:
         """What to call when the backward of this forward begins; None if nothing was put aside before it."""
-        joined = [ref for each in self._thread.before.pop(module, []) for ref in each]
+        joined = [ref for storages in self._thread.before.pop(module, []) for ref in storages]
         if not joined:
             return None
 

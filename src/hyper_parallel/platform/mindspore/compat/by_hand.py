@@ -26,7 +26,7 @@ from hyper_parallel.platform.mindspore.swap.storages import (
 from hyper_parallel.platform.trees import leaves
 
 
-class HeldTensor:
+class PinnedAlias:
     """An alias of a tensor that shares its storage and not its graph."""
 
     __slots__ = ("_is_movable", "stream", "value")
@@ -85,7 +85,7 @@ class MindSporeByHand:
     folder: ClassVar[str] = ByHandBackend.folder
 
     def hold(self, tensor: Tensor) -> Held:
-        return HeldTensor(tensor)
+        return PinnedAlias(tensor)
 
     def hook_order(self, first: nn.Cell, second: nn.Cell) -> None:
         for cell in (first, second):

@@ -54,8 +54,8 @@ def _put(parent: nn.Cell, name: str, child: nn.Cell) -> None:
     old = parent._cells[name]
     parent._cells[name] = child
     for attribute, value in vars(parent).items():
-        if type(value) in (list, tuple) and any(each is old for each in value):
-            vars(parent)[attribute] = type(value)(child if each is old else each for each in value)
+        if type(value) in (list, tuple) and any(element is old for element in value):
+            vars(parent)[attribute] = type(value)(child if element is old else element for element in value)
 
 
 def _numel(parameter: Parameter) -> int:

@@ -21,7 +21,7 @@ from hyper_parallel.platform.torch.swap.engines import engine_of
 from hyper_parallel.platform.trees import leaves
 
 
-class HeldTensor:
+class PinnedAlias:
     """An alias of a tensor that shares its storage and its version, and not its graph."""
 
     __slots__ = ("_is_movable", "stream", "value")
@@ -98,7 +98,7 @@ class TorchByHand:
     folder: ClassVar[str] = ByHandBackend.folder
 
     def hold(self, tensor: torch.Tensor) -> Held:
-        return HeldTensor(tensor)
+        return PinnedAlias(tensor)
 
     def hook_order(self, first: nn.Module, second: nn.Module) -> None:
         for module in (first, second):

@@ -153,7 +153,7 @@ class Frame:
             leaving = FromKept(tensor, record.ops[value.op].place())
             leave_later(functools.partial(self._leave, record, value.key, weakref.ref(leaving)), value.device)
             return leaving
-        if value.device != self._swap.quiet_device:
+        if value.device != self._swap.no_engine_on:
             arrival = self._told(value)
         if value.kept is not None:
             return FromKept(tensor, record.ops[value.op].place(), arrival)
@@ -172,7 +172,7 @@ class Frame:
         self._swap_out(record, value)
         if type(value.kept) is Swapped:
             residual.leave(value.kept)
-        elif value.device != self._swap.quiet_device:
+        elif value.device != self._swap.no_engine_on:
             residual.arrival = self._told(value)
 
     def value_of(self, tensor: torch.Tensor) -> Value | None:

@@ -100,7 +100,7 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
         # The hooks live as long as the graph. They belong to the recorder, which does not know this object: a cycle between
         # them would keep a step's memory until the garbage collector runs.
         self._has_name = bool(name)
-        self._recorder = _Recorder(
+        self._recorder = SavedTensorSwap(
             checked_policy(policy_fn), module, name or ("block" if module is None else _class_name(module))
         )
         super().__init__(self._recorder.pack, self._recorder.unpack)  # plant: hooks-without-block
@@ -185,7 +185,7 @@ def own_part(tensor: torch.Tensor) -> Part | None:
     return counts.storage_offset(), counts.size(), counts.stride()
 
 
-class _Recorder:
+class SavedTensorSwap:
     """The hooks of one block. Holds no tensor: only handles do, and autograd holds those."""
 
     def __init__(
@@ -308,7 +308,7 @@ class TensorSwap:
     """Swaps tensors that are not autograd's to save, such as the inputs of a region: `pack(tensor).tensor()` gives one back."""
 
     def __init__(self, module: nn.Module | None, name: str, place: Callable[[torch.device], Any]) -> None:
-        self._recorder = _Recorder(None, module, name, place, swaps_at_once=True)
+        self._recorder = SavedTensorSwap(None, module, name, place, swaps_at_once=True)
         self._recorder.look_up_parameters()
 
     def pack(self, tensor: torch.Tensor) -> Any:

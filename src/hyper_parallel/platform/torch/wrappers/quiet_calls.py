@@ -74,20 +74,26 @@ def note(wrapper: nn.Module, situation: list[Any] | None, num_swapped: int) -> N
 
 def _describe(arguments: Iterable[Any], found: list[Any]) -> bool:
     """Add what the arguments look like; False if one is not known so well that it could be compared with the next call's."""
-    for each in arguments:
-        kind = type(each)
+    for argument in arguments:
+        kind = type(argument)
         if kind in _ATOMS:
-            found.append(each)
-        elif kind in PLAIN_TYPES and each.layout is torch.strided:
+            found.append(argument)
+        elif kind in PLAIN_TYPES and argument.layout is torch.strided:
             # The whole storage is what would be swapped.
-            found += (each.dtype, each.shape, each.device, each.requires_grad, each.untyped_storage().nbytes())
+            found += (
+                argument.dtype,
+                argument.shape,
+                argument.device,
+                argument.requires_grad,
+                argument.untyped_storage().nbytes(),
+            )
         elif kind is list or kind is tuple:
-            found += (kind, len(each))
-            if not _describe(each, found):
+            found += (kind, len(argument))
+            if not _describe(argument, found):
                 return False
         elif kind is dict:
-            found += (kind, tuple(each))
-            if not _describe(each.values(), found):
+            found += (kind, tuple(argument))
+            if not _describe(argument.values(), found):
                 return False
         else:
             return False

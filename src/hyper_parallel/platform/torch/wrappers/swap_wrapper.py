@@ -12,7 +12,7 @@ from hyper_parallel._base.errors import ArgumentTypeError, describe
 from hyper_parallel.platform.torch.regions.compiled_code import not_compiled, prepare_for_compiled_code
 from hyper_parallel.platform.torch.regions.left_as_found import left_as_found
 from hyper_parallel.platform.torch.regions.saved_tensors import AsyncSaveOnCpu
-from hyper_parallel.platform.torch.wrappers import quiet_calls as quiet_swap
+from hyper_parallel.platform.torch.wrappers import quiet_calls
 from hyper_parallel.platform.torch.wrappers.activation_wrapper import (
     _CHECKPOINT_PREFIX,
     _CHECKPOINT_WRAPPED_MODULE,
@@ -124,11 +124,11 @@ def _call_swapped(
     prepare_for_compiled_code()
     inner = wrapper._checkpoint_wrapped_module
     # A policy of the user's is asked about each residual: it may count them.
-    situation = quiet_swap.situation_of(inner, args, kwargs) if policy_fn is None else None
-    if not quiet_swap.needs_hooks(wrapper, situation):
+    situation = quiet_calls.situation_of(inner, args, kwargs) if policy_fn is None else None
+    if not quiet_calls.needs_hooks(wrapper, situation):
         return inner(*args, **kwargs)
     hooks = AsyncSaveOnCpu(policy_fn, module=inner)
     with left_as_found(), hooks:
         result = inner(*args, **kwargs)
-    quiet_swap.note(wrapper, situation, hooks.count_idx)
+    quiet_calls.note(wrapper, situation, hooks.count_idx)
     return result
