@@ -5,17 +5,19 @@ A *slab part* is what the owner adds in one call, known by its number and size; 
 Two kinds of free ranges:
 
 - *loose* ranges lie in one sorted list, are joined with their free neighbours, and are cut by best fit.
-- *kept* ranges are what was given back, uncut, by size. A request of exactly that size takes one of them, at the lowest address.
+- *kept* ranges are what was given back, uncut, by size. A request of exactly that size takes one of them, at the lowest
+address.
 
-A training step asks for the same sizes again and again, in an order that varies a little. From kept ranges every such request is
-met without a cut, so whatever order it comes in, the second step needs no byte more than the first. Only when a request fits
-nowhere are the kept ranges joined to the loose ones, and looked through again.
+A training step asks for the same sizes again and again, in an order that varies a little. From kept ranges every such
+request is met without a cut, so whatever order it comes in, the second step needs no byte more than the first. Only
+when a request fits nowhere are the kept ranges joined to the loose ones, and looked through again.
 
-Steps whose sizes change (sequences of different lengths) leave free ranges that are all too small. With `max_parts` above 1 a
-request is then met by several of them, the largest first; without that such steps can take three times the memory they use.
+Steps whose sizes change (sequences of different lengths) leave free ranges that are all too small. With `max_parts`
+above 1 a request is then met by several of them, the largest first; without that such steps can take three times the
+memory they use.
 
-Every free range carries *tags* (events of those who used it last); joining ranges joins their tags, and what is cut off has all of
-them. Tags that are not live any more are dropped when a range is taken.
+Every free range carries *tags* (events of those who used it last); joining ranges joins their tags, and what is cut off
+has all of them. Tags that are not live any more are dropped when a range is taken.
 
 Assumes one caller at a time: whoever shares an allocator brings the lock. A call that is cut off (Ctrl-C) leaves the
 lists half changed: the owner knows that, and calls `restore`.
@@ -45,7 +47,9 @@ Pieces: TypeAlias = tuple[Piece, ...]  # what meets one request
 
 
 class RangeAllocator(Generic[Tag]):
-    """Invariant: every byte of a slab part is in exactly one taken, kept or loose piece; no two loose ones touch.
+    """Says which pieces of the slab parts a request gets, and takes pieces back.
+
+    Invariant: every byte of a slab part is in exactly one taken, kept or loose piece; no two loose ones touch.
 
     `max_parts`: pieces one request may be met by. `min_part_bytes`: the smallest of them but the last.
     """
@@ -141,7 +145,7 @@ class RangeAllocator(Generic[Tag]):
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def take(self, num_bytes: int) -> tuple[Pieces, tuple[Tag, ...]] | None:
-        """Take pieces of `aligned(num_bytes)` together, with the live tags of what lay there before; None if they fit nowhere."""
+        """Take pieces of `aligned(num_bytes)` together, with the live tags of what lay there; None if none fit."""
         size = self.aligned(num_bytes)
         found = self._take_kept(size) or self._take_loose(size, max_parts=1)
         if found is None:
