@@ -57,7 +57,8 @@ def _second_ends(module: nn.Module, _args: object, output: object) -> None:
     launch = ORDER.second_ends(module)
     if launch is None:
         return
-    # On the nodes of this very output, not on the module: several forwards may be alive, and each loads what is its own (rule 11).
+    # On the nodes of this very output, not on the module: several forwards may be alive, and each loads what is its
+    # own.
     for tensor in leaves(output):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(_ignoring_gradients(launch))
@@ -93,7 +94,7 @@ def _rebuilder(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class TorchByHand:
-    """See `ByHandBackend`."""
+    """What `ByHandBackend` asks for."""
 
     folder: ClassVar[str] = ByHandBackend.folder
 
