@@ -288,7 +288,7 @@ class _Own(Matcher):
 
 
 matmuls: Matcher = _Table("matmuls", MATMULS)
-"""All matrix products: `mm`, `bmm`, `linear`, … in any precision, grouped and sparse ones included; no convolutions."""
+"""All matrix products: `mm`, `bmm`, `linear`, … in any precision, also grouped and sparse ones; no convolutions."""
 
 attention: Matcher = _Table("attention", ATTENTION)
 """Fused attention of the frameworks, flash_attn, xformers and flex_attention (not attention made of single matmuls)."""

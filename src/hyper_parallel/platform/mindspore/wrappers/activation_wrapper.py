@@ -49,13 +49,15 @@ _FROM_INNER = (
 _STATE_METHODS = (
     # members
     "cells_and_names", "parameters_and_names", "get_parameters", "trainable_params", "untrainable_params",
-    "parameters_dict", "parameters_broadcast_dict", "name_cells", "cells", "get_sub_cell", "get_parameter", "insert_param_to_cell",
-    "insert_child_to_cell", "register_buffer", "get_buffer", "named_buffers", "buffers", "check_names",
+    "parameters_dict", "parameters_broadcast_dict", "name_cells", "cells", "get_sub_cell", "get_parameter",
+    "insert_param_to_cell", "insert_child_to_cell", "register_buffer", "get_buffer", "named_buffers", "buffers",
+    "check_names",
     "check_names_and_refresh_name", "update_cell_prefix", "update_cell_type", "_children_scope_recursive",
     "generate_scope",
     # in place, on the whole subtree
     "add_flags", "add_flags_recursive", "get_flags", "set_train", "to_float", "to", "to_empty", "apply",
-    "init_parameters_data", "set_comm_fusion", "set_param_ps", "set_data_parallel", "flatten_weights", "infer_param_pipeline_stage",
+    "init_parameters_data", "set_comm_fusion", "set_param_ps", "set_data_parallel", "flatten_weights",
+    "infer_param_pipeline_stage",
     # state dicts
     "state_dict", "_save_to_state_dict", "load_state_dict", "_load_from_state_dict", "_register_state_dict_hook",
     "register_state_dict_post_hook", "register_state_dict_pre_hook", "_register_load_state_dict_pre_hook",

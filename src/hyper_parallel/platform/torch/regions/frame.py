@@ -1,7 +1,8 @@
 """One call of a region: its forward, and the passes of backward that ask for what it did not keep.
 
-How it works and who holds what: README of core/activation_checkpoint. Beside this file: `region_function` (what is called, and what is known of
-it), `inputs` (the tensors it is called with), `recomputation` (how a pass makes values again), `second_call` (the function called again).
+The README of this folder has one call from beginning to end, and who holds what. Beside this file: `region_function`
+(what is called, and what is known of it), `inputs` (the tensors it is called with), `recomputation` (how a pass makes
+values again), `second_call` (the function called again).
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
         self._recorder.policy_fn = checked_policy(policy_fn)
 
 
-# storage -> its slot, while both live: a second view of a storage moves nothing (rule 1), nor does what one block makes and the
+# storage -> its slot, while both live: a second view of a storage moves nothing, nor does what one block makes and the
 # next one saves as its input
 Part = tuple[int, torch.Size, tuple[int, ...]]
 _slots: dict[int, tuple[StorageWeakRef, weakref.ref[Any], int, Any, Any]] = {}
@@ -212,7 +212,7 @@ class SavedTensorSwap:
         self.saved = SavedTensors()
 
     def look_up_parameters(self) -> None:
-        """Now, not when wrapping: sharded data parallel gives its parameters other storages in every forward (rule 3)."""
+        """Now, not when wrapping: sharded data parallel gives its parameters other storages in every forward."""
         module = None if self._module is None else self._module()
         if module is None:
             return
