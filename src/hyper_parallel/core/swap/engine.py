@@ -1,6 +1,6 @@
 """The engine: launches offloads and loads in an order that is always right, and holds what must be held.
 
-See the README in this folder for the rules O1 to O9 that the comments name. Thread-safe: one lock, held for bookkeeping
+See the README in this folder for the orders O1 to O9 that the comments name. Thread-safe: one lock, held for bookkeeping
 and for enqueueing, never while the host waits.
 """
 
