@@ -74,7 +74,7 @@ def _current_stream(device: torch.device) -> Any:
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:
-    """Whether the whole of a tensor is in its storage, and the storage nobody's parameter."""
+    """Tell whether the whole of a tensor is in its storage, and the storage is nobody's parameter."""
     return (
         type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided
