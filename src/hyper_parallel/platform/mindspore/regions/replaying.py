@@ -1,6 +1,6 @@
 """A region's function runs again: op by op the record says what to run, what to take, and what to leave out.
 
-The rules are numbered in the README of core/activation_checkpoint; comments here name them.
+The rules are numbered in the README of this folder; comments here name them.
 """
 
 from __future__ import annotations

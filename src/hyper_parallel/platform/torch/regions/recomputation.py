@@ -1,8 +1,8 @@
 """The values that a region did not keep are made again: what must run for them, in which of three ways, and whether the result is right.
 
-The recorded ops run by themselves where it was shown that nothing happens beside them; else the function is called again, and ops that nothing
-needs are left out; and where something reads what was left out, every op runs. The rules are in the README of core/activation_checkpoint;
-`second_call` has the call itself, `replaying` what happens to each op in it.
+The recorded ops run by themselves where it was shown that nothing happens beside them; else the function is called
+again, and ops that nothing needs are left out; and where something reads what was left out, every op runs. The rules are
+in the README of this folder; `second_call` has the call itself, `replaying` what happens to each op in it.
 """
 
 from __future__ import annotations
