@@ -39,14 +39,14 @@ class put_back_on_error:  # noqa: N801 - used like a function
     __slots__ = ("_changes",)
 
     def __init__(self, *changes: Any) -> None:
-        self._changes = [each for each in changes if isinstance(each, PutBack)]
+        self._changes = [change for change in changes if isinstance(change, PutBack)]
 
     def __enter__(self) -> Any:
         pass
 
     def __exit__(self, kind: object, *_error: object) -> None:
         if kind is None:
-            return  # each has put back its own
+            return  # the blocks themselves have put back what they changed
         try:
             self._put_back()
         except BaseException:  # a second Ctrl-C
@@ -54,5 +54,5 @@ class put_back_on_error:  # noqa: N801 - used like a function
             raise
 
     def _put_back(self) -> None:
-        for each in reversed(self._changes):
-            each.put_back()
+        for change in reversed(self._changes):
+            change.put_back()

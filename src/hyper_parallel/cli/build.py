@@ -109,7 +109,7 @@ def _function(build: str) -> Any:
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        there = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
+        there = [found for found in vars(module) if callable(getattr(module, found)) and not found.startswith("_")]
         close = difflib.get_close_matches(name, there, 1)
         raise UsageError(
             "The function that builds the model is not there.",

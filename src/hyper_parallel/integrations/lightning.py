@@ -133,7 +133,7 @@ def _batch(trainer: Any, pl_module: Any, given: Any) -> Any:
 
 def _optimizer(trainer: Any) -> Any:
     """Of automatic optimization, which has one; None if the module configures none."""
-    found = [each for each in trainer.optimizers if type(each).__name__ != "_MockOptimizer"]
+    found = [optimizer for optimizer in trainer.optimizers if type(optimizer).__name__ != "_MockOptimizer"]
     return found[0] if found else None
 
 

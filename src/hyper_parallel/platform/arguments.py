@@ -148,9 +148,9 @@ def _path(cls: type) -> str:
 def check_parameters(parameters: object, tensor_type: type, call: str) -> list[Any]:
     """Tensors to be gone through, of any iterable."""
     found = list(parameters) if hasattr(parameters, "__iter__") else [parameters]
-    for each in found:
-        if not isinstance(each, tensor_type):
-            raise ArgumentTypeError(f"`{call}` takes a module or tensors.", expected="tensors", got=describe(each))
+    for value in found:
+        if not isinstance(value, tensor_type):
+            raise ArgumentTypeError(f"`{call}` takes a module or tensors.", expected="tensors", got=describe(value))
     return found
 
 

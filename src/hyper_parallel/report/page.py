@@ -24,13 +24,13 @@ from hyper_parallel.core.planner.plan.table import (
     unlike_predicted,
 )
 from hyper_parallel.core.swap.sizes import format_size
-from hyper_parallel.report.numbers import CURVE_SECONDS, Bar, Block, Numbers, Row, Step, numbers_of
-from hyper_parallel.report.picture import Axis, Mark, Span, curve, frame, lane, stacked
+from hyper_parallel.report.numbers import CURVE_SECONDS, Block, Numbers, Row, Step, Stretch, numbers_of
+from hyper_parallel.report.picture import Axis, Bar, Mark, curve, frame, lane, stacked
 
 if TYPE_CHECKING:
     from hyper_parallel.core.planner.plan.plan import MemoryPlan
 
-_NUM_SPANS = 16  # rows of the table beside the pictures of memory
+_NUM_PARTS = 16  # rows of the table beside the pictures of memory
 
 
 def write_report(
@@ -229,8 +229,8 @@ def _slider() -> str:
 
 def _moments_table(steps: Sequence[tuple[str, str, Step]], end_ms: float) -> str:
     rows = []
-    for index in range(_NUM_SPANS):
-        low, high = end_ms * index / _NUM_SPANS, end_ms * (index + 1) / _NUM_SPANS
+    for index in range(_NUM_PARTS):
+        low, high = end_ms * index / _NUM_PARTS, end_ms * (index + 1) / _NUM_PARTS
         rows.append([f"{low:.1f} to {high:.1f} ms", *(_highest_within(step, low, high) for _, _, step in steps)])
     table = _table("Highest point in each part of the step", ["time", *(title for _, title, _ in steps)], rows)
     return f"<details><summary>The same as a table</summary>{table}</details>"
@@ -255,10 +255,10 @@ def _copies(numbers: Numbers) -> str:
     x = Axis(0.0, max(numbers.before.step_ms, numbers.after.step_ms), 1.0, "ms")
     lanes = (("out", "out", copies.out, "window"), ("back", "back", copies.back, "prefetched"), ("waits", "waits", copies.waits, "stall"))  # fmt: skip
     drawn = []
-    for name, words, bars, css in lanes:
-        busy_ms = sum(bar.end_ms - bar.start_ms for bar in bars)
+    for name, words, stretches, css in lanes:
+        busy_ms = sum(stretch.end_ms - stretch.start_ms for stretch in stretches)
         label = f"copies {words}: busy for {busy_ms:.1f} ms of {numbers.after.step_ms:.1f} ms"
-        plot = frame(label, lane([_span(bar, css) for bar in bars], x), x, None, css=f"lane lane-{name}")
+        plot = frame(label, lane([_bar(stretch, css) for stretch in stretches], x), x, None, css=f"lane lane-{name}")
         drawn.append(f'<div class="lane-row"><span class="lane-name">{escape(words)}</span>{plot}</div>')
     sums = copies.as_dict()
     where = "the host" if numbers.plan.host.tier == "host" else "files"
@@ -272,29 +272,35 @@ def _copies(numbers: Numbers) -> str:
     )
 
 
-def _span(bar: Bar, css: str) -> Span:
-    size = f", {format_size(bar.num_bytes)}" if bar.num_bytes else ""
-    return Span(bar.start_ms, bar.end_ms, css, f"{bar.block}{size}, {bar.start_ms:.1f} to {bar.end_ms:.1f} ms")
+def _bar(stretch: Stretch, css: str) -> Bar:
+    size = f", {format_size(stretch.num_bytes)}" if stretch.num_bytes else ""
+    return Bar(
+        stretch.start_ms,
+        stretch.end_ms,
+        css,
+        f"{stretch.block}{size}, {stretch.start_ms:.1f} to {stretch.end_ms:.1f} ms",
+    )
 
 
 def _copies_table(numbers: Numbers) -> str:
     copies = numbers.copies
     rows = []
-    for block in dict.fromkeys(bar.block for bar in (*copies.out, *copies.back, *copies.waits)):
+    for block in dict.fromkeys(stretch.block for stretch in (*copies.out, *copies.back, *copies.waits)):
         out, back, waits = (
-            [bar for bar in bars if bar.block == block] for bars in (copies.out, copies.back, copies.waits)
+            [stretch for stretch in stretches if stretch.block == block]
+            for stretches in (copies.out, copies.back, copies.waits)
         )
-        cells = [_sum_of(out), _sum_of(back), f"{sum(bar.end_ms - bar.start_ms for bar in waits):.2f}"]
+        cells = [_sum_of(out), _sum_of(back), f"{sum(stretch.end_ms - stretch.start_ms for stretch in waits):.2f}"]
         rows.append([block or "between blocks", *cells])
     head = ["block", "out", "back", "waits ms"]
     return f"<details><summary>The same as a table</summary>{_table('Copies by block', head, rows)}</details>"
 
 
-def _sum_of(bars: Sequence[Bar]) -> str:
-    if not bars:
+def _sum_of(stretches: Sequence[Stretch]) -> str:
+    if not stretches:
         return "–"  # noqa: RUF001 - nothing, in a table
-    busy_ms = sum(bar.end_ms - bar.start_ms for bar in bars)
-    return f"{format_size(sum(bar.num_bytes for bar in bars))} in {busy_ms:.2f} ms"
+    busy_ms = sum(stretch.end_ms - stretch.start_ms for stretch in stretches)
+    return f"{format_size(sum(stretch.num_bytes for stretch in stretches))} in {busy_ms:.2f} ms"
 
 
 # -- other budgets ------------------------------------------------------------------------------------------------------------------

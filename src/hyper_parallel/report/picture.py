@@ -48,8 +48,8 @@ class Mark(NamedTuple):
     css: str = ""
 
 
-class Span(NamedTuple):
-    """A bar in a lane."""
+class Bar(NamedTuple):
+    """What is drawn in a lane, from `start` to `end` on its axis; `words` are shown when the mouse is on it."""
 
     start: float
     end: float
@@ -96,15 +96,15 @@ def curve(points: Sequence[tuple[float, float]], x: Axis, y: Axis) -> str:
     return f"{_svg('')}{_grid(y)}{drawn}</svg>"
 
 
-def lane(spans: Sequence[Span], x: Axis) -> str:
+def lane(bars: Sequence[Bar], x: Axis) -> str:
     """What is at work when."""
     parts = [_svg("")]
-    for span in spans:
-        begin, end = (min(max(x.part(each), 0.0), 1.0) * WIDTH for each in (span.start, span.end))
+    for bar in bars:
+        begin, end = (min(max(x.part(value), 0.0), 1.0) * WIDTH for value in (bar.start, bar.end))
         width = max(end - begin, 0.8)
         parts.append(
-            f'<rect class="{span.css}" x="{begin:.1f}" y="0" width="{width:.1f}" height="{HEIGHT:g}">'
-            f"<title>{escape(span.words)}</title></rect>"
+            f'<rect class="{bar.css}" x="{begin:.1f}" y="0" width="{width:.1f}" height="{HEIGHT:g}">'
+            f"<title>{escape(bar.words)}</title></rect>"
         )
     return "".join([*parts, "</svg>"])
 

@@ -280,8 +280,8 @@ def stacked(transport: Transport, data: object, num_parts: int, dim: int) -> lis
 
 
 def check_was_taken(box: list[Any], entry: tuple[Any, Any]) -> None:
-    if any(each is entry for each in box):
-        box[:] = [each for each in box if each is not entry]
+    if any(pair is entry for pair in box):
+        box[:] = [pair for pair in box if pair is not entry]
         raise StateError(
             "A gradient of `differentiable_async_a2a_wait` was not fetched from its handle_box.",
             expected="the box emptied before the end of backward",

@@ -125,8 +125,8 @@ class Groups(Platform):
         parent = cls.get_process_group_ranks(cls.transport.group(parent_pg, "split_group"))
         seen: set[int] = set()
         mine: tuple[int, ...] | None = None
-        for each in split_ranks:
-            ranks = check_ranks(each, parent, "split_group")
+        for listed in split_ranks:
+            ranks = check_ranks(listed, parent, "split_group")
             if seen & set(ranks):
                 raise ArgumentError(
                     "The lists of `split_group` are disjoint.",
@@ -161,11 +161,11 @@ def _new_group(
     roll_call = transport.roll_call
     # In a log of its own: the members meet here, whatever else each of them does.
     meeting = roll_call.log(f"new group {cache_key(ranks)} {number}", ranks)
-    record = roll_call.enter(meeting, "create_group")
+    entry = roll_call.enter(meeting, "create_group")
     try:
         group = transport.new_group(ranks, number, timeout, options, description)
     except RuntimeError as error:
-        raise roll_call.explain(record, error) from error
+        raise roll_call.explain(entry, error) from error
     roll_call.forget(meeting.name)
     return group
 

@@ -42,7 +42,7 @@ class PointToPoint(Platform):
         _check_list(obj_list, "send_object_list")
         group = transport.group(group, "send_object_list")
         peer = _check_peer(transport, dst, group, "dst", "send_object_list")
-        parts = [pickle.dumps(each) for each in obj_list]
+        parts = [pickle.dumps(value) for value in obj_list]
         sizes = transport.ints_to_tensor([len(part) for part in parts], group)
         data = transport.bytes_to_tensor(b"".join(parts), group)
         for tensor in (sizes, data):

@@ -33,8 +33,8 @@ def to_reduction(
     elif isinstance(op, str):
         found = _NAMES.get(op.strip().lower())
     else:
-        for each, reduction in native.items():
-            if op == each:
+        for name, reduction in native.items():
+            if op == name:
                 found = reduction
     if found not in accepted:
         names = ", ".join(reduction.value for reduction in accepted)

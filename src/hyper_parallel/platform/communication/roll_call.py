@@ -69,7 +69,7 @@ class Log:
         return Answer(self.number, calls, self.num_done, now, details)
 
 
-class Record:
+class CallEntry:
     """One call: the `number`-th of its log. `ranks` are those who must take part, `like` is what all of them must give."""
 
     __slots__ = ("call", "like", "log", "number", "ranks")
@@ -83,8 +83,8 @@ class Record:
 
 
 class _Request:
-    def __init__(self, record: Record, incident: str) -> None:
-        self.record = record
+    def __init__(self, entry: CallEntry, incident: str) -> None:
+        self.entry = entry
         self.incident = incident
         self.is_raised = False
         self.answers: dict[int, Answer] = {}
@@ -131,7 +131,7 @@ class RollCall:
                 self._start()
         return found
 
-    def enter(self, log: Log, call: str, ranks: tuple[int, ...] | None = None, like: Like | None = None) -> Record:
+    def enter(self, log: Log, call: str, ranks: tuple[int, ...] | None = None, like: Like | None = None) -> CallEntry:
         """Note that a call begins.
 
         Raises:
@@ -143,34 +143,32 @@ class RollCall:
         log.number = number = log.number + 1
         log.recent.append((call, like))
         trace.emit("communication.launch", call=call, number=number)
-        return Record(log, call, number, log.ranks if ranks is None else ranks, like)
+        return CallEntry(log, call, number, log.ranks if ranks is None else ranks, like)
 
-    def refuse(self, record: Record) -> None:
+    def refuse(self, entry: CallEntry) -> None:
         """Note that a call could not begin here. It counts: ranks that make the same mistake still agree on the number of the next one."""
-        log = record.log
-        if log.number == record.number:
-            log.recent[-1] = (f"{record.call} (it could not begin)", record.like)
-        log.num_done = max(log.num_done, record.number)
+        log = entry.log
+        if log.number == entry.number:
+            log.recent[-1] = (f"{entry.call} (it could not begin)", entry.like)
+        log.num_done = max(log.num_done, entry.number)
 
-    def is_alarmed(self, record: Record) -> bool:
+    def is_alarmed(self, entry: CallEntry) -> bool:
         """Whether a wait for this call is in vain: another rank has reported the group as broken. Has no effect."""
-        return record.log.since is not None or (self._is_store_lost and self._store_holder in record.ranks)
+        return entry.log.since is not None or (self._is_store_lost and self._store_holder in entry.ranks)
 
-    def explain(self, record: Record, error: BaseException) -> CommunicationError:
+    def explain(self, entry: CallEntry, error: BaseException) -> CommunicationError:
         """The error to raise for a call that failed, after asking the others; at most `GRACE_S` later. Breaks the group."""
-        failure = Failure(
-            record.call, record.number, self.rank, record.ranks, record.log.is_pair, in_words(record.like)
-        )
-        self._break(record.log, f"`{record.call}` failed on rank {self.rank}", record.log.is_pair)
+        failure = Failure(entry.call, entry.number, self.rank, entry.ranks, entry.log.is_pair, in_words(entry.like))
+        self._break(entry.log, f"`{entry.call}` failed on rank {self.rank}", entry.log.is_pair)
         clerk = self._clerk
         if clerk is None or not clerk.is_alive():
             is_gone = self._is_store_lost or self._is_store_closed
             return explain(failure, None, str(error), self._store_holder if is_gone else None)
-        incident = record.log.name
-        if record.log.is_pair:
+        incident = entry.log.name
+        if entry.log.is_pair:
             self._num_pairs_failed += 1
             incident = f"{incident}/{self.rank}/{self._num_pairs_failed}"
-        request = _Request(record, incident)
+        request = _Request(entry, incident)
         self._requests.append(request)
         self._wake.set()
         # A store that hangs leaves the clerk waiting in it: the deadline is this thread's own.
@@ -185,8 +183,8 @@ class RollCall:
 
     def forget(self, name: str) -> None:
         """The group was destroyed. Its name does not come again, and what was called in it can still be asked."""
-        for each in [each for each in self.logs if each == name or each.startswith(name + "/")]:
-            self._retired.append(self.logs.pop(each))
+        for known in [known for known in self.logs if known == name or known.startswith(name + "/")]:
+            self._retired.append(self.logs.pop(known))
 
     def stop(self) -> None:
         """End the clerk, if it answers."""
@@ -241,11 +239,11 @@ class RollCall:
         for request in list(self._requests):
             if request.is_raised:
                 continue
-            record = request.record
+            entry = request.entry
             if store.add(f"{_PREFIX}incident/{request.incident}", 1) == 1:  # else another rank has told everyone
                 alarm = {
-                    "incident": request.incident, "group": record.log.name, "ranks": record.ranks,
-                    "call": record.call, "rank": self.rank, "is_pair": record.log.is_pair,
+                    "incident": request.incident, "group": entry.log.name, "ranks": entry.ranks,
+                    "call": entry.call, "rank": self.rank, "is_pair": entry.log.is_pair,
                 }  # fmt: skip
                 number = int(store.add(_ALARMS, 1)) % _CLOSING
                 store.add(f"{_RAISED}/{number}", int(time.time()))
@@ -270,11 +268,11 @@ class RollCall:
 
     def _collect(self, store: Store) -> None:
         for request in list(self._requests):
-            for rank in request.record.ranks:
+            for rank in request.entry.ranks:
                 if rank not in request.answers and store.add(f"{_PREFIX}answered/{request.incident}/{rank}", 0):
                     text = store.get(f"{_PREFIX}answer/{request.incident}/{rank}")
                     request.answers[rank] = Answer.from_json(text)
-            is_complete = all(rank in request.answers for rank in request.record.ranks)
+            is_complete = all(rank in request.answers for rank in request.entry.ranks)
             if is_complete or time.monotonic() > request.deadline:
                 with contextlib.suppress(ValueError):
                     self._requests.remove(request)

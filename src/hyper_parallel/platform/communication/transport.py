@@ -17,7 +17,7 @@ from hyper_parallel.platform.communication.answers import Failure, could_not_beg
 from hyper_parallel.platform.communication.board import Board
 from hyper_parallel.platform.communication.handles import Handle
 from hyper_parallel.platform.communication.reductions import Reduction
-from hyper_parallel.platform.communication.roll_call import Like, Record, RollCall, in_words
+from hyper_parallel.platform.communication.roll_call import CallEntry, Like, RollCall, in_words
 from hyper_parallel.platform.opaque import Group, Tensor
 
 # The result, the framework's own work (None: done already), and what is left to do on this rank once that is done.
@@ -132,7 +132,7 @@ class Transport(ABC):
     # Communication
 
     @abstractmethod
-    def join(self, work: object, record: object) -> None:
+    def join(self, work: object, entry: object) -> None:
         """Wait for the framework's work (on an accelerator: let the current stream wait)."""
 
     @abstractmethod
@@ -245,36 +245,36 @@ class Transport(ABC):
         name = self.name_of(group)
         if peer is None:
             log = roll_call.logs.get(name) or roll_call.log(name, self.ranks_of(group))
-            record = roll_call.enter(log, call, like=_like(start, arguments))
+            entry = roll_call.enter(log, call, like=_like(start, arguments))
         else:
             name += "/pairs"
             log = roll_call.logs.get(name) or roll_call.log(name, self.ranks_of(group), is_pair=True)
-            record = roll_call.enter(log, call, (self.rank(), peer))
+            entry = roll_call.enter(log, call, (self.rank(), peer))
         try:
             if self.board is not None and peer is None:
-                result, work, finish = self._start_agreed(self.board, record, start, arguments)
+                result, work, finish = self._start_agreed(self.board, entry, start, arguments)
             else:
                 result, work, finish = start(*arguments)
         except Exception as error:
             if isinstance(error, _DisagreementError) or self.is_failure(error, peer is not None):
-                raise roll_call.explain(record, error) from error
-            roll_call.refuse(record)
+                raise roll_call.explain(entry, error) from error
+            roll_call.refuse(entry)
             if isinstance(error, HyperParallelError):
                 raise
-            raise could_not_begin(Failure(call, record.number, self.rank(), record.ranks), error) from error
+            raise could_not_begin(Failure(call, entry.number, self.rank(), entry.ranks), error) from error
         if work is None:
-            log.num_done = max(log.num_done, record.number)
-        return result, Handle(self, record, work, _both(finish, then), arguments)
+            log.num_done = max(log.num_done, entry.number)
+        return result, Handle(self, entry, work, _both(finish, then), arguments)
 
-    def _start_agreed(self, board: Board, record: Record, start: Callable[..., Launched], arguments: Any) -> Launched:
+    def _start_agreed(self, board: Board, entry: CallEntry, start: Callable[..., Launched], arguments: Any) -> Launched:
         """Start a call of which all ranks must think the same; on MindSpore's CPU, finish it."""
-        text = record.call if record.like is None else f"{record.call} of {in_words(record.like)}"
-        board.write(record.log.name, record.number, text)
+        text = entry.call if entry.like is None else f"{entry.call} of {in_words(entry.like)}"
+        board.write(entry.log.name, entry.number, text)
         if self.looks_before:
-            _check_agreed(board, record, text)
+            _check_agreed(board, entry, text)
             return start(*arguments)
         launched = start(*arguments)
-        _check_agreed(board, record, text)
+        _check_agreed(board, entry, text)
         return launched
 
 
@@ -282,8 +282,8 @@ class _DisagreementError(RuntimeError):
     """Another rank called something else under this number."""
 
 
-def _check_agreed(board: Board, record: Record, text: str) -> None:
-    other = board.find_other(record.log.name, record.number, text, record.ranks)
+def _check_agreed(board: Board, entry: CallEntry, text: str) -> None:
+    other = board.find_other(entry.log.name, entry.number, text, entry.ranks)
     if other is not None:
         raise _DisagreementError(f"rank {other[0]} began {other[1]}, and this rank {text}: they do not fit together")
 

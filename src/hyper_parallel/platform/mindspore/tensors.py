@@ -86,7 +86,7 @@ class Tensors:
         x: Tensor, begin: Sequence[int | None], end: Sequence[int | None], stride: Sequence[int | None]
     ) -> Tensor:
         check_tensor(x, Tensor, "construct_strided_slice")
-        return _take_spans(x, slicing.slice_spans(x.shape, begin, end, stride))
+        return _take_ranges(x, slicing.slice_ranges(x.shape, begin, end, stride))
 
     @staticmethod
     def arange(
@@ -210,18 +210,18 @@ def _common_dtype(left: object, right: object) -> Any:
     return (mint.zeros((), dtype=left) + mint.zeros((), dtype=right)).dtype
 
 
-def _take_spans(x: Tensor, spans: Sequence[slicing.Span]) -> Tensor:
-    lengths = [len(range(span.start, span.stop, span.step)) for span in spans]
+def _take_ranges(x: Tensor, ranges: Sequence[slicing.SliceRange]) -> Tensor:
+    lengths = [len(range(bounds.start, bounds.stop, bounds.step)) for bounds in ranges]
     # `narrow` is a view whose gradient works for every dtype and without elements; the gradient of `x[a:b]` knows
     # neither bfloat16 on the CPU nor an empty slice. So indexing is left to what cannot be narrowed.
-    if 0 in lengths or all(span.step == 1 for span in spans):
-        for dim, (span, length) in enumerate(zip(spans, lengths, strict=True)):
+    if 0 in lengths or all(bounds.step == 1 for bounds in ranges):
+        for dim, (bounds, length) in enumerate(zip(ranges, lengths, strict=True)):
             if length != x.shape[dim]:
-                x = mint.narrow(x, dim, span.start, length)
+                x = mint.narrow(x, dim, bounds.start, length)
         steps = None
     else:
-        steps = tuple(slice(span.start, span.stop, span.step) for span in spans)
-    backwards = [] if 0 in lengths else [dim for dim, span in enumerate(spans) if span.is_reversed]
+        steps = tuple(slice(bounds.start, bounds.stop, bounds.step) for bounds in ranges)
+    backwards = [] if 0 in lengths else [dim for dim, bounds in enumerate(ranges) if bounds.is_reversed]
     if x.dtype == mindspore.bfloat16 and (steps or backwards) and Devices.device_type() == "cpu":
         # The CPU's kernels for both lack bfloat16; float32 holds every bfloat16 exactly, also in the gradient.
         return _pick(x.to(mindspore.float32), steps, backwards).to(mindspore.bfloat16)

@@ -73,9 +73,9 @@ class Tensors:
         x: torch.Tensor, begin: Sequence[int | None], end: Sequence[int | None], stride: Sequence[int | None]
     ) -> torch.Tensor:
         check_tensor(x, torch.Tensor, "construct_strided_slice")
-        spans = slicing.slice_spans(x.shape, begin, end, stride)
-        picked = x[tuple(slice(span.start, span.stop, span.step) for span in spans)] if spans else x
-        backwards = [dim for dim, span in enumerate(spans) if span.is_reversed]
+        ranges = slicing.slice_ranges(x.shape, begin, end, stride)
+        picked = x[tuple(slice(bounds.start, bounds.stop, bounds.step) for bounds in ranges)] if ranges else x
+        backwards = [dim for dim, bounds in enumerate(ranges) if bounds.is_reversed]
         return picked.flip(backwards) if backwards else picked  # PyTorch's own slices know no negative step
 
     @staticmethod

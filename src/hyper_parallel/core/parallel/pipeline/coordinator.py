@@ -412,9 +412,9 @@ _coordinators: weakref.WeakSet[HookCoordinator] = weakref.WeakSet()
 
 def _begin_anew_after_fork() -> None:
     """A child has neither the other threads nor what they were about, and a lock that one of them held stays locked."""
-    for each in list(_coordinators):
-        each._condition = threading.Condition()
-        each._run, each._enabled = _ByHand(), None
+    for coordinator in list(_coordinators):
+        coordinator._condition = threading.Condition()
+        coordinator._run, coordinator._enabled = _ByHand(), None
 
 
 os.register_at_fork(after_in_child=_begin_anew_after_fork)

@@ -35,12 +35,12 @@ def _cut(error: BaseException, first: BaseException) -> None:
     """Nothing leads from `error` to `first` any more: a cycle would keep both, and all that their frames hold."""
     todo, seen = [error], set()
     while todo:
-        each = todo.pop()
-        if id(each) in seen:
+        link = todo.pop()
+        if id(link) in seen:
             continue
-        seen.add(id(each))
-        if each.__cause__ is first:
-            each.__cause__ = None
-        if each.__context__ is first:
-            each.__context__ = None
-        todo += [found for found in (each.__cause__, each.__context__) if found is not None]
+        seen.add(id(link))
+        if link.__cause__ is first:
+            link.__cause__ = None
+        if link.__context__ is first:
+            link.__context__ = None
+        todo += [found for found in (link.__cause__, link.__context__) if found is not None]

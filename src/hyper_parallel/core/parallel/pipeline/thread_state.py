@@ -56,13 +56,14 @@ class ThreadState:
         self._context = contextvars.copy_context()
         self._host_stream = current_host_stream()
         self._frameworks: list[FrameworkState] = [
-            importlib.import_module(f"hyper_parallel.platform.{each.value}.parallel.thread_state").BACKEND()
-            for each in PlatformType
-            if each.value in sys.modules
+            importlib.import_module(f"hyper_parallel.platform.{platform_type.value}.parallel.thread_state").BACKEND()
+            for platform_type in PlatformType
+            if platform_type.value in sys.modules
         ]
         chosen = chosen_type()
         self.one_thread_at_a_time = any(
-            each.one_thread_at_a_time and chosen in (None, each.platform_type) for each in self._frameworks
+            framework.one_thread_at_a_time and chosen in (None, framework.platform_type)
+            for framework in self._frameworks
         )
 
     def run(self, function: Callable[[], R]) -> R:
@@ -85,4 +86,4 @@ class ThreadState:
             yield
 
     def generators(self) -> list[Generators]:
-        return [found for each in self._frameworks if (found := each.generators()) is not None]
+        return [found for framework in self._frameworks if (found := framework.generators()) is not None]

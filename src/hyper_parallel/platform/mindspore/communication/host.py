@@ -44,7 +44,7 @@ def check_dtype(tensor: Tensor) -> None:
     if tensor.dtype not in _MOVED:
         raise ArgumentTypeError(
             "MindSpore's backend on the CPU cannot communicate this dtype.",
-            expected=", ".join(sorted(str(each) for each in _MOVED)),
+            expected=", ".join(sorted(str(dtype) for dtype in _MOVED)),
             got=describe(tensor),
             where="nothing was sent, and the group is as it was",
             do="Cast it first.",

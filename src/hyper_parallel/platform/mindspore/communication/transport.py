@@ -186,7 +186,7 @@ class MindSporeTransport(Transport):
 
     # Communication
 
-    def join(self, work: Any, record: object) -> None:
+    def join(self, work: Any, entry: object) -> None:
         work.wait()
 
     def is_completed(self, work: Any) -> bool:

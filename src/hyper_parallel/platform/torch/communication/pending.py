@@ -51,7 +51,7 @@ class PendingTensor(torch.Tensor):
         first = args[0] if args else None
         if func in _VIEWS and isinstance(first, PendingTensor):
             return PendingTensor(func(first._elem, *args[1:], **(kwargs or {})), first._handle)
-        plain = pytree.tree_map_only(PendingTensor, lambda each: each.trigger_wait(), (args, kwargs or {}))
+        plain = pytree.tree_map_only(PendingTensor, lambda tensor: tensor.trigger_wait(), (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
     def tolist(self) -> Any:

@@ -186,7 +186,7 @@ class TorchTransport(Transport):
 
     # Communication
 
-    def join(self, work: Any, record: Any) -> None:
+    def join(self, work: Any, entry: Any) -> None:
         if type(work) is not _HostWork:
             work.wait()
             return
@@ -197,8 +197,8 @@ class TorchTransport(Transport):
             except RuntimeError:
                 if native.is_completed():
                     raise
-                if self.roll_call.is_alarmed(record):
-                    raise RuntimeError(f"the wait was ended, since {record.log.since or 'the store is gone'}") from None
+                if self.roll_call.is_alarmed(entry):
+                    raise RuntimeError(f"the wait was ended, since {entry.log.since or 'the store is gone'}") from None
             else:
                 return
 
@@ -304,7 +304,7 @@ def _work(work: Any, tensor: torch.Tensor) -> Any:
 
 def _device_of(group: Any) -> torch.device:
     """Where the group takes what is made from objects: the host, if it has a backend for it."""
-    return torch.device("cpu") if any(each.type == "cpu" for each in group._device_types) else Devices.device()
+    return torch.device("cpu") if any(device.type == "cpu" for device in group._device_types) else Devices.device()
 
 
 def _is_staged(tensor: torch.Tensor, group: Any) -> bool:
@@ -338,7 +338,7 @@ def _check_reducible(tensor: torch.Tensor, op: Reduction, group: Any) -> None:
     if tensor.dtype not in _OF_GLOO and _is_gloo(tensor, group):
         raise ArgumentTypeError(
             f"gloo cannot reduce this dtype ({op.value}).",
-            expected=", ".join(sorted(str(each).removeprefix("torch.") for each in _OF_GLOO)),
+            expected=", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in _OF_GLOO)),
             got=describe(tensor),
             where=f"rank {dist.get_rank()}; nothing was sent, and the group is as it was",
             do="Cast it first, for example with `x.float()`.",

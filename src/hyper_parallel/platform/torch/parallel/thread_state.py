@@ -27,7 +27,7 @@ class TorchThreadState(FrameworkState):
         kind = Devices.device_type()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        self._autocast = [(each, *_autocast_of(each)) for each in dict.fromkeys(("cpu", kind))]
+        self._autocast = [(name, *_autocast_of(name)) for name in dict.fromkeys(("cpu", kind))]
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._function_modes = torch.overrides._get_current_function_mode_stack()  # the default device is one of them
         self._dispatch_modes = dispatch._get_current_dispatch_mode_stack()
