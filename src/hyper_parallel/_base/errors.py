@@ -102,7 +102,8 @@ class CommunicationError(HyperParallelError, RuntimeError):
 
 
 def describe(value: object, limit: int = 80) -> str:
-    """A short text for `got`: type and value; a tensor or array by dtype and shape, never by its numbers.
+    """Put a value into a short text for `got`: its type and value; a tensor or array by dtype and shape, not by
+    numbers.
 
     Never fails: it is called where something is wrong already, and a value's own `repr` may be what is wrong.
     """
@@ -128,7 +129,10 @@ _BRACKETS: dict[type, tuple[str, str]] = {
 
 
 def _look(value: object) -> str | None:
-    """Dtype and shape of a tensor or array. None for anything else, and for one number of NumPy's, which is shown as it is."""
+    """Return dtype and shape of a tensor or array as text, None for anything else.
+
+    One number of NumPy's has both, and is shown as it is.
+    """
     try:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if shape is None or dtype is None or isinstance(value, type):

@@ -8,7 +8,7 @@ __all__ = ["as_int"]
 
 
 def as_int(value: object) -> int | None:
-    """A whole number as Python's int; None for everything else, which a bool (also NumPy's) is too.
+    """Return a whole number as Python's int; None for everything else, also for a bool (Python's or NumPy's).
 
     Example:
         >>> as_int(3), as_int(True), as_int(2.0)

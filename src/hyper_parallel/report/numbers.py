@@ -47,7 +47,7 @@ class Block(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Something that takes time: copies of one block that follow each other, or a wait."""
+    """A time in which the link copies for one block, or compute waits: copies that follow each other are one."""
 
     block: str
     start_ms: float
@@ -95,7 +95,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Numbers:
-    """See the head of the file. `curve` is empty where it could not be computed; `why` says so."""
+    """All that one page shows, see the head of the file. Where `curve` is empty, `why_no_curve` says why."""
 
     plan: MemoryPlan
     before: Step
@@ -131,7 +131,9 @@ class Numbers:
 
 
 def numbers_of(plan: MemoryPlan, *, curve_seconds: float = CURVE_SECONDS) -> Numbers:
-    """`curve_seconds`: how long solving for other budgets may take."""
+    """Compute everything that the page of a plan shows. `curve_seconds`: how long solving for other budgets may
+    take.
+    """
     before = plain_step(plan.profile)
     after = timeline_under(plan.profile, plan.decision, plan.setting)
     curve: list[CurvePoint] = []
@@ -192,7 +194,7 @@ def _of_block(region: Region, decision: RegionDecision) -> Row:
 
 
 def _of_modules(region: Region, decision: RegionDecision) -> list[Row]:
-    """By module of the block, in the order of their first op; what the block was given comes first."""
+    """Make one row per module of the block, in the order of their first op; what the block was given comes first."""
     rows: dict[str, Row] = {}
 
     def add(name: str, choice: Choice | None, num_bytes: int, residual_bytes: int, ms: float) -> None:

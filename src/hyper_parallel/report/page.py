@@ -1,6 +1,7 @@
-"""The page of a plan: one self-contained file that needs no network. What it shows is in `numbers`; how it looks in `page.css`.
+"""The page of a plan: one self-contained file that needs no network.
 
-A script of a few lines moves a line through the pictures and shows the numbers there; without it the page has everything but that.
+What it shows is in `numbers`; how it looks is in `page.css`. A script of a few lines moves a line through the pictures
+and shows the numbers there; without it the page has everything but that.
 """
 
 from __future__ import annotations
@@ -70,21 +71,22 @@ def _json(numbers: Numbers) -> str:
     return json.dumps(numbers.as_dict()).replace("<", "\\u003c")
 
 
-# -- words ------------------------------------------------------------------------------------------------------------------------
+# -- words -------------------------------------------------------------------------------------------------------------
 
 
 def _summary(plan: MemoryPlan) -> str:
     profile = plan.profile
     if plan.is_empty:
         return (
-            f"The plain step fits into {format_size(plan.budget_bytes)}: its peak is {format_size(profile.peak_bytes)}. "
-            "Nothing is changed."
+            f"The plain step fits into {format_size(plan.budget_bytes)}: "
+            f"its peak is {format_size(profile.peak_bytes)}. Nothing is changed."
         )
     to_plain = plan.measured_to_plain
     times, how = (plan.predicted_to_plain, "predicted") if to_plain is None else (to_plain, "measured")
     return (
         f"A plain step needs {format_size(profile.peak_bytes)}. With this plan it needs {format_size(plan.peak_bytes)} "
-        f"({_how(plan)}), within the {format_size(plan.budget_bytes)} that were allowed; the step takes {times:.2f} times as long ({how})."
+        f"({_how(plan)}), within the {format_size(plan.budget_bytes)} that were allowed; "
+        f"the step takes {times:.2f} times as long ({how})."
     )
 
 
@@ -143,7 +145,7 @@ def _cards(numbers: Numbers, notes: list[tuple[str, str]]) -> str:
     return f'<dl class="cards">{items}</dl>{lines}'
 
 
-# -- memory over one step -----------------------------------------------------------------------------------------------------------
+# -- memory over one step ----------------------------------------------------------------------------------------------
 
 
 def _memory(numbers: Numbers) -> str:
@@ -161,7 +163,9 @@ def _memory(numbers: Numbers) -> str:
     budget = "" if plan.is_empty else f'<span><i class="budget-key"></i>budget, {format_size(plan.budget_bytes)}</span>'
     legends = "".join(
         f'<p class="legend {css}">'
-        + "".join(f'<span><i class="{layer.css}"></i>{escape(layer.name)}</span>' for layer in layers if any(layer.num_bytes))
+        + "".join(
+            f'<span><i class="{layer.css}"></i>{escape(layer.name)}</span>' for layer in layers if any(layer.num_bytes)
+        )
         + budget + "</p>"
         for css, layers in (("by-choice", after.stacks.by_choice), ("by-block", after.stacks.by_block))
     )  # fmt: skip
@@ -175,7 +179,7 @@ def _memory(numbers: Numbers) -> str:
 
 
 def _peaks_words(numbers: Numbers) -> str:
-    """Where a peak has more than one number, what each of them is."""
+    """Say what each of several numbers of one peak is."""
     plan, profile = numbers.plan, numbers.plan.profile
     words = ["Drawn from the profile, moment by moment."]
     if numbers.before.peak_bytes != profile.peak_bytes:
@@ -186,7 +190,8 @@ def _peaks_words(numbers: Numbers) -> str:
     peak, drawn = format_size(plan.peak_bytes), format_size(numbers.after.peak_bytes)
     if drawn != peak:
         words.append(
-            f"The picture shows {drawn} of the {peak} that were {_how(plan)} with the plan: small things, such as states of random generators, are left out."
+            f"The picture shows {drawn} of the {peak} that were {_how(plan)} with the plan: "
+            "small things, such as states of random generators, are left out."
         )
     predicted = format_size(plan.predicted.peak_bytes)
     if plan.has_swaps and predicted not in (peak, drawn):
@@ -215,7 +220,8 @@ def _figure(name: str, title: str, step: Step, x: Axis, y: Axis, line: float | N
     plot = frame(label, drawings, x, y, marks=[Mark(step.peak_ms, step.peak_bytes, "peak")])
     return (
         f'<figure data-step="{name}"><figcaption><b>{title}</b> '
-        f"<small>forward until {step.forward_ms:.1f} ms, backward from {turn:.1f} ms</small></figcaption>{plot}</figure>"
+        f"<small>forward until {step.forward_ms:.1f} ms, backward from {turn:.1f} ms</small></figcaption>"
+        f"{plot}</figure>"
     )
 
 
@@ -245,7 +251,7 @@ def _highest_within(step: Step, low_ms: float, high_ms: float) -> str:
     return format_size(max(inside + before, default=totals[0]))
 
 
-# -- copies -------------------------------------------------------------------------------------------------------------------------
+# -- copies ------------------------------------------------------------------------------------------------------------
 
 
 def _copies(numbers: Numbers) -> str:
@@ -253,7 +259,11 @@ def _copies(numbers: Numbers) -> str:
     if not copies.out and not copies.back:
         return ""
     x = Axis(0.0, max(numbers.before.step_ms, numbers.after.step_ms), 1.0, "ms")
-    lanes = (("out", "out", copies.out, "window"), ("back", "back", copies.back, "prefetched"), ("waits", "waits", copies.waits, "stall"))  # fmt: skip
+    lanes = (
+        ("out", "out", copies.out, "window"),
+        ("back", "back", copies.back, "prefetched"),
+        ("waits", "waits", copies.waits, "stall"),
+    )
     drawn = []
     for name, words, stretches, css in lanes:
         busy_ms = sum(stretch.end_ms - stretch.start_ms for stretch in stretches)
@@ -263,8 +273,10 @@ def _copies(numbers: Numbers) -> str:
     sums = copies.as_dict()
     where = "the host" if numbers.plan.host.tier == "host" else "files"
     text = (
-        f"{format_size(sums['out_bytes'])} go to {where} in forward and {format_size(sums['back_bytes'])} come back for backward. "
-        f"Predicted is that compute waits {sums['wait_ms']:.1f} ms for them, {sums['wait_ms'] / numbers.after.step_ms:.1%} of the step."
+        f"{format_size(sums['out_bytes'])} go to {where} in forward and "
+        f"{format_size(sums['back_bytes'])} come back for backward. "
+        f"Predicted is that compute waits {sums['wait_ms']:.1f} ms for them, "
+        f"{sums['wait_ms'] / numbers.after.step_ms:.1%} of the step."
     )
     return (
         '<section aria-labelledby="h-copies"><h2 id="h-copies">Copies out and back</h2>'
@@ -303,14 +315,15 @@ def _sum_of(stretches: Sequence[Stretch]) -> str:
     return f"{format_size(sum(stretch.num_bytes for stretch in stretches))} in {busy_ms:.2f} ms"
 
 
-# -- other budgets ------------------------------------------------------------------------------------------------------------------
+# -- other budgets -----------------------------------------------------------------------------------------------------
 
 
 def _curve(numbers: Numbers) -> str:
     head = '<section aria-labelledby="h-curve"><h2 id="h-curve">Step time under other budgets</h2>'
     plan, points = numbers.plan, numbers.curve
     if not points:
-        return f"{head}<p>There is no curve: {escape(numbers.why_no_curve or 'no other budget was solved in time')}</p></section>"
+        why = numbers.why_no_curve or "no other budget was solved in time"
+        return f"{head}<p>There is no curve: {escape(why)}</p></section>"
     plain_ms, measured = plan.profile.step_ms, plan.measured_to_plain
     pairs = [(float(point.budget_bytes), point.step_ms / plain_ms) for point in points]
     mine = (float(min(plan.budget_bytes, plan.profile.peak_bytes)), plan.predicted_to_plain)
@@ -335,7 +348,8 @@ def _curve(numbers: Numbers) -> str:
         f"{points[-1].step_ms / plain_ms:.3f}; {'; '.join(words for _, words in legend)}."
     )
     text = (
-        f"Predicted, as a multiple of the plain step. The smallest budget that can be met is about {format_size(smallest.budget_bytes)}; "
+        "Predicted, as a multiple of the plain step. "
+        f"The smallest budget that can be met is about {format_size(smallest.budget_bytes)}; "
         f"from {format_size(plan.profile.peak_bytes)} on nothing has to be changed."
     )
     plot = frame(label, curve(pairs, x, y), x, y, marks=marks, css="curve-plot")
@@ -349,7 +363,8 @@ def _curve(numbers: Numbers) -> str:
         ]
         for point in points
     ]
-    rows.append([f"{format_size(plan.budget_bytes)} (this plan)", format_size(plan.predicted.peak_bytes), f"{plan.predicted.step_ms:.1f}", f"{mine[1]:.3f}"])  # fmt: skip
+    this_plan, predicted = f"{format_size(plan.budget_bytes)} (this plan)", plan.predicted
+    rows.append([this_plan, format_size(predicted.peak_bytes), f"{predicted.step_ms:.1f}", f"{mine[1]:.3f}"])
     table = _table("Predicted step time by budget", ["budget", "peak", "step ms", "to plain"], rows)
     return (
         f'{head}<p>{escape(text)}</p><p class="legend">{keys}</p><figure>{plot}</figure>'
@@ -357,7 +372,7 @@ def _curve(numbers: Numbers) -> str:
     )
 
 
-# -- tables -------------------------------------------------------------------------------------------------------------------------
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 _HEAD = ["saved", "swapped", "recomputed", "recompute ms"]
 
@@ -377,7 +392,7 @@ def _blocks(blocks: Sequence[Block]) -> str:
 
 
 def _folded(blocks: Sequence[Block]) -> list[tuple[str, Block]]:
-    """Neighbours with the same numbers, module by module, as one."""
+    """Join neighbours with the same numbers, module by module, into one."""
     found: list[tuple[str, str, Block]] = []
     for block in blocks:
         if found and _alike(found[-1][2], block):
@@ -405,8 +420,8 @@ def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     )
     # It can be scrolled with the keyboard where it is wider than the screen.
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table><caption>{escape(caption)}'
-        f"</caption><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
+        f"<caption>{escape(caption)}</caption><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>"
     )
 
 
@@ -427,8 +442,9 @@ def _facts(numbers: Numbers) -> str:
     rows += [["how good it is", text] for text in gap_words(plan)]
     table = _table("What the plan was made for", ["", ""], [row for row in rows if row[1]])
     return (
-        f'<section aria-labelledby="h-facts"><h2 id="h-facts">Made for</h2><div class="facts">{table}</div><p class="small">Pictures and curve are '
-        "predicted from one profiled step; peaks and times that were measured are named so.</p></section>"
+        f'<section aria-labelledby="h-facts"><h2 id="h-facts">Made for</h2><div class="facts">{table}</div>'
+        '<p class="small">Pictures and curve are predicted from one profiled step; '
+        "peaks and times that were measured are named so.</p></section>"
     )
 
 
