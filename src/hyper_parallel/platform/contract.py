@@ -40,7 +40,7 @@ class Operation(NamedTuple):
     arguments: str = "()"
 
     def signature(self, *, with_self: bool = False) -> Signature:
-        """The arguments, as `inspect.signature` shows those of a function."""
+        """Return the arguments as `inspect.signature` shows those of a function."""
         given = ast.parse(f"def call{self.arguments}: ...").body[0].args  # type: ignore[attr-defined]
         found = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)] if with_self else []
         optional = len(given.args) - len(given.defaults)
@@ -55,7 +55,7 @@ class Operation(NamedTuple):
 
 
 def _rows(section: Section, text: str, comes_with: str | None = None) -> list[Operation]:
-    """One operation per line: `name(arguments): summary`; `name*` is called on the instance, `name!` is a property."""
+    """Read rows of the table: `name(arguments): summary`. `name*` is called on the instance, `name!` is a property."""
     rows = []
     for line in text.strip().splitlines():
         call, _, summary = line.strip().partition(": ")

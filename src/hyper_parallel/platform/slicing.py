@@ -1,4 +1,4 @@
-"""Which elements a chunk or a strided slice holds. Pure numbers, shared by both backends."""
+"""Which elements of a dim a chunk or a strided slice holds. Pure numbers, shared by both backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hyper_parallel._base.whole_numbers import as_int
 
 
 class SliceRange(NamedTuple):
-    """`[start:stop:step]` with a positive step, read backwards if `is_reversed`."""
+    """What a slice takes of one dim: `[start:stop:step]` with a positive step, read backwards if `is_reversed`."""
 
     start: int
     stop: int
@@ -19,7 +19,7 @@ class SliceRange(NamedTuple):
 
 
 def check_dim(dim: int, num_dims: int) -> int:
-    """`dim` as a number from 0; negative ones count from the end."""
+    """Return `dim` as a number from 0; negative ones count from the end."""
     found = as_int(dim)
     if found is None or not -num_dims <= found < num_dims:
         raise ArgumentError(
@@ -29,7 +29,7 @@ def check_dim(dim: int, num_dims: int) -> int:
 
 
 def chunk_bounds(length: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """First and last-plus-one element of a chunk; all but the last are ceil(length / num_chunks) long."""
+    """Return the first and last-plus-one element of a chunk; all but the last are ceil(length / num_chunks) long."""
     parts, place = as_int(num_chunks), as_int(index)
     if parts is None or parts < 1:
         raise ArgumentError(
@@ -44,7 +44,7 @@ def chunk_bounds(length: int, num_chunks: int, index: int) -> tuple[int, int]:
 def slice_ranges(
     shape: Sequence[int], begin: Sequence[int | None], end: Sequence[int | None], stride: Sequence[int | None]
 ) -> list[SliceRange]:
-    """The range of each leading dim, with Python's meaning of negative and absent numbers."""
+    """Work out the range of each leading dim, with Python's meaning of negative and absent numbers."""
     listed = [_whole_or_none(name, numbers) for name, numbers in (("begin", begin), ("end", end), ("stride", stride))]
     begins, ends, strides = listed
     if not len(begins) == len(ends) == len(strides):

@@ -131,9 +131,7 @@ class Numbers:
 
 
 def numbers_of(plan: MemoryPlan, *, curve_seconds: float = CURVE_SECONDS) -> Numbers:
-    """Compute everything that the page of a plan shows. `curve_seconds`: how long solving for other budgets may
-    take.
-    """
+    """Compute all that the page of a plan shows. Solving for other budgets may take `curve_seconds`."""
     before = plain_step(plan.profile)
     after = timeline_under(plan.profile, plan.decision, plan.setting)
     curve: list[CurvePoint] = []

@@ -1,7 +1,8 @@
 """Forward and backward of the collectives with gradient, once for both frameworks.
 
-The two frameworks' custom functions have the same form (`forward(ctx, ...)`, `backward(ctx, grad)`, `apply` with positional arguments), so the
-rules are written once, and made into classes of the framework's own kind by `Functions`. Rules G1 and G2 are in the README.
+The two frameworks' custom functions have the same form (`forward(ctx, ...)`, `backward(ctx, grad)`, `apply` with
+positional arguments). So the rules are written once, and made into classes of the framework's own kind by `Functions`.
+Rules G1 and G2 are in the README.
 """
 
 from __future__ import annotations
@@ -181,7 +182,10 @@ class Functions:
                 return transport.zeros(shape, grad), None, None, None, None, None
 
         class SyncHook(function):  # type: ignore[misc]
-            """Identity; a node of the graph even while its coordinator is disabled, so that backward finds it whenever that is enabled."""
+            """Identity. It is a node of the graph even while its coordinator is disabled.
+
+            So backward finds it whenever the coordinator is enabled.
+            """
 
             @staticmethod
             def forward(ctx: Any, x: object, name: str, coordinator: Coordinator) -> Any:
@@ -240,7 +244,7 @@ def averaged(transport: Transport, data: Any, op: Reduction, group: Any) -> Any:
 
 
 def product_of_others(transport: Transport, whole: object, group: Group) -> Any:
-    """Of values that were gathered along a new leading dim; 1 where there are no others."""
+    """Multiply what the other ranks have of values gathered along a new leading dim; 1 where there are no others."""
     ranks = transport.ranks_of(group)
     parts = transport.parts(whole, len(ranks), 0)
     others = [part.reshape(part.shape[1:]) for rank, part in zip(ranks, parts, strict=True) if rank != transport.rank()]
@@ -269,13 +273,13 @@ def _receive(transport: Transport, target: object, peer: int, group: Group) -> H
 
 
 def joined(transport: Transport, pieces: Any, dim: int) -> Any:
-    """The pieces along the leading dim, side by side along `dim` of each."""
+    """Put the pieces along the leading dim side by side along `dim` of each."""
     parts = transport.parts(pieces, pieces.shape[0], 0)
     return transport.cat([part.reshape(part.shape[1:]) for part in parts], dim)
 
 
 def stacked(transport: Transport, data: object, num_parts: int, dim: int) -> list[Any]:
-    """Equal parts along a dim, each with a new leading dim."""
+    """Split a tensor into equal parts along a dim, each with a new leading dim."""
     return [part.reshape((1, *part.shape)) for part in transport.parts(data, num_parts, dim)]
 
 

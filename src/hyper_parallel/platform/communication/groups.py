@@ -1,7 +1,8 @@
 """Identity and groups.
 
-A group is cached by its ranks: `create_group` of the same ranks gives the same object until it is destroyed. Members agree on a new group
-without anyone else: every process counts how often it has created a group of the same ranks, and that count makes the name.
+A group is cached by its ranks: `create_group` of the same ranks gives the same object until it is destroyed. Members
+agree on a new group without anyone else: every process counts how often it has created a group of the same ranks, and
+that count makes the name.
 """
 
 from __future__ import annotations
@@ -115,7 +116,10 @@ class Groups(Platform):
         pg_options: object = None,
         group_desc: str | None = None,
     ) -> Any:
-        """Split a group into disjoint ones, given as lists of world ranks. This rank's new group, or None if it is in no list."""
+        """Split a group into disjoint ones, given as lists of world ranks.
+
+        Returns this rank's new group, or None if it is in no list.
+        """
         if split_ranks is None or not hasattr(split_ranks, "__iter__") or len(list(split_ranks)) == 0:
             raise ArgumentError(
                 "`split_group` needs the lists of ranks.",
@@ -139,7 +143,7 @@ class Groups(Platform):
         return None if mine is None else _new_group(cls.transport, mine, timeout, pg_options, group_desc)
 
     def _create_group(self, rank_list: Sequence[int]) -> Any:
-        """A new group of these ranks, beside those that exist."""
+        """Make a new group of these ranks, beside those that exist."""
         self.transport.group(None, "create_group")  # raises where communication is not up
         ranks = check_ranks(rank_list, range(self.get_world_size()), "create_group")
         return _new_group(self.transport, ranks) if self.transport.rank() in ranks else None

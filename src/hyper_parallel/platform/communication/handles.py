@@ -67,7 +67,7 @@ class Handle:
         self._work = self._finish = self._keep = None
 
     def is_completed(self) -> bool:
-        """Whether `wait()` would return at once. Has no effect."""
+        """Say whether `wait()` would return at once. Has no effect."""
         if self._entry is None or self._work is None:
             return True
         return bool(self._transport.is_completed(self._work))

@@ -1,4 +1,4 @@
-"""Names of reductions."""
+"""Reductions: one enum for all of their names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXTREMES = (Reduction.MAX, Reduction.MIN)
 def to_reduction(
     op: object, native: dict[Any, Reduction], accepted: tuple[Reduction, ...] = tuple(Reduction)
 ) -> Reduction:
-    """The reduction of a name in any case, of the enum itself, or of the framework's own (`native`)."""
+    """Find the reduction of a name in any case, of the enum itself, or of the framework's own (`native`)."""
     found: Reduction | None = None
     if isinstance(op, Reduction):
         found = op

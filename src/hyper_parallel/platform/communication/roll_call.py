@@ -3,10 +3,12 @@
 Rules and reasons are in the README ("Who is missing"). Two threads meet here:
 
 - the *callers*, any threads of the program: they add to logs, and leave a request when a call of theirs fails;
-- the *clerk*, one daemon thread: it alone uses the store. It answers alarms, raises those of requests, and collects answers.
+- the *clerk*, one daemon thread: it alone uses the store. It answers alarms, raises those of requests, and collects
+  answers.
 
-What they share: a log's fields are written by callers and read by the clerk (each a single assignment; an answer that is a call late is
-still true of a moment ago), `log.since` is written by either and never unset; `_requests` is a deque, whose append and popleft are atomic.
+What they share: a log's fields are written by callers and read by the clerk (each a single assignment; an answer that
+is a call late is still true of a moment ago), `log.since` is written by either and never unset; `_requests` is a deque,
+whose append and popleft are atomic.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Store(Protocol):
     def get(self, key: str, /) -> str | bytes: ...
 
 
-# The dtype and the sizes that are the same on every rank of a call; kept as they are, and made into words when somebody asks.
+# The dtype and the sizes that are the same on every rank of a call; kept as they are, and made into words when somebody
+# asks.
 Like = tuple[object, Sequence[int]]
 
 
@@ -55,9 +58,7 @@ class Log:
     def __init__(self, name: str, ranks: tuple[int, ...], is_pair: bool = False) -> None:
         self.name = name
         self.ranks = ranks
-        self.is_pair = (
-            is_pair  # sends and receives of the group: not the same on all ranks, so their count says nothing
-        )
+        self.is_pair = is_pair  # sends and receives: not the same on all ranks, so their count says nothing
         self.number = 0
         self.num_done = 0
         self.recent: deque[tuple[str, Like | None]] = deque(maxlen=_NUM_RECENT)
@@ -70,7 +71,10 @@ class Log:
 
 
 class CallEntry:
-    """One call: the `number`-th of its log. `ranks` are those who must take part, `like` is what all of them must give."""
+    """One call: the `number`-th of its log.
+
+    `ranks` are those who must take part, `like` is what all of them must give.
+    """
 
     __slots__ = ("call", "like", "log", "number", "ranks")
 
@@ -123,7 +127,7 @@ class RollCall:
     # What callers use
 
     def log(self, name: str, ranks: tuple[int, ...], *, is_pair: bool = False) -> Log:
-        """The log of a group, new on its first call. The clerk starts with the first group of several ranks."""
+        """Return the log of a group, new on its first call. The clerk starts with the first group of several ranks."""
         found = self.logs.get(name)
         if found is None:
             found = self.logs[name] = Log(name, ranks, is_pair)
@@ -146,18 +150,24 @@ class RollCall:
         return CallEntry(log, call, number, log.ranks if ranks is None else ranks, like)
 
     def refuse(self, entry: CallEntry) -> None:
-        """Note that a call could not begin here. It counts: ranks that make the same mistake still agree on the number of the next one."""
+        """Note that a call could not begin here.
+
+        It counts: ranks that make the same mistake still agree on the number of the next one.
+        """
         log = entry.log
         if log.number == entry.number:
             log.recent[-1] = (f"{entry.call} (it could not begin)", entry.like)
         log.num_done = max(log.num_done, entry.number)
 
     def is_alarmed(self, entry: CallEntry) -> bool:
-        """Whether a wait for this call is in vain: another rank has reported the group as broken. Has no effect."""
+        """Say whether a wait for this call is in vain: another rank has reported the group as broken. Has no effect."""
         return entry.log.since is not None or (self._is_store_lost and self._store_holder in entry.ranks)
 
     def explain(self, entry: CallEntry, error: BaseException) -> CommunicationError:
-        """The error to raise for a call that failed, after asking the others; at most `GRACE_S` later. Breaks the group."""
+        """Break the group, ask the others, and return the error to raise for a call that failed.
+
+        That takes at most `GRACE_S`, and half a second more where the store hangs.
+        """
         failure = Failure(entry.call, entry.number, self.rank, entry.ranks, entry.log.is_pair, in_words(entry.like))
         self._break(entry.log, f"`{entry.call}` failed on rank {self.rank}", entry.log.is_pair)
         clerk = self._clerk
@@ -182,7 +192,10 @@ class RollCall:
         )
 
     def forget(self, name: str) -> None:
-        """The group was destroyed. Its name does not come again, and what was called in it can still be asked."""
+        """Put the logs of a group that was destroyed aside.
+
+        Its name does not come again, and what was called in it can still be asked.
+        """
         for known in [known for known in self.logs if known == name or known.startswith(name + "/")]:
             self._retired.append(self.logs.pop(known))
 
@@ -226,8 +239,11 @@ class RollCall:
                 request.done.set()
 
     def _leave(self, store: Store) -> None:
-        """The store ends with its holder, and the frameworks print a page about a connection that breaks: so the holder tells the others
-        that it ends, and goes when they have let go."""
+        """Let go of the store; the rank that holds it waits until the others have.
+
+        The store ends with its holder, and the frameworks print a page about a connection that breaks. So the holder
+        tells the others that it ends, and goes when they have let go.
+        """
         num_left = int(store.add(_CLERKS, -1))
         if self.rank == self._store_holder and num_left > 0:
             store.add(_ALARMS, _CLOSING)
@@ -295,7 +311,10 @@ class RollCall:
 
 
 def _num_old(store: Store) -> int:
-    """How many alarms are over. A rank that makes its first call later than the others may still have to answer the last one."""
+    """Count the alarms that are over.
+
+    A rank that makes its first call later than the others may still have to answer the last one.
+    """
     number = int(store.add(_ALARMS, 0)) % _CLOSING
     while number > 0 and time.time() - int(store.add(f"{_RAISED}/{number}", 0)) < GRACE_S:
         number -= 1

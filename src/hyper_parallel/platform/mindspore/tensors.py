@@ -24,7 +24,11 @@ from hyper_parallel.platform.mindspore.dtypes import check_computable, to_dtype,
 class Tensors:
     @staticmethod
     def get_tensor_transform() -> Any:
-        """`plan_redistribution(source, target, shape)` gives the steps from one layout to another, `redistribute` carries them out."""
+        """Return the module that plans and carries out redistributions.
+
+        `plan_redistribution(source, target, shape)` gives the steps from one layout to another, `redistribute` carries
+        them out.
+        """
         from hyper_parallel.core.dtensor import redistribution
 
         return redistribution
@@ -62,7 +66,9 @@ class Tensors:
 
     @staticmethod
     def chunk(data: Tensor, split_dim: int, split_size: int, index: int) -> Tensor:
-        """The index-th of `split_size` chunks (a number, despite its name); past the last one, an empty tensor."""
+        """Return the index-th of `split_size` chunks (a number, despite its name); past the last one, an empty
+        tensor.
+        """
         check_tensor(data, Tensor, "chunk")
         dim = slicing.check_dim(split_dim, data.ndim)
         start, stop = slicing.chunk_bounds(data.shape[dim], split_size, index)
@@ -103,19 +109,19 @@ class Tensors:
 
     @staticmethod
     def ones(size: Sequence[int], dtype: object = None, device: object = None) -> Tensor:
-        """Ones of a size, float32 unless told."""
+        """Make ones of a size, float32 unless told."""
         return filled(check_size(size), 1, to_dtype_or(dtype, mindspore.float32), to_device_or_none(device), "ones")
 
     @staticmethod
     def full(size: Sequence[int], fill_value: object, dtype: object = None, device: object = None) -> Tensor:
-        """A size filled with one value, float32 unless told."""
+        """Make a tensor of a size filled with one value, float32 unless told."""
         dtype = to_dtype_or(dtype, mindspore.float32)
         with in_our_words("full", size=size, fill_value=fill_value):
             return filled(check_size(size), fill_value, dtype, to_device_or_none(device), "full")
 
     @staticmethod
     def empty(size: Sequence[int], dtype: object = None, device: object = None) -> Tensor:
-        """An uninitialised tensor of a size, float32 unless told."""
+        """Make an uninitialised tensor of a size, float32 unless told."""
         dtype = to_dtype_or(dtype, mindspore.float32)
         return mint.empty(check_size(size), dtype=dtype, device=to_device_or_none(device))
 
@@ -175,7 +181,10 @@ _NOT_IN_NUMPY = {mindspore.bfloat16, mindspore.float8_e4m3fn, mindspore.float8_e
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its memory, in order: no view. The CPU writes in place only into such a tensor."""
+    """Say whether a tensor is all of its memory, in order: no view.
+
+    The CPU writes in place only into such a tensor.
+    """
     return (
         tensor.is_contiguous() and tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
     )
@@ -204,7 +213,7 @@ def _cast(tensor: Tensor, dtype: object, call: str) -> Tensor:
 
 
 def _common_dtype(left: object, right: object) -> Any:
-    """The dtype in which MindSpore would add the two."""
+    """Find the dtype in which MindSpore would add the two."""
     if left == right:
         return left
     return (mint.zeros((), dtype=left) + mint.zeros((), dtype=right)).dtype

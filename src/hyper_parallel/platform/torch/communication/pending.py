@@ -1,8 +1,9 @@
 """A tensor whose values are still on their way: its first use waits.
 
-Looking at its shape, dtype or device is no use, and a view of it is on its way as well. Anything else waits (on an accelerator: the current
-stream does, the host goes on) and computes with the plain tensor. It is not for keeping: `detach` gives the plain tensor, and so does every
-other operation, so that nothing of this class ends up in a model or in `.grad`.
+Looking at its shape, dtype or device is no use, and a view of it is on its way as well. Anything else waits (on an
+accelerator: the current stream does, the host goes on) and computes with the plain tensor. It is not for keeping:
+`detach` gives the plain tensor, and so does every other operation, so that nothing of this class ends up in a model or
+in `.grad`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ class PendingTensor(torch.Tensor):
         return made
 
     def trigger_wait(self) -> torch.Tensor:
-        """The plain tensor, valid from now on. The name is that of PyTorch's own tensors of this kind."""
+        """Wait, and return the plain tensor, valid from now on.
+
+        The name is that of PyTorch's own tensors of this kind.
+        """
         self._handle.wait()
         return self._elem
 
