@@ -1,7 +1,10 @@
 """The errors of this package.
 
-Every error says what failed; what was expected and what was got; where; and one thing to do. Each class also inherits
-the built-in that a user would catch, so that `except ValueError` works without knowing this module.
+Every error says what failed; what was expected and what was got; where; and one thing to do.
+
+Guarantees: each class also inherits the built-in that a user would catch, so that `except ValueError` works without
+knowing this module. An error that travels between processes arrives with all its parts. `describe` never raises and
+never shows a tensor's numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loggers: one per layer (`hyper_parallel.platform`, `hyper_parallel.swap`, …), each line prefixed with the rank.
 
-The package adds no handler of its own but a null one: the application decides what is shown. `HYPER_PARALLEL_LOG=debug`
-(or info, warning, error) shows our lines on standard error without any code.
+Guarantees: the package adds no handler of its own but a null one, so the application decides what is shown.
+`HYPER_PARALLEL_LOG=debug` (or info, warning, error) shows our lines on standard error without any code.
 """
 
 from __future__ import annotations

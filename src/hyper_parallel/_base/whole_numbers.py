@@ -1,4 +1,7 @@
-"""Whole numbers as users have them: Python's, NumPy's, whatever can be an index."""
+"""Whole numbers as users have them: Python's, NumPy's, whatever can be an index.
+
+Guarantees: what comes back is an `int` of Python's own, or None; an `__index__` that fails counts as none.
+"""
 
 from __future__ import annotations
 

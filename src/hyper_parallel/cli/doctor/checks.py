@@ -37,7 +37,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Invariant: `do is None` exactly if `state is State.OK`."""
+    """What one check found on one machine. Invariant: `do is None` exactly if `state is State.OK`."""
 
     name: str
     title: str

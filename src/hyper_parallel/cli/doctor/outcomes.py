@@ -61,7 +61,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """`document` is the file's content as it is."""
+    """All columns of one file; `document` is its content as it is."""
 
     columns: tuple[Column, ...]
     document: Mapping[str, Any]

@@ -37,7 +37,10 @@ _MOST_TEXT = _SLOT_BYTES - _KEY.size
 
 
 class Board:
-    """`memory` is shared by `num_ranks` ranks, of which this is `rank`."""
+    """Memory that `num_ranks` ranks share, as this one, `rank`, sees it.
+
+    It lives as long as the world. Its maker's descriptor keeps it open for ranks that come later.
+    """
 
     def __init__(self, memory: mmap.mmap, rank: int, descriptor: int = -1) -> None:
         self._memory = memory

@@ -28,7 +28,10 @@ from hyper_parallel.platform.opaque import Group
 
 
 class Functions:
-    """The custom functions of one framework; `function` is its class of custom functions."""
+    """The custom functions of one framework, made once when its communication is imported.
+
+    `function` is the framework's class of custom functions.
+    """
 
     def __init__(self, function: Any, transport: Transport) -> None:
         def apply(which: type, *arguments: Any) -> Any:
@@ -46,7 +49,7 @@ class Functions:
                 return apply(ReduceScatter, grad, dim, Reduction.SUM, group, call), None, None, None
 
         class ReduceScatter(function):  # type: ignore[misc]
-            """Sum or average."""
+            """Reduce by sum or average; each rank keeps its part."""
 
             @staticmethod
             def forward(ctx: Any, data: object, dim: int, op: Reduction, group: Any, call: str) -> Any:
@@ -78,7 +81,7 @@ class Functions:
                 return shared, None, None, None, None
 
         class AllReduce(function):  # type: ignore[misc]
-            """Sum or average."""
+            """Reduce by sum or average, into a new tensor."""
 
             @staticmethod
             def forward(ctx: Any, data: object, op: Reduction, group: Any, call: str) -> Any:
@@ -90,7 +93,7 @@ class Functions:
                 return apply(AllReduce, grad, *ctx.arguments), None, None, None
 
         class AllReduceOther(function):  # type: ignore[misc]
-            """Max, min or product."""
+            """Reduce by max, min or product, into a new tensor."""
 
             @staticmethod
             def forward(ctx: Any, data: Any, op: Reduction, group: Any, call: str) -> Any:
@@ -112,7 +115,7 @@ class Functions:
                 return total * product_of_others(transport, whole, group), None, None, None
 
         class Exchange(function):  # type: ignore[misc]
-            """Equal splits."""
+            """Exchange equal splits."""
 
             @staticmethod
             def forward(ctx: Any, data: Any, output_shape: Sequence[int], group: Any, call: str) -> Any:
@@ -126,7 +129,7 @@ class Functions:
                 return apply(Exchange, grad, *ctx.arguments), None, None, None
 
         class ExchangeRows(function):  # type: ignore[misc]
-            """Uneven splits; `is_lazy`: the first use of the result waits."""
+            """Exchange uneven splits. With `is_lazy` the first use of the result waits."""
 
             @staticmethod
             def forward(

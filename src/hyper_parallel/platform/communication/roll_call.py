@@ -51,7 +51,10 @@ def in_words(like: Like | None) -> str:
 
 
 class Log:
-    """What this process has called in one group. Invariant: num_done <= number"""
+    """What this process has called in one group.
+
+    It lives as long as the group; `RollCall` keeps the last ones of destroyed groups. Invariant: num_done <= number
+    """
 
     __slots__ = ("is_pair", "name", "num_done", "number", "ranks", "recent", "since")
 
@@ -73,7 +76,8 @@ class Log:
 class CallEntry:
     """One call: the `number`-th of its log.
 
-    `ranks` are those who must take part, `like` is what all of them must give.
+    Its handle holds it until somebody has waited, and it holds its log. `ranks` are those who must take part, `like` is
+    what all of them must give.
     """
 
     __slots__ = ("call", "like", "log", "number", "ranks")
@@ -97,7 +101,10 @@ class _Request:
 
 
 class RollCall:
-    """The logs of this process, and its clerk. `store` is None where nobody can be asked."""
+    """The logs of this process, and its clerk; there is one for as long as the world is the same.
+
+    `store` is None where nobody can be asked.
+    """
 
     def __init__(
         self,

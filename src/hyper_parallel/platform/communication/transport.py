@@ -25,7 +25,7 @@ Launched = tuple[Any, Any, Callable[[], object] | None]
 
 
 class Transport(ABC):
-    """One framework's communication.
+    """One framework's communication: one object, for as long as the process lives.
 
     `tensor_type` is its class of tensors, `reductions` its own names of reductions.
     """

@@ -1,8 +1,7 @@
-"""Collectives of the CPU.
+"""Collectives on the CPU, made of the few that MindSpore's backend there (mccl) has.
 
-MindSpore's backend there (mccl) has all-reduce, all-gather, broadcast, send and receive, for some dtypes, into tensors
-that are all of their memory (a write into a view is lost without a word). The rest is made of these here. Everything is
-done when a call returns.
+Those are all-reduce, all-gather, broadcast, send and receive, for some dtypes, into tensors that are all of their
+memory: a write into a view is lost without a word. Everything is done when a call returns.
 """
 
 from __future__ import annotations

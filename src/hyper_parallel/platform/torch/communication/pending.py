@@ -17,7 +17,7 @@ from hyper_parallel.platform.communication.handles import Handle
 
 
 class PendingTensor(torch.Tensor):
-    """See the module. Attributes: `_elem`, the plain tensor; `_handle`, of its communication."""
+    """Stands for a tensor that is on its way, see the module; `_elem` is that tensor, `_handle` its communication's."""
 
     _elem: torch.Tensor
     _handle: Handle
