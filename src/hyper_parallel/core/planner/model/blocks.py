@@ -81,11 +81,11 @@ def suggested(kinds: Kinds, model: Module, blocks: Iterable[str], inside: str | 
         return [_pattern(path, planned) for path in _parts(kinds, inside, modules, is_only=len(planned) == 1)][:1]
 
     def is_free(path: str) -> bool:
-        return not any(f"{path}.".startswith(f"{each}.") or f"{each}.".startswith(f"{path}.") for each in planned)
+        return not any(f"{path}.".startswith(f"{block}.") or f"{block}.".startswith(f"{path}.") for block in planned)
 
     free = [path for path, module in modules.items() if path and is_free(path) and _has_parameters(kinds, module)]
     lists = [path for path in free if isinstance(modules[path], (*kinds.sequences, *kinds.mappings))]
-    tops = [path for path in free if not any(path.startswith(f"{each}.") for each in free)]
+    tops = [path for path in free if not any(path.startswith(f"{other}.") for other in free)]
     return [f"{path}.*" for path in lists] or tops
 
 
@@ -93,7 +93,7 @@ def _parts(kinds: Kinds, inside: str, modules: dict[str, Any], *, is_only: bool)
     """Where a block may be split: at a list in it in which a class is repeated; one that is the only block, at its children."""
     for path, module in modules.items():
         if f"{path}.".startswith(f"{inside}.") and isinstance(module, (*kinds.sequences, *kinds.mappings)):
-            members = [type(each) for _, each in kinds.children(module) if _has_parameters(kinds, each)]
+            members = [type(child) for _, child in kinds.children(module) if _has_parameters(kinds, child)]
             if len(members) > len(set(members)):
                 yield f"{path}.*"
     if is_only and any(_has_parameters(kinds, child) for _, child in kinds.children(modules[inside])):
@@ -102,21 +102,21 @@ def _parts(kinds: Kinds, inside: str, modules: dict[str, Any], *, is_only: bool)
 
 def _pattern(path: str, planned: Sequence[str]) -> str:
     """A path in one block as a pattern for all blocks: with the numbers left open in which their paths differ."""
-    paths = [each.split(".") for each in planned]
+    paths = [block.split(".") for block in planned]
     return ".".join(
-        "*" if part.isdecimal() and len({each[place] for each in paths if len(each) > place}) > 1 else part
+        "*" if part.isdecimal() and len({parts[place] for parts in paths if len(parts) > place}) > 1 else part
         for place, part in enumerate(path.split("."))
     )
 
 
 def other_reference(kinds: Kinds, model: Module, blocks: Iterable[Any]) -> str | None:
     """Where the model also holds one of the blocks, and no wrapper would be put: an attribute with a Python list, tuple or dict."""
-    wanted = {id(each) for each in blocks}
+    wanted = {id(block) for block in blocks}
     for path, module in kinds.modules(model):
         for name, value in vars(module).items():
             values = value.values() if isinstance(value, dict) else value
             is_own = name.startswith("_")  # the framework's own tables
-            if not is_own and isinstance(value, (list, tuple, dict)) and any(id(each) in wanted for each in values):
+            if not is_own and isinstance(value, (list, tuple, dict)) and any(id(held) in wanted for held in values):
                 return f"{path}.{name}" if path else name
     return None
 
@@ -170,14 +170,14 @@ def _own(kinds: Kinds, path: str, module: Module) -> Iterator[tuple[str, Any]]:
 
 def _members(kinds: Kinds, path: str, container: object) -> list[tuple[str, Any]]:
     """Those of a class that is called, stands in it at least twice and has submodules of its own."""
-    classes = Counter(type(each) for _, each in kinds.children(container))
+    classes = Counter(type(child) for _, child in kinds.children(container))
     return [
-        (f"{path}.{key}", each)
-        for key, each in kinds.children(container)
-        if classes[type(each)] > 1
-        and not isinstance(each, kinds.not_called)
-        and _has_parameters(kinds, each)
-        and any(True for _ in kinds.children(each))
+        (f"{path}.{key}", child)
+        for key, child in kinds.children(container)
+        if classes[type(child)] > 1
+        and not isinstance(child, kinds.not_called)
+        and _has_parameters(kinds, child)
+        and any(True for _ in kinds.children(child))
     ]
 
 

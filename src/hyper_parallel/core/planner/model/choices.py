@@ -109,7 +109,7 @@ def save_all(region: Region) -> RegionDecision:
     if any(op.is_needed and SAVE not in allowed(op) for op in region.ops):
         return plain(region)
     ops = tuple(SAVE if op.is_needed else None for op in region.ops)
-    return RegionDecision(False, ops, tuple(SAVE if each.value.is_residual else None for each in region.inputs))
+    return RegionDecision(False, ops, tuple(SAVE if given.value.is_residual else None for given in region.inputs))
 
 
 def recompute_all(region: Region) -> RegionDecision:
@@ -124,7 +124,7 @@ def recompute_all(region: Region) -> RegionDecision:
         if ops[index] == RECOMPUTE:
             wanted.update(region.ops[index].reads)
     runs_again = RECOMPUTE in ops
-    inputs = tuple(SAVE if runs_again or each.value.is_residual else None for each in region.inputs)
+    inputs = tuple(SAVE if runs_again or given.value.is_residual else None for given in region.inputs)
     return RegionDecision(False, tuple(ops), inputs)
 
 
@@ -146,9 +146,9 @@ def extra_bytes(region: Region, decision: RegionDecision) -> int:
         if choice in (SAVE, SWAP)
     )
     inputs = sum(
-        each.value.num_bytes
-        for each, choice in zip(region.inputs, decision.inputs, strict=True)
-        if choice in (SAVE, SWAP) and not each.value.is_residual
+        given.value.num_bytes
+        for given, choice in zip(region.inputs, decision.inputs, strict=True)
+        if choice in (SAVE, SWAP) and not given.value.is_residual
     )
     return ops + inputs
 
@@ -238,17 +238,17 @@ def _check_ops(region: Region, decision: RegionDecision) -> None:
 
 def _check_inputs(region: Region, decision: RegionDecision) -> None:
     runs_again = RECOMPUTE in decision.ops
-    for index, (each, choice) in enumerate(zip(region.inputs, decision.inputs, strict=True)):
+    for index, (given, choice) in enumerate(zip(region.inputs, decision.inputs, strict=True)):
         where = f"{region.path}, input {index}"
         if choice is None:
             if runs_again:
                 raise ArgumentError("A region that runs again needs all its inputs saved or swapped.", where=where)
-            if each.value.is_residual:
+            if given.value.is_residual:
                 raise ArgumentError("Backward needs an input that is neither saved nor swapped.", where=where)
-        elif choice != SAVE and not (choice == SWAP and each.may_swap):
+        elif choice != SAVE and not (choice == SWAP and given.may_swap):
             raise ArgumentError(
                 "This input does not have this choice.",
-                expected="save or swap" if each.may_swap else "save",
+                expected="save or swap" if given.may_swap else "save",
                 got=choice,
                 where=where,
             )
@@ -257,6 +257,6 @@ def _check_inputs(region: Region, decision: RegionDecision) -> None:
 def _chosen_bytes(region: Region, decision: RegionDecision, wanted: Choice) -> int:
     ops = sum(op.num_bytes for op, choice in zip(region.ops, decision.ops, strict=True) if choice == wanted)
     inputs = sum(
-        each.value.num_bytes for each, choice in zip(region.inputs, decision.inputs, strict=True) if choice == wanted
+        given.value.num_bytes for given, choice in zip(region.inputs, decision.inputs, strict=True) if choice == wanted
     )
     return ops + inputs

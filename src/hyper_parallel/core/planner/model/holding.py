@@ -77,8 +77,8 @@ class Holding:
         for index, op in enumerate(ops):
             for value in op.makes:
                 self._hold_made(value, index, decision.ops[index], uses.get(index, index))
-        for index, each in enumerate(region.inputs):
-            self._hold_input(each.value, index, decision.inputs[index], uses.get(~index, self.end))
+        for index, given in enumerate(region.inputs):
+            self._hold_input(given.value, index, decision.inputs[index], uses.get(~index, self.end))
         self.made_by = self._by_moment(value.made_by if value.made_by >= 0 else self.end for value in self.swapped)
         self.saved_after = self._by_moment(value.saved_after for value in self.swapped)
         self.dropped_after = self._by_moment(value.dropped_after for value in self.swapped)
@@ -88,7 +88,9 @@ class Holding:
     def _plan_replay(self, region: Region, decision: RegionDecision, uses: dict[int, int]) -> None:
         is_kept = [choice in (SAVE, SWAP) for choice in decision.ops]
         wanted = [index for index, op in enumerate(region.ops) if op.is_needed and not is_kept[index]]
-        ops = [_ReplayOp((*op.reads, *(~each for each in op.reads_inputs)), (i,)) for i, op in enumerate(region.ops)]
+        ops = [
+            _ReplayOp((*op.reads, *(~number for number in op.reads_inputs)), (i,)) for i, op in enumerate(region.ops)
+        ]
         self.wanted = [] if self._is_plain else wanted
         self.runs, self.takes = plan_replay(ops, self.wanted, lambda value: value < 0 or is_kept[value])
         self.replays_at = max((uses.get(index, index) for index in self.wanted), default=-1)
@@ -176,6 +178,6 @@ def _last_uses(region: Region) -> dict[int, int]:
     for index in reversed(range(len(region.ops))):
         op = region.ops[index]
         used_at = index if op.makes else uses.get(index, index)  # plant: use-through-view
-        for read in (*op.reads, *(~each for each in op.reads_inputs)):
+        for read in (*op.reads, *(~number for number in op.reads_inputs)):
             uses[read] = max(uses.get(read, 0), used_at)
     return uses

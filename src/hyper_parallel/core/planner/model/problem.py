@@ -92,7 +92,7 @@ def displaced_bytes(region: Region) -> int:
                 told[last_read[index]] += value.num_bytes
             elif value.freed_after is not None:
                 freed[value.freed_after] += value.num_bytes
-    alive_bytes, told_bytes = sum(each.value.num_bytes for each in region.inputs), 0
+    alive_bytes, told_bytes = sum(given.value.num_bytes for given in region.inputs), 0
     moments = []  # what is alive while an op runs, and what was told before it
     for index, op in enumerate(region.ops):
         moments.append((alive_bytes + sizes[index] + op.temporary_bytes, told_bytes))
@@ -173,7 +173,7 @@ def evaluate(problem: Problem, decision: Decision) -> Cost:
 
 def cost(problem: Problem, loads: Sequence[Load]) -> Cost:
     """`evaluate`, from what each region puts on device, link and clock."""
-    if not problem.can_swap and any(each.swapped_bytes for each in loads):
+    if not problem.can_swap and any(region_bytes.swapped_bytes for region_bytes in loads):
         raise ArgumentError("Something is swapped, and the profile has no link to the host.")
     starts, ends, offloads = _forward(problem, loads)
     load_ends, back_starts, overs = _backward(problem, loads, ends, offloads)
@@ -198,7 +198,7 @@ def cost(problem: Problem, loads: Sequence[Load]) -> Cost:
 def peak(problem: Problem, loads: Sequence[Load], *, swaps: bool | None = None) -> Peak:
     """P1-P4: the highest moment, the first of equals. `swaps`: whether P4 is paid; without it, where anything is swapped."""
     if swaps is None:
-        swaps = any(each.swapped_bytes for each in loads)
+        swaps = any(region_bytes.swapped_bytes for region_bytes in loads)
     moments: list[tuple[int, Moment, int | None, tuple[int, int, int, int, int]]] = []
 
     def add(moment: Moment, index: int | None, *parts: int) -> None:
@@ -207,12 +207,12 @@ def peak(problem: Problem, loads: Sequence[Load], *, swaps: bool | None = None) 
         moments.append((sum(parts) + in_flight, moment, index, (outside, kept, own, extra, in_flight)))
 
     kept = 0
-    for index, (region, each) in enumerate(zip(problem.profile.regions, loads, strict=True)):
-        add("forward", index, region.outside_bytes, kept, region.forward_peak_bytes, each.extra_bytes)  # P2
-        add("backward", index, region.outside_bytes, kept, region.backward_peak_bytes, each.extra_bytes)  # P1
-        kept += each.kept_bytes
+    for index, (region, region_bytes) in enumerate(zip(problem.profile.regions, loads, strict=True)):
+        add("forward", index, region.outside_bytes, kept, region.forward_peak_bytes, region_bytes.extra_bytes)  # P2
+        add("backward", index, region.outside_bytes, kept, region.backward_peak_bytes, region_bytes.extra_bytes)  # P1
+        kept += region_bytes.kept_bytes
     add("turn", None, 0, kept, problem.profile.turn.peak_bytes, 0)  # P3
-    _, when, at, parts = max(moments, key=lambda each: each[0])
+    _, when, at, parts = max(moments, key=lambda entry: entry[0])
     return Peak(when, at, problem.profile.base_bytes, *parts, problem.margin_bytes)
 
 
@@ -221,12 +221,12 @@ def room_for_copies(problem: Problem, loads: Sequence[Load]) -> list[int]:
     free = problem.budget_bytes - problem.margin_bytes - problem.profile.base_bytes
     forward, backward = [], []
     kept = 0
-    for index, (region, each) in enumerate(zip(problem.profile.regions, loads, strict=True)):
-        alive = region.outside_bytes + kept + each.extra_bytes
+    for index, (region, region_bytes) in enumerate(zip(problem.profile.regions, loads, strict=True)):
+        alive = region.outside_bytes + kept + region_bytes.extra_bytes
         room = free - alive - region.forward_peak_bytes
         forward.append(room + problem.displaced_bytes(index) if room > 0 else room)
         backward.append(free - alive - region.backward_peak_bytes)
-        kept += each.kept_bytes
+        kept += region_bytes.kept_bytes
     room_in_turn = free - kept - problem.profile.turn.peak_bytes
     if room_in_turn < 0 or not problem.turn_is_clear:
         forward.append(room_in_turn)
@@ -239,9 +239,9 @@ def _forward(problem: Problem, loads: Sequence[Load]) -> tuple[list[float], list
     num = len(loads)
     starts, ends, offloads = [], [], []
     end = offload_end = 0.0
-    for index, (region, each) in enumerate(zip(problem.profile.regions, loads, strict=True)):
+    for index, (region, region_bytes) in enumerate(zip(problem.profile.regions, loads, strict=True)):
         start = end + region.before_ms
-        offload_end = max(offload_end, start) + each.swapped_bytes / out
+        offload_end = max(offload_end, start) + region_bytes.swapped_bytes / out
         window_bytes = 0 if problem.turn_is_clear and index == num - 1 else problem.window_bytes
         end = max(start + region.forward_ms, offload_end - window_bytes / out)
         starts.append(start)
@@ -264,15 +264,15 @@ def _backward(
     load_ends, starts, overs = [0.0] * len(regions), [0.0] * len(regions), [0.0] * len(regions)
     load_end = over = start_after = _turn_end(problem, ends)
     for index in reversed(range(len(regions))):
-        region, each = regions[index], loads[index]
-        copy_ms = each.swapped_bytes / link.in_bytes_per_ms
-        if each.swapped_bytes:
+        region, region_bytes = regions[index], loads[index]
+        copy_ms = region_bytes.swapped_bytes / link.in_bytes_per_ms
+        if region_bytes.swapped_bytes:
             early_ms = problem.prefetch_bytes / link.in_bytes_per_ms
             # What is still on its way out cannot come back.
             load_end = max(load_end, start_after - early_ms, offloads[index]) + copy_ms
-        start = max(over, load_end) if each.swapped_bytes else over
-        overhead = problem.region_overhead_ms if each.is_managed else 0.0
-        over = start + each.recompute_ms + overhead + region.backward_ms + region.after_ms
+        start = max(over, load_end) if region_bytes.swapped_bytes else over
+        overhead = problem.region_overhead_ms if region_bytes.is_managed else 0.0
+        over = start + region_bytes.recompute_ms + overhead + region.backward_ms + region.after_ms
         load_ends[index], starts[index], overs[index] = load_end, start, over
         start_after = start
     return load_ends, starts, overs

@@ -131,7 +131,7 @@ class Region:
     @property
     def residual_bytes(self) -> int:
         """What it keeps when it is plain."""
-        inputs = sum(each.value.num_bytes for each in self.inputs if each.value.is_residual)
+        inputs = sum(given.value.num_bytes for given in self.inputs if given.value.is_residual)
         return inputs + sum(op.residual_bytes for op in self.ops)
 
     def made_with(self, index: int) -> int:
@@ -149,7 +149,7 @@ class Region:
 
     @property
     def may_swap(self) -> bool:
-        return any(SWAP in op.choices for op in self.ops) or any(each.may_swap for each in self.inputs)
+        return any(SWAP in op.choices for op in self.ops) or any(given.may_swap for given in self.inputs)
 
     def shape(self) -> tuple[Any, ...]:
         """Equal for regions that differ in their times alone: they share one decision."""
@@ -241,7 +241,7 @@ def step_from_dict(data: dict[str, Any]) -> StepProfile:
     Raises:
         KeyError, TypeError, ValueError: it is not that.
     """
-    regions = tuple(_region(each) for each in data["regions"])
+    regions = tuple(_region(region) for region in data["regions"])
     link = None if data["link"] is None else Link(**data["link"])
     rest = {name: data[name] for name in ("base_bytes", "peak_bytes", "step_ms")}
     rest["is_plain_measured"] = data.get("is_plain_measured", True)
@@ -279,7 +279,7 @@ def check_kind(value: object, kind: str, name: str) -> None:
 
 @functools.cache
 def _kinds_of(cls: type) -> list[tuple[str, str]]:
-    return [(each.name, str(each.type)) for each in dataclasses.fields(cls)]
+    return [(declared.name, str(declared.type)) for declared in dataclasses.fields(cls)]
 
 
 def is_of(value: Any, kind: str) -> bool:
@@ -287,8 +287,8 @@ def is_of(value: Any, kind: str) -> bool:
     if kind.endswith(" | None"):
         return value is None or is_of(value, kind.removesuffix(" | None"))
     if kind.startswith("tuple["):
-        each_kind = kind.removeprefix("tuple[").removesuffix(", ...]")
-        return isinstance(value, (tuple, list)) and all(is_of(each, each_kind) for each in value)
+        item_kind = kind.removeprefix("tuple[").removesuffix(", ...]")
+        return isinstance(value, (tuple, list)) and all(is_of(item, item_kind) for item in value)
     if kind == "int":
         return type(value) is int and 0 <= value <= _MOST
     if kind == "float":
@@ -298,8 +298,8 @@ def is_of(value: Any, kind: str) -> bool:
 
 def _region(data: dict[str, Any]) -> Region:
     rest = {name: value for name, value in data.items() if name not in ("ops", "inputs")}
-    inputs = tuple(checked(Input(checked(Value(**each["value"])), each["may_swap"])) for each in data["inputs"])
-    region = checked(Region(ops=tuple(_op(each) for each in data["ops"]), inputs=inputs, **rest))
+    inputs = tuple(checked(Input(checked(Value(**given["value"])), given["may_swap"])) for given in data["inputs"])
+    region = checked(Region(ops=tuple(_op(op) for op in data["ops"]), inputs=inputs, **rest))
     _check_wiring(region)
     return region
 
@@ -308,19 +308,19 @@ def _op(data: dict[str, Any]) -> Op:
     lists: dict[str, Any] = {name: tuple(data[name]) for name in ("reads", "reads_inputs", "looks")}
     lists["choices"] = choices_of(data["choices"])
     rest = {name: value for name, value in data.items() if name not in lists and name != "makes"}
-    return checked(Op(makes=tuple(checked(Value(**each)) for each in data["makes"]), **lists, **rest))
+    return checked(Op(makes=tuple(checked(Value(**value)) for value in data["makes"]), **lists, **rest))
 
 
 def _check_wiring(region: Region) -> None:
     """Raises ValueError where an index leads nowhere, or a choice is none."""
     num_ops, num_inputs = len(region.ops), len(region.inputs)
-    values = [(each.value, f"input {index}") for index, each in enumerate(region.inputs)]
+    values = [(given.value, f"input {index}") for index, given in enumerate(region.inputs)]
     for index, op in enumerate(region.ops):
         where = f"op {index}"
         values += [(value, where) for value in op.makes]
-        if list(op.reads) != sorted({*op.reads}) or not all(each < index for each in op.reads):
+        if list(op.reads) != sorted({*op.reads}) or not all(read < index for read in op.reads):
             raise ValueError(f"`reads` of {where} of {region.path} is {describe(op.reads)}")
-        if not all(each < num_inputs for each in op.reads_inputs):
+        if not all(read < num_inputs for read in op.reads_inputs):
             raise ValueError(f"`reads_inputs` of {where} of {region.path} is {describe(op.reads_inputs)}")
         if not op.choices or not {*op.choices} <= {*Choice}:
             raise ValueError(f"`choices` of {where} of {region.path} is {describe(op.choices)}")

@@ -24,8 +24,8 @@ def with_common_times(regions: Sequence[Region]) -> list[Region]:
             common[index] = dataclasses.replace(
                 regions[index],
                 ops=tuple(dataclasses.replace(op, forward_ms=ms) for op, ms in ops),
-                forward_ms=statistics.median(regions[each].forward_ms for each in indices),
-                backward_ms=statistics.median(regions[each].backward_ms for each in indices),
+                forward_ms=statistics.median(regions[other].forward_ms for other in indices),
+                backward_ms=statistics.median(regions[other].backward_ms for other in indices),
             )
     return common
 
@@ -79,10 +79,10 @@ def as_allocated(
     `decision`) does not. All that is kept has its share of it, so that blocks that were alike still are.
     """
     end = f"after {len(regions) - 1}"
-    levels = [next((span.level_bytes for span in each if span.name == end), None) for each in (spans, again)]
+    levels = [next((span.level_bytes for span in step if span.name == end), None) for step in (spans, again)]
     kept = sum(region.residual_bytes for region in regions)
     kept_again = sum(
-        kept_bytes(region, each) + region.note_bytes for region, each in zip(regions, decision, strict=True)
+        kept_bytes(region, chosen) + region.note_bytes for region, chosen in zip(regions, decision, strict=True)
     )
     if levels[0] is None or levels[1] is None or kept <= kept_again:
         return list(regions)
@@ -97,7 +97,7 @@ def as_allocated(
         dataclasses.replace(
             region,
             ops=tuple(dataclasses.replace(op, makes=tuple(map(allocated, op.makes))) for op in region.ops),
-            inputs=tuple(dataclasses.replace(each, value=allocated(each.value)) for each in region.inputs),
+            inputs=tuple(dataclasses.replace(given, value=allocated(given.value)) for given in region.inputs),
         )
         for region in regions
     ]
@@ -107,5 +107,5 @@ def _without_swap(region: Region) -> Region:
     ops = tuple(
         dataclasses.replace(op, choices=tuple(choice for choice in op.choices if choice != SWAP)) for op in region.ops
     )
-    inputs = tuple(dataclasses.replace(each, may_swap=False) for each in region.inputs)
+    inputs = tuple(dataclasses.replace(given, may_swap=False) for given in region.inputs)
     return dataclasses.replace(region, ops=ops, inputs=inputs)

@@ -406,10 +406,10 @@ class _Steps:
             turn_ms=backward_ms - turn_ms,
             backward_ms=end_ms - backward_ms,
             copies=tuple(
-                each._replace(start_ms=each.start_ms - start_ms, end_ms=each.end_ms - start_ms)
-                for each in device.copies
+                entry._replace(start_ms=entry.start_ms - start_ms, end_ms=entry.end_ms - start_ms)
+                for entry in device.copies
             ),
-            stalls=tuple(each._replace(start_ms=each.start_ms - start_ms) for each in device.stalls),
+            stalls=tuple(stall._replace(start_ms=stall.start_ms - start_ms) for stall in device.stalls),
             host_bytes=self._tier.peak_bytes,
             _levels=memory.levels,
             _changes=tuple(Change(ms - start_ms, use, region, size) for ms, use, region, size in memory.changes),

@@ -97,7 +97,7 @@ class PlannedBatch:
 
     def _places(self, args: list[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, _TensorLook]]:
         """The tensors of a batch by the names of the arguments that they are in."""
-        named: Mapping[str, Any] = {**{str(number): each for number, each in enumerate(args)}, **kwargs}
+        named: Mapping[str, Any] = {**{str(number): argument for number, argument in enumerate(args)}, **kwargs}
         if self._signature is not None:
             try:
                 bound = self._signature.bind_partial(None, *args, **kwargs)
@@ -163,11 +163,11 @@ def _as_arguments(look: object) -> tuple[list[Any], dict[str, Any]]:
 
 def _tensors(where: str, look: object) -> Iterator[tuple[str, _TensorLook]]:
     if isinstance(look, dict):
-        for name, each in look.items():
-            yield from _tensors(f"{where}.{name}", each)
+        for name, item in look.items():
+            yield from _tensors(f"{where}.{name}", item)
     elif isinstance(look, (list, tuple)):
-        for number, each in enumerate(look):
-            yield from _tensors(f"{where}[{number}]", each)
+        for number, item in enumerate(look):
+            yield from _tensors(f"{where}[{number}]", item)
     elif isinstance(look, str) and (found := _LOOK.fullmatch(look)):
         dtype, dims = found.groups()
         bits = re.search(r"[0-9]{1,4}", dtype)
@@ -178,7 +178,7 @@ def _tensors(where: str, look: object) -> Iterator[tuple[str, _TensorLook]]:
 def _key(value: Any) -> Any:
     """Equal for batches of one look; made in each step, so it makes no words."""
     if isinstance(value, Mapping):
-        return tuple((name, _key(each)) for name, each in value.items())
+        return tuple((name, _key(item)) for name, item in value.items())
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     if getattr(value, "is_nested", False):  # has no shape
@@ -197,7 +197,7 @@ def tensor_fields(value: object) -> dict[str, Any]:
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     found = getattr(value, "__dict__", None) or {}
-    return {name: each for name, each in found.items() if hasattr(each, "shape") and hasattr(each, "dtype")}
+    return {name: item for name, item in found.items() if hasattr(item, "shape") and hasattr(item, "dtype")}
 
 
 UNKNOWN_BATCH = PlannedBatch(None, lambda batch: None, lambda: None)

@@ -35,9 +35,9 @@ def telling_of_the_batch(batch: object, forward: Callable[..., Any], to_tensor: 
 
 def _told(batch: Any, forward: Callable[..., Any], to_tensor: str) -> HyperParallelError | None:
     leaves = list(_leaves(batch))
-    if leaves and all(isinstance(each, _NO_TENSORS) for each in leaves):
+    if leaves and all(isinstance(leaf, _NO_TENSORS) for leaf in leaves):
         return ArgumentTypeError(_WHAT, expected="a batch with tensors in it", got=describe(batch))
-    array = next((each for each in leaves if type(each).__module__ == "numpy"), None)
+    array = next((leaf for leaf in leaves if type(leaf).__module__ == "numpy"), None)
     if array is not None:
         return ArgumentTypeError(
             _WHAT, expected="tensors of the framework", got=describe(array), do=f"Convert it: {to_tensor}."
@@ -94,8 +94,8 @@ def _leaves(tree: object) -> Iterator[Any]:
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     if isinstance(tree, (tuple, list)):
-        for each in tree:
-            yield from _leaves(each)
+        for subtree in tree:
+            yield from _leaves(subtree)
     else:
         yield tree
 

@@ -58,12 +58,12 @@ def _budgets(smallest: int, largest: int, num_budgets: int) -> list[int]:
     order, rest = steps[:1], steps[1:]
     while rest:
         known = [*order, largest]
-        order.append(max(rest, key=lambda each: min(abs(each - other) for other in known)))
+        order.append(max(rest, key=lambda step: min(abs(step - other) for other in known)))
         rest.remove(order[-1])
     return order
 
 
 def _best(point: CurvePoint, others: Sequence[CurvePoint]) -> CurvePoint:
     """The fastest of all that fit into this one's budget."""
-    best = min((each for each in others if each.budget_bytes <= point.budget_bytes), key=lambda each: each.step_ms)
+    best = min((other for other in others if other.budget_bytes <= point.budget_bytes), key=lambda other: other.step_ms)
     return point if point.step_ms <= best.step_ms else best._replace(budget_bytes=point.budget_bytes)

@@ -29,11 +29,11 @@ def host_need(profile: StepProfile, decision: Decision, setting: Setting) -> Hos
     """What the second step of a plan has: by then the engine has learned what it learns."""
     is_disk = profile.device_kind is DeviceKind.CPU
     tier = "disk" if is_disk else "host"
-    if not any(each.swaps for each in decision):
+    if not any(chosen.swaps for chosen in decision):
         return HostNeed(tier, 0, 0)
     timeline = timeline_under(profile, decision, setting)
     blocks = [copy.num_bytes for copy in timeline.copies if copy.direction == "offload"]
-    if any(SWAP in each.inputs for each in decision):
+    if any(SWAP in chosen.inputs for chosen in decision):
         # A region that swaps its inputs swaps those, too, that others are given: they are somebody else's on the device, and once on the host.
         shared = [num_bytes for num_bytes in profile.shared_input_bytes if num_bytes >= profile.min_swap_bytes]
         blocks += shared

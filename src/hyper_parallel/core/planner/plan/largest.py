@@ -78,8 +78,8 @@ class Largest:
         else:
             end = f"n = {self.next.n} would need at least {format_size(self.next.smallest_bytes)}"
         rows = [
-            [str(each.n), "-" if each.smallest_bytes is None else format_size(each.smallest_bytes), "yes" if each.fits else "no"]
-            for each in self.tried
+            [str(tried.n), "-" if tried.smallest_bytes is None else format_size(tried.smallest_bytes), "yes" if tried.fits else "no"]
+            for tried in self.tried
         ]  # fmt: skip
         return [
             f"The largest n is {self.n}: a step needs {format_size(self.peak_bytes)} (predicted: {format_size(self.predicted_peak_bytes)}) "
@@ -97,7 +97,7 @@ class Largest:
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "peak_bytes": self.peak_bytes,
             "next": None if self.next is None else self.next._asdict(),
-            "tried": [each._asdict() for each in self.tried],
+            "tried": [tried._asdict() for tried in self.tried],
             "plan": self.plan.as_dict(),
         }
 
@@ -348,8 +348,8 @@ class _Search:
 
     def _note(self, tried: Tried) -> None:
         self._tried[tried.n] = tried
-        fitting = [each.n for each in self._tried.values() if each.fits]
-        failing = [each.n for each in self._tried.values() if not each.fits]
+        fitting = [known.n for known in self._tried.values() if known.fits]
+        failing = [known.n for known in self._tried.values() if not known.fits]
         self.fails = min(failing, default=None)
         # A size above one that fails does not count, whatever was said about it.
         self.fits = max((n for n in fitting if self.fails is None or n < self.fails), default=0)
@@ -373,9 +373,9 @@ class _Search:
 
     def _predicted(self) -> int:
         """The largest size whose smallest peak is within the budget, by what the nearest sizes took."""
-        known = [each for each in self._tried.values() if each.smallest_bytes is not None]
-        known.sort(key=lambda each: (abs(each.n - self.fits), each.n))
-        points = [(float(each.n), float(each.smallest_bytes or 0)) for each in known[:3]]
+        known = [tried for tried in self._tried.values() if tried.smallest_bytes is not None]
+        known.sort(key=lambda tried: (abs(tried.n - self.fits), tried.n))
+        points = [(float(tried.n), float(tried.smallest_bytes or 0)) for tried in known[:3]]
         allowed = self._profiles[max(self.fits, 1)][1]
         fits, fails = self.fits, _FARTHEST * max(self.fits, 1) + 1
         while fails - fits > 1:

@@ -87,7 +87,7 @@ class ManagedModel:
 
     @property
     def plans(self) -> list[MemoryPlan]:
-        return [each.plan for each in self._plans]
+        return [sized.plan for sized in self._plans]
 
     # -- forward --------------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class ManagedModel:
         if check.fit(args, kwargs, is_training=self._planner.is_training(model)) is Fit.UNJUDGED:
             return
         chosen = next(
-            (each.plan for each in self._plans if each.batch.judged(args, kwargs).fit is not Fit.LARGER), None
+            (sized.plan for sized in self._plans if sized.batch.judged(args, kwargs).fit is not Fit.LARGER), None
         )
         if chosen is None and not (self.retries_forward or self._run is not None):
             check.tells = True
@@ -199,8 +199,8 @@ class ManagedModel:
         finally:
             self._is_planning = False
         plan.origin = self._first.origin
-        others = [each for each in self._plans if each.plan.profile.identity.batch != plan.profile.identity.batch]
-        self._plans = sorted([*others, self._sized(plan)], key=lambda each: each.batch_bytes)
+        others = [sized for sized in self._plans if sized.plan.profile.identity.batch != plan.profile.identity.batch]
+        self._plans = sorted([*others, self._sized(plan)], key=lambda sized: sized.batch_bytes)
         self._attach(plan)
         self.num_replans += 1
 

@@ -107,11 +107,11 @@ class MemoryPlan:
     @property
     def is_empty(self) -> bool:
         """Whether the model fits as it is: applying changes nothing."""
-        return all(each.is_plain for each in self.decision)
+        return all(chosen.is_plain for chosen in self.decision)
 
     @property
     def has_swaps(self) -> bool:
-        return any(each.swaps for each in self.decision)
+        return any(chosen.swaps for chosen in self.decision)
 
     @property
     def base_bytes(self) -> int:
@@ -177,9 +177,9 @@ class MemoryPlan:
             "facts": plan_file.facts_of(self.profile),
             "decision": [
                 {"plain": True}
-                if each.is_plain
-                else {"plain": False, "ops": words_of(each.ops), "inputs": words_of(each.inputs)}
-                for each in self.decision
+                if chosen.is_plain
+                else {"plain": False, "ops": words_of(chosen.ops), "inputs": words_of(chosen.inputs)}
+                for chosen in self.decision
             ],
             "profile": {**plan_file.profile_as_dict(self.profile), "facts": {}},
         }
@@ -433,12 +433,12 @@ class MemoryPlan:
             profile = plan_file.profile_from_dict({**data["profile"], "facts": data["facts"]})
             decision = tuple(
                 RegionDecision(True, (None,) * len(region.ops), (None,) * len(region.inputs))
-                if each["plain"] is True
-                else checked(RegionDecision(each["plain"], choices_of(each["ops"]), choices_of(each["inputs"])))
-                for each, region in zip(data["decision"], profile.regions, strict=True)
+                if entry["plain"] is True
+                else checked(RegionDecision(entry["plain"], choices_of(entry["ops"]), choices_of(entry["inputs"])))
+                for entry, region in zip(data["decision"], profile.regions, strict=True)
             )
-            for region, each in zip(profile.regions, decision, strict=True):
-                check_decision(region, each)
+            for region, chosen in zip(profile.regions, decision, strict=True):
+                check_decision(region, chosen)
             setting = Setting.from_dict(data["setting"], num_regions=len(profile.regions))
             predicted = checked(Predicted(**data["predicted"]))
             measured = None if data["measured"] is None else checked(Measured(**data["measured"]))

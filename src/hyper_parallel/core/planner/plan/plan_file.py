@@ -152,9 +152,9 @@ def _check_facts(facts: dict[str, Any]) -> None:
     for _ in range(_DEEPEST):
         level = [
             item
-            for each in level
-            if isinstance(each, (dict, list))
-            for item in (each.values() if isinstance(each, dict) else each)
+            for holder in level
+            if isinstance(holder, (dict, list))
+            for item in (holder.values() if isinstance(holder, dict) else holder)
         ]
     if level:
         raise ValueError(f"`facts` has more than {_DEEPEST} levels")

@@ -104,9 +104,11 @@ def _fastest(plan: MemoryPlan, profiled: ProfiledModel) -> MemoryPlan:
     """
     rivals = [plan]
     is_known = plan.profile.host is not None
-    if not is_known or _taken_ms(plan) == math.inf or all(each.is_plain for each in plan.decision):
+    if not is_known or _taken_ms(plan) == math.inf or all(chosen.is_plain for chosen in plan.decision):
         return plan
-    is_slow = _taken_ms(plan) > plan.predicted.step_ms * _TOO_SLOW and any(each.is_managed for each in plan.decision)
+    is_slow = _taken_ms(plan) > plan.predicted.step_ms * _TOO_SLOW and any(
+        chosen.is_managed for chosen in plan.decision
+    )
     if is_slow:
         rivals += _with_costlier_regions(plan, profiled)
     if overhead_ms(plan.profile) > 0 or (is_slow and plan.has_swaps):
@@ -121,7 +123,7 @@ def _steady(fastest: MemoryPlan, rivals: Sequence[MemoryPlan], profiled: Profile
     No plan shall be slower than recomputing every block: not by what its copies and its Python may take, nor if the host is busier tomorrow.
     Where it may come to that, what is not slower by more than the host may drift is not slower.
     """
-    if not any(each.is_managed for each in fastest.decision):
+    if not any(chosen.is_managed for chosen in fastest.decision):
         return None
     profile, budget = fastest.profile, fastest.budget_bytes
     whole_ms = evaluate(Problem(profile, budget, 0, 0), tuple(map(recompute_all, profile.regions))).step_ms
@@ -133,7 +135,7 @@ def _steady(fastest: MemoryPlan, rivals: Sequence[MemoryPlan], profiled: Profile
     if choice is not None:
         if choice.step_ms > limit_ms:
             return None
-        plan = next((each for each in rivals if each.decision == choice.decision), None)
+        plan = next((rival for rival in rivals if rival.decision == choice.decision), None)
         if plan is None:
             predicted = Predicted(choice.peak_bytes, choice.step_ms)
             plan = _within(MemoryPlan(profile, choice.decision, choice.setting, budget, predicted), profiled)
@@ -148,7 +150,7 @@ def _with_costlier_regions(plan: MemoryPlan, profiled: ProfiledModel) -> list[Me
     Solved again with that, a plan has fewer of them.
     """
     taken_ms = _taken_ms(plan)
-    more_ms = (taken_ms - plan.predicted.step_ms) / sum(each.is_managed for each in plan.decision)
+    more_ms = (taken_ms - plan.predicted.step_ms) / sum(chosen.is_managed for chosen in plan.decision)
     host = dataclasses.replace(plan.profile.host or HostCost(0.0), region_ms=overhead_ms(plan.profile) + more_ms)
     profile = dataclasses.replace(plan.profile, host=host)
     _logger.info("steps take %.0f ms, predicted were %.0f; planning again", taken_ms, plan.predicted.step_ms)
@@ -310,7 +312,7 @@ def _proved(plan: MemoryPlan, profiled: ProfiledModel, *, times: bool = True) ->
                 break
             except BudgetError:
                 # A margin for what copies did is none that others need: those that count them twice (P4), and those that make none.
-                if not careful or not any(each.swaps for each in plan.decision):
+                if not careful or not any(chosen.swaps for chosen in plan.decision):
                     raise
                 ways, margin = careful.pop(0), first_margin(plan.profile)
     raise BudgetError(

@@ -368,16 +368,16 @@ class _Walk:
                 self._parts.append(_Contents(value))
             if isinstance(value, collections.defaultdict):
                 self._is_next(value.default_factory, reach, (where, "default_factory"))
-            for key, each in _items_of(value):
-                self._is_next(each, reach, (where, key, True))
+            for key, item in _items_of(value):
+                self._is_next(item, reach, (where, key, True))
             if self._is_far:
                 self._note_object(value, reach, where)
         elif self._is_far and isinstance(value, (types.FunctionType, functools.partial, *_METHODS)):
             self._note_function(value, reach, where)
         elif self._is_far and (modules := list(self._framework.modules(value))):
             self._seen.update(map(id, modules))
-            for each in modules:
-                self._note_attributes(each, reach, where)
+            for module in modules:
+                self._note_attributes(module, reach, where)
         elif not self._note_object(value, reach, where) and self._is_far and is_iterator(value):
             self.iterators.append((value, where))
 
@@ -441,11 +441,11 @@ def _is_plain_object(value: object, slots: _Slots) -> bool:
 def _slots_of(kind: type) -> _Slots:
     """By name, what reads and writes the slots that the user's classes have."""
     return {
-        name: each
+        name: member
         for base in reversed(kind.__mro__)
         if "__slots__" in vars(base) and _root_of(base) not in _FOREIGN
-        for name, each in vars(base).items()
-        if isinstance(each, types.MemberDescriptorType)
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
     }
 
 
@@ -468,7 +468,7 @@ def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
 
 def _is_busy(value: object, slots: _Slots) -> bool:
     """Whether others may work with it meanwhile: it has a lock, a thread, a queue, a socket."""
-    return any(type(each).__module__ in _BUSY for each in _attributes_of(value, slots).values())
+    return any(type(attribute).__module__ in _BUSY for attribute in _attributes_of(value, slots).values())
 
 
 def _is_pure(value: object, depth: int = 4) -> bool:
@@ -478,7 +478,7 @@ def _is_pure(value: object, depth: int = 4) -> bool:
     if depth == 0 or not isinstance(value, (*_CONTAINERS, tuple, frozenset)):
         return False
     within = value.values() if isinstance(value, dict) else value
-    return all(type(each) in _LEAVES or _is_pure(each, depth - 1) for each in within)
+    return all(type(item) in _LEAVES or _is_pure(item, depth - 1) for item in within)
 
 
 def _weakly(value: object) -> Any:

@@ -206,7 +206,7 @@ def _numbers(profile: StepProfile, peak_bytes: int, step_ms: float | None, to_pl
 def _regions(plan: MemoryPlan) -> list[list[str]]:
     rows: list[list[str]] = []
     for region, decision in zip(plan.profile.regions, plan.decision, strict=True):
-        sizes = (each(region, decision) for each in (kept_bytes, swapped_bytes, recomputed_bytes))
+        sizes = (size_of(region, decision) for size_of in (kept_bytes, swapped_bytes, recomputed_bytes))
         rows.append([_name(region), *map(format_size, sizes), f"{recompute_ms(region, decision):.2f}"])
     return _folded(rows)
 
@@ -234,9 +234,9 @@ def residual_parts(profile: StepProfile, kept: Sequence[tuple[str, str, str, int
     ms_of: dict[tuple[str, str], float] = {}
     for region in profile.regions:
         pattern = _pattern(region)
-        for each in region.inputs:
-            if each.value.is_residual:
-                bytes_of[pattern, "(input)"] += each.value.num_bytes
+        for given in region.inputs:
+            if given.value.is_residual:
+                bytes_of[pattern, "(input)"] += given.value.num_bytes
                 counts[pattern, "(input)"] += 1
         for index, op in enumerate(region.ops):
             if op.is_needed:

@@ -78,12 +78,12 @@ def base_of(region: Region, stored: frozenset[int], can_swap: bool) -> Base:
     ops = _chosen(region, stored, can_swap)
     # What runs again makes all of its parts again. Without them in store more may have to run, and so on.
     while (
-        again := {part for each, parts in region.parts().items() if ops[each] == RECOMPUTE for part in parts} & stored
+        again := {part for whole, parts in region.parts().items() if ops[whole] == RECOMPUTE for part in parts} & stored
     ):
         stored -= again
         ops = _chosen(region, stored, can_swap)
     runs_again = RECOMPUTE in ops
-    inputs = tuple(SAVE if runs_again or each.value.is_residual else None for each in region.inputs)
+    inputs = tuple(SAVE if runs_again or given.value.is_residual else None for given in region.inputs)
     decision = RegionDecision(False, tuple(ops), inputs)
     return Base(
         frozenset(index for index, choice in enumerate(ops) if choice in (SAVE, SWAP)),
@@ -119,9 +119,9 @@ def _free(region: Region, decision: RegionDecision) -> tuple[tuple[int, int], ..
         if choice == SAVE and SWAP in allowed(op) and op.num_bytes
     ]
     inputs = [
-        (len(region.ops) + index, each.value.num_bytes)
-        for index, (each, choice) in enumerate(zip(region.inputs, decision.inputs, strict=True))
-        if choice == SAVE and each.may_swap and each.value.num_bytes
+        (len(region.ops) + index, given.value.num_bytes)
+        for index, (given, choice) in enumerate(zip(region.inputs, decision.inputs, strict=True))
+        if choice == SAVE and given.may_swap and given.value.num_bytes
     ]
     return (*ops, *inputs)
 
@@ -170,7 +170,7 @@ class Block:
 
     @property
     def unmanaged(self) -> list[int]:
-        return [each for each in (self.plain, self.whole) if each is not None]
+        return [variable for variable in (self.plain, self.whole) if variable is not None]
 
     def stored_in(self, x: list[float]) -> frozenset[int]:
         if self.plain is not None and x[self.plain] > 0.5:
@@ -226,7 +226,7 @@ class _Rows:
 
     @property
     def _unmanaged(self) -> list[tuple[int, float]]:
-        return [(each, 1.0) for each in self.block.unmanaged]
+        return [(variable, 1.0) for variable in self.block.unmanaged]
 
     def add_ops(self, most_extra_bytes: int) -> None:
         reads = needed_reads(self.region)
@@ -247,22 +247,22 @@ class _Rows:
             if self.region.ops[index].is_needed:
                 self.model.row([*self._there(index), *self._unmanaged], 1.0, 1.0)
             if index in self.runs:
-                for each in read:
-                    if self.runs.get(each) != self.runs[index]:
-                        self.model.row([*self._there(each), (self.runs[index], -1.0)], 0.0)
+                for source in read:
+                    if self.runs.get(source) != self.runs[index]:
+                        self.model.row([*self._there(source), (self.runs[index], -1.0)], 0.0)
 
     def add_inputs(self) -> None:
         runs_again: int | None = None
-        for index, each in enumerate(self.region.inputs):
-            if not each.value.num_bytes:
+        for index, given in enumerate(self.region.inputs):
+            if not given.value.num_bytes:
                 continue
             stored = self.model.binary()
-            choices = (SAVE, SWAP) if each.may_swap else (SAVE,)
-            self._add_stored(len(self.region.ops) + index, stored, each.value.num_bytes, choices)
-            if each.value.is_residual:
+            choices = (SAVE, SWAP) if given.may_swap else (SAVE,)
+            self._add_stored(len(self.region.ops) + index, stored, given.value.num_bytes, choices)
+            if given.value.is_residual:
                 self.model.row([(stored, 1.0), *self._unmanaged], 1.0)
             else:
-                self.block.extra.append((stored, each.value.num_bytes / self.unit))
+                self.block.extra.append((stored, given.value.num_bytes / self.unit))
             if runs_again is None:
                 runs_again = self.model.variable(0.0, 1.0)
                 for variable in dict.fromkeys(self.runs.values()):

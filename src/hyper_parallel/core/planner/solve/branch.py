@@ -153,7 +153,7 @@ class Search:
             if answer.x is None:
                 return None
             x = answer.x
-            decided = sorted((-round(max(x[each] for each in form.columns[index]), 9), index) for index in left)
+            decided = sorted((-round(max(x[column] for column in form.columns[index]), 9), index) for index in left)
             num_fixed = min(max(int(len(left) * _SHARE_FIXED), 1), len(left) - num_left)
             for _, index in decided[:num_fixed]:
                 taken = form.columns[index][_largest(x, form.columns[index])]
@@ -168,7 +168,10 @@ class Search:
 
 def plain_ms(problem: Problem) -> float:
     """A step in which nothing waits and nothing runs again."""
-    spans = (each.before_ms + each.forward_ms + each.backward_ms + each.after_ms for each in problem.profile.regions)
+    spans = (
+        region.before_ms + region.forward_ms + region.backward_ms + region.after_ms
+        for region in problem.profile.regions
+    )
     return sum(spans) + problem.profile.turn.ms
 
 

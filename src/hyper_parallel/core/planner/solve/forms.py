@@ -101,13 +101,13 @@ def whole(case: Case, budget_bytes: int, *, is_exact: bool = False) -> Whole:
         )
         blocks.append(block)
         is_plain = [] if block.plain is None else [block.plain]
-        store = [*block.store, *((each, region.residual_bytes / case.unit) for each in is_plain)]
-        recompute = [*block.recompute, *((each, -overhead_ms) for each in block.unmanaged)]
+        store = [*block.store, *((variable, region.residual_bytes / case.unit) for variable in is_plain)]
+        recompute = [*block.recompute, *((variable, -overhead_ms) for variable in block.unmanaged)]
         links.append(
             _link(model, places, index, store, block.free, block.forced, block.extra, recompute, overhead_ms, is_exact)
         )
     if case.swaps:
-        add_lone_waits(model, case, places, [each.unmanaged for each in blocks])
+        add_lone_waits(model, case, places, [region_rows.unmanaged for region_rows in blocks])
     return Whole(model, places, blocks, links)
 
 
@@ -124,22 +124,22 @@ def chosen(case: Case, budget_bytes: int, pool: Pool, *, overrun_cost: float | N
         for column, base in zip(columns[-1], bases, strict=True):
             if base.load.extra_bytes > max(rooms[index], 0):
                 model.fix(column, 0.0)
-        model.row([(each, 1.0) for each in columns[-1]], 1.0, 1.0)
+        model.row([(column, 1.0) for column in columns[-1]], 1.0, 1.0)
         pairs = list(zip(columns[-1], bases, strict=True))
-        managed = [(each, base) for each, base in pairs if base.stored != PLAIN]
-        unmanaged.append([each for each, base in pairs if base.stored in (PLAIN, WHOLE)])
+        managed = [(column, base) for column, base in pairs if base.stored != PLAIN]
+        unmanaged.append([column for column, base in pairs if base.stored in (PLAIN, WHOLE)])
         links.append(
             _link(
                 model,
                 places,
                 index,
-                [(each, base.store_bytes / case.unit) for each, base in pairs],
-                [(each, base.free_bytes / case.unit) for each, base in managed],
-                [(each, base.load.swapped_bytes / case.unit) for each, base in managed],
-                [(each, base.load.extra_bytes / case.unit) for each, base in managed],
+                [(column, base.store_bytes / case.unit) for column, base in pairs],
+                [(column, base.free_bytes / case.unit) for column, base in managed],
+                [(column, base.load.swapped_bytes / case.unit) for column, base in managed],
+                [(column, base.load.extra_bytes / case.unit) for column, base in managed],
                 [
-                    (each, base.load.recompute_ms + (0.0 if base.stored == WHOLE else overhead_ms))
-                    for each, base in managed
+                    (column, base.load.recompute_ms + (0.0 if base.stored == WHOLE else overhead_ms))
+                    for column, base in managed
                 ],
                 0.0,
                 False,
@@ -219,12 +219,12 @@ class Pricing:
         # A little for what is free at these prices: of equals, the one that stores less and runs less again.
         byte_cost = 1e-6 * (region.forward_ms + 1e-3) / (region.residual_bytes / self._case.unit + 1.0)
         other = {variable for variable, _ in (*block.free, *block.forced)}
-        costs = [(each, num * price.store) for each, num in block.store if each not in other]
-        costs += [(each, num * price.free) for each, num in block.free]
-        costs += [(each, num * price.forced) for each, num in block.forced]
-        costs += [(each, num * byte_cost) for each, num in block.store]
-        costs += [(each, num * price.extra) for each, num in block.extra]
-        costs += [(each, ms * (price.recompute + 1e-6)) for each, ms in block.recompute]
+        costs = [(variable, num * price.store) for variable, num in block.store if variable not in other]
+        costs += [(variable, num * price.free) for variable, num in block.free]
+        costs += [(variable, num * price.forced) for variable, num in block.forced]
+        costs += [(variable, num * byte_cost) for variable, num in block.store]
+        costs += [(variable, num * price.extra) for variable, num in block.extra]
+        costs += [(variable, ms * (price.recompute + 1e-6)) for variable, ms in block.recompute]
         if block.plain is not None:  # it is in the pool already
             costs.append((block.plain, 1.0 + 2.0 * sum(abs(cost) for _, cost in costs)))
         return costs

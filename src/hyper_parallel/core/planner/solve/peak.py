@@ -29,10 +29,10 @@ def smallest_peak(problem: Problem) -> tuple[Decision, Cost]:
         FrameworkMissingError: SciPy is not installed.
     """
     cases = [Case(problem, False), Case(problem, True)] if problem.can_swap else [Case(problem, False)]
-    found = [each for each in map(_smallest, cases) if each is not None]
+    found = [smallest for smallest in map(_smallest, cases) if smallest is not None]
     if not found:
         raise _no_decision(cases[-1])
-    return min(found, key=lambda each: (each[1].peak_bytes, each[1].step_ms))
+    return min(found, key=lambda pair: (pair[1].peak_bytes, pair[1].step_ms))
 
 
 def _smallest(case: Case) -> tuple[Decision, Cost] | None:
@@ -68,7 +68,7 @@ def _within(case: Case, leanest: _Leanest, peak_bytes: int) -> list[Base] | None
 def _peak_bytes(case: Case, bases: list[Base]) -> int:
     """With all swapped that can be; of this case, so what is in flight counts even if nothing is."""
     decision = [base.swapping(position for position, _ in base.free) if base.free else base.decision for base in bases]
-    loads = [load(region, each) for region, each in zip(case.regions, decision, strict=True)]
+    loads = [load(region, chosen) for region, chosen in zip(case.regions, decision, strict=True)]
     return peak(case.problem, loads, swaps=case.swaps).num_bytes
 
 

@@ -56,7 +56,7 @@ def made_of(profile: StepProfile, peak: Peak) -> str:
         "for copies in flight": peak.in_flight_bytes,
         "of margin": peak.margin_bytes,
     }
-    largest = sorted(((num, name) for name, num in parts.items() if num), key=lambda each: -each[0])
+    largest = sorted(((num, name) for name, num in parts.items() if num), key=lambda part: -part[0])
     return f"{where}: " + ", ".join(f"{format_size(num)} {name}" for num, name in largest)
 
 
@@ -93,9 +93,9 @@ def advice(profile: StepProfile, budget_bytes: int, peak: Peak | None, suggest: 
     in_blocks = sum(region.residual_bytes for region in profile.regions)
     if largest == "outside" or (largest == "own" and 2 * in_blocks < profile.activation_peak_bytes):
         lists = [
-            each
-            for each in (suggest() if suggest is not None else [])
-            if each.endswith(".*") or peak.region is not None
+            pattern
+            for pattern in (suggest() if suggest is not None else [])
+            if pattern.endswith(".*") or peak.region is not None
         ]
         if lists:
             return f"Most is kept outside of the blocks. Name what holds it: {_regions(lists)}. Or raise the budget, or {_SMALLER}."
@@ -112,4 +112,4 @@ def advice(profile: StepProfile, budget_bytes: int, peak: Peak | None, suggest: 
 
 
 def _regions(patterns: Sequence[str]) -> str:
-    return "regions=[" + ", ".join(f'"{each}"' for each in patterns) + "]"
+    return "regions=[" + ", ".join(f'"{pattern}"' for pattern in patterns) + "]"

@@ -48,7 +48,7 @@ class Case:
             )
             for index, region in enumerate(self.regions)
         ]
-        return [*(room - each for each in own), room - profile.turn.peak_bytes - self.in_flight_bytes("turn")]
+        return [*(room - own_bytes for own_bytes in own), room - profile.turn.peak_bytes - self.in_flight_bytes("turn")]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _add_peaks(model: Model, case: Case, places: Places, budget_bytes: int, over
     for index, room in enumerate(rooms[:-1]):
         model.row([*so_far, (places.extra[index], 1.0), *over], high=room)  # P1 and P2
         total = model.variable()
-        model.row([(total, 1.0), (places.kept[index], -1.0), *((each, -one) for each, one in so_far)], 0.0, 0.0)
+        model.row([(total, 1.0), (places.kept[index], -1.0), *((variable, -one) for variable, one in so_far)], 0.0, 0.0)
         so_far = [(total, 1.0)]
     model.row([*so_far, *over], high=rooms[-1])  # P3
 
@@ -162,7 +162,7 @@ def _add_returns(
 
 
 def _most_bytes(region: Region) -> int:
-    return sum(op.num_bytes for op in region.ops) + sum(each.value.num_bytes for each in region.inputs)
+    return sum(op.num_bytes for op in region.ops) + sum(given.value.num_bytes for given in region.inputs)
 
 
 def add_lone_waits(model: Model, case: Case, places: Places, unmanaged: list[list[int]]) -> None:
@@ -184,9 +184,9 @@ def add_lone_waits(model: Model, case: Case, places: Places, unmanaged: list[lis
             wait.append((places.forward_wait[index - 1], -1.0))
             over.append((left[index - 1], -1.0))
         own_ms, span_ms = region.forward_ms + window_ms, region.before_ms + region.forward_ms
-        model.row([*wait, copy, *((each, -own_ms) for each in unmanaged[index])], -own_ms)
+        model.row([*wait, copy, *((variable, -own_ms) for variable in unmanaged[index])], -own_ms)
         idle_ms = span_ms - min(window_ms, span_ms)
-        model.row([*wait, *over, copy, *((each, -idle_ms) for each in unmanaged[index])], -span_ms)
+        model.row([*wait, *over, copy, *((variable, -idle_ms) for variable in unmanaged[index])], -span_ms)
     early = [model.variable(0.0, prefetch_ms) for _ in regions]  # loaded for those before it when its backward starts
     for index in reversed(range(num)):
         copy = (places.swapped[index], -in_ms)
@@ -198,6 +198,6 @@ def add_lone_waits(model: Model, case: Case, places: Places, unmanaged: list[lis
         ahead.append((early[index + 1], 1.0))
         span_ms = regions[index + 1].backward_ms + regions[index + 1].after_ms
         own_ms = span_ms + prefetch_ms
-        model.row([*wait, copy, *((each, -own_ms) for each in unmanaged[index])], -own_ms)
+        model.row([*wait, copy, *((variable, -own_ms) for variable in unmanaged[index])], -own_ms)
         idle_ms = span_ms - min(prefetch_ms, span_ms)
-        model.row([*wait, *ahead, copy, *((each, -idle_ms) for each in unmanaged[index])], -span_ms)
+        model.row([*wait, *ahead, copy, *((variable, -idle_ms) for variable in unmanaged[index])], -span_ms)

@@ -138,12 +138,12 @@ def _ready(problem: Problem) -> tuple[Decision, Cost] | None:
             cost = evaluate(problem, decision)
             if cost.peak_bytes <= problem.budget_bytes:
                 found.append((decision, cost))
-    return min(found, key=lambda each: (each[1].step_ms, each[1].peak_bytes), default=None)
+    return min(found, key=lambda pair: (pair[1].step_ms, pair[1].peak_bytes), default=None)
 
 
 def _is_plain(decision: Decision) -> bool:
     """Nothing is faster."""
-    return all(each.is_plain for each in decision)
+    return all(chosen.is_plain for chosen in decision)
 
 
 def _solve_small(searches: Sequence[Search], gap: float) -> None:
@@ -155,7 +155,7 @@ def _solve_large(searches: Sequence[Search], gap: float, size: int) -> None:
     for search in searches:
         search.relax()
     best = None
-    for search in sorted(searches, key=lambda each: each.bound_ms):
+    for search in sorted(searches, key=lambda branching: branching.bound_ms):
         search.offer(best)
         if search.gap > gap and not search.is_infeasible:
             search.add_bases()
@@ -170,7 +170,7 @@ def _solve_large(searches: Sequence[Search], gap: float, size: int) -> None:
 
 def _best(searches: Sequence[Search]) -> tuple[Decision, Cost] | None:
     found = [search.best for search in searches if search.best is not None]
-    return min(found, key=lambda each: (each[1].step_ms, each[1].peak_bytes), default=None)
+    return min(found, key=lambda pair: (pair[1].step_ms, pair[1].peak_bytes), default=None)
 
 
 def _solution(best: tuple[Decision, Cost], bound_ms: float, clock: Clock) -> Solution:

@@ -58,8 +58,8 @@ def _carried(
         positions = _used_before(known, floor, should - done, slack_bytes)
         if positions is None:
             chosen = nearest([num_bytes for _, num_bytes in base.free], floor, should - done)
-            positions = tuple(base.free[each][0] for each in chosen)
-            known[positions] = sum(base.free[each][1] for each in chosen)
+            positions = tuple(base.free[number][0] for number in chosen)
+            known[positions] = sum(base.free[number][1] for number in chosen)
         done += known[positions]
         decision.append(base.swapping(positions) if positions else base.decision)
     return tuple(decision)
@@ -97,11 +97,11 @@ def tidied(problem: Problem, decision: Decision, budget_bytes: int) -> Decision:
     A step never gets slower by either. The solver sees no difference where the link has time to spare.
     """
     regions = problem.profile.regions
-    loads = [load(region, each) for region, each in zip(regions, decision, strict=True)]
-    swaps = any(each.swapped_bytes for each in loads)
+    loads = [load(region, chosen) for region, chosen in zip(regions, decision, strict=True)]
+    swaps = any(region_bytes.swapped_bytes for region_bytes in loads)
     rooms = Case(problem, swaps).rooms(budget_bytes)[1:]
-    extras = [*(each.extra_bytes for each in loads[1:]), 0]
-    kept = itertools.accumulate(each.kept_bytes for each in loads)
+    extras = [*(region_bytes.extra_bytes for region_bytes in loads[1:]), 0]
+    kept = itertools.accumulate(region_bytes.kept_bytes for region_bytes in loads)
     slack = [room - extra - total for room, extra, total in zip(rooms, extras, kept, strict=True)]
     changed = list(decision)
     left = slack[-1] if slack else 0
@@ -121,10 +121,10 @@ def _saving(region: Region, decision: RegionDecision, room_bytes: int) -> tuple[
         (op.num_bytes, ops, index) for index, op in enumerate(region.ops) if ops[index] == SWAP and SAVE in allowed(op)
     ]
     swapped += [
-        (each.value.num_bytes, inputs, index) for index, each in enumerate(region.inputs) if inputs[index] == SWAP
+        (given.value.num_bytes, inputs, index) for index, given in enumerate(region.inputs) if inputs[index] == SWAP
     ]
     saved_bytes = 0
-    for num_bytes, choices, index in sorted(swapped, key=lambda each: -each[0]):
+    for num_bytes, choices, index in sorted(swapped, key=lambda entry: -entry[0]):
         if saved_bytes + num_bytes <= room_bytes:
             choices[index] = SAVE
             saved_bytes += num_bytes
@@ -149,8 +149,8 @@ def nearest(sizes: Sequence[int], floor: float, target: float) -> list[int]:
     step = max(1.0, total / _STEPS)
     steps = [int(size / step) for size in sizes]
     reachable = [1]  # bit n: the sizes so far have a subset of n steps
-    for each in steps:
-        reachable.append(reachable[-1] | reachable[-1] << each)
+    for num_steps in steps:
+        reachable.append(reachable[-1] | reachable[-1] << num_steps)
     lowest, wanted = (max(-int(-value // step), 0) for value in (floor, target))
     sums = reachable[-1] >> lowest
     if not sums:  # all of it, rounded down, is too little

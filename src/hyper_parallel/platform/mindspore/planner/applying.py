@@ -164,7 +164,7 @@ class Applied:
         calls: list[PlannedCall] = []
         for path, ways in by_path.items():
             # Where a larger batch is not refused, blocks that the plan leaves alone are run again as well.
-            if self.mismatches.raises and all(each.choice is None for each in ways):
+            if self.mismatches.raises and all(how.choice is None for how in ways):
                 continue
             if path not in cells:
                 raise ArgumentError("A planned block is not in the model.", expected=path, where=type(model).__name__)

@@ -68,7 +68,7 @@ class HeldMemory:
 
     def ran(self, tensors: Iterable[Tensor], result: object) -> None:
         """An op has run, on these tensors."""
-        results = [each for each in leaves(result) if isinstance(each, Tensor)]
+        results = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         at_hand = {storage_address(tensor): storage_bytes(tensor) for tensor in (*tensors, *results)}
         more = sum(
             num_bytes

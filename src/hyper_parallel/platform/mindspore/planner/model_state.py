@@ -54,12 +54,12 @@ class ModelState:
         names = {id(cell): name for name, cell in model.cells_and_names()}
         check_no_iterators(self._python, {id(batch): "batch", **names})
         named = {id(parameter): (name, parameter) for name, parameter in model.parameters_and_names()}
-        found = {id(each): each for each in (*model.buffers(), *self._python.tensors, *leaves(batch))}
+        found = {id(leaf): leaf for leaf in (*model.buffers(), *self._python.tensors, *leaves(batch))}
         self._parameters = [_Values(parameter, name) for name, parameter in named.values()]
         self._tensors = [
-            _Values(each, "a tensor that the model has")
-            for key, each in found.items()
-            if isinstance(each, Tensor) and key not in named
+            _Values(leaf, "a tensor that the model has")
+            for key, leaf in found.items()
+            if isinstance(leaf, Tensor) and key not in named
         ]
         self._written: list[_Values] | None = None  # None: no step has shown which
         self._random = RandomStates()
@@ -69,7 +69,7 @@ class ModelState:
         """A step: the first that comes to its end shows which parameters are written."""
         yield
         if self._written is None:
-            self._written = [each for each in self._parameters if each.is_other()]
+            self._written = [noted for noted in self._parameters if noted.is_other()]
 
     def put_back(self) -> None:
         # Lists of cells have wrappers of the planner's among them for a while.
@@ -90,20 +90,20 @@ class ModelState:
             if isinstance(now, dict) and list(now.items()) != list(before.items()):
                 now.clear()
                 now.update(before)
-        for each in (*self._parameters, *self._tensors):
-            if each.is_other():
+        for noted in (*self._parameters, *self._tensors):
+            if noted.is_other():
                 raise StateError(
                     "A step changed what planning cannot put back.",
                     expected="values as before",
-                    got=f"others in {each.name}",
+                    got=f"others in {noted.name}",
                     do="Load the values again, and plan with the writing switched off.",
                 )
 
     def _put_back(self, parameters: list[_Values]) -> None:
         self._python.put_back()
         with unseen(), _no_grad():
-            for each in (*parameters, *self._tensors):
-                each.put_back()
+            for noted in (*parameters, *self._tensors):
+                noted.put_back()
         self._random.restore()
 
 
@@ -156,7 +156,7 @@ class RandomStates:
 
 
 def _has_cells(value: Any) -> bool:
-    return type(value) in (list, tuple) and any(isinstance(each, nn.Cell) for each in value)
+    return type(value) in (list, tuple) and any(isinstance(item, nn.Cell) for item in value)
 
 
 def _numbers(tensor: Tensor) -> np.ndarray[Any, Any]:

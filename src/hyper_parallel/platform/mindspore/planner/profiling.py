@@ -194,8 +194,8 @@ class ProfiledModel:
         shared = _note_given(calls)
         kept = _differences(spans, again)
         regions = [
-            _region(each, index, times, times_again, kept[index], None if link is None else min_bytes)
-            for index, each in enumerate(calls)
+            _region(call, index, times, times_again, kept[index], None if link is None else min_bytes)
+            for index, call in enumerate(calls)
         ]
         decision = [recompute_all(region) for region in regions]
         regions, turn_bytes = with_peaks(with_common_times(regions), spans, again, decision)
@@ -205,7 +205,7 @@ class ProfiledModel:
             base_bytes=base_bytes,
             peak_bytes=base_bytes + max(span.peak_bytes for span in spans),
             # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the noise in them.
-            step_ms=turn_ms + sum(each.before_ms + each.forward_ms + each.backward_ms for each in regions),
+            step_ms=turn_ms + sum(region.before_ms + region.forward_ms + region.backward_ms for region in regions),
             turn=Turn(turn_ms, turn_bytes),
             link=link,
             identity=signature.identity(self.model, self.batch, self.blocks),
@@ -219,7 +219,7 @@ class ProfiledModel:
             clock = Clock(self.device)
             self._marked(clock, _Marks(clock), blocks)
             timed.append(clock.spans())
-        return {name: statistics.median(each[name] for each in timed) for name in timed[0]}
+        return {name: statistics.median(step_times[name] for step_times in timed) for name in timed[0]}
 
     def _measured(self, blocks: dict[str, nn.Cell]) -> tuple[list[BlockCall], list[Span]]:
         meter = memory_meter(self.device, self._outside())
@@ -316,11 +316,11 @@ class ProfiledModel:
     def _check_calls(self, calls: list[BlockCall], times: Times) -> None:
         marked = _num_forwards(times)
         check_ran(self.model, self.blocks, num_seen=len(calls), num_ran=marked)
-        for index, each in enumerate(calls):
+        for index, call in enumerate(calls):
             if f"backward {index}" not in times:
                 raise ArgumentError(
                     "Backward does not reach a block: what it gives leads to no loss.",
-                    where=each.path,
+                    where=call.path,
                     do="Name the blocks that are trained: regions=[...].",
                 )
         if marked != len(calls):
@@ -392,7 +392,7 @@ def _note_given(calls: Iterable[BlockCall]) -> list[int]:
 
 def _differences(spans: list[Span], again: list[Span]) -> list[int]:
     """How many bytes less each block has kept in the second of two steps."""
-    levels = [{span.name: span.level_bytes for span in each} for each in (spans, again)]
+    levels = [{span.name: span.level_bytes for span in step} for step in (spans, again)]
     found: list[int] = []
     while f"after {len(found)}" in levels[0]:
         index = len(found)
@@ -463,4 +463,4 @@ def _optimizer_bytes(model: nn.Cell, optimizer: object, device: str) -> int:
     if not is_cpu(device):
         return 0  # the allocator has counted it
     own = {id(parameter) for parameter in model.get_parameters()}
-    return sum(int(each.nbytes) for each in optimizer.get_parameters() if id(each) not in own)
+    return sum(int(parameter.nbytes) for parameter in optimizer.get_parameters() if id(parameter) not in own)

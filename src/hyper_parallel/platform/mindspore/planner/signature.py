@@ -34,13 +34,13 @@ def look(batch: object) -> Any:
     if isinstance(batch, Tensor):
         return look_of(batch)
     if isinstance(batch, dict):
-        return {str(key): look(each) for key, each in batch.items()}
+        return {str(key): look(value) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return [look(each) for each in batch]
+        return [look(item) for item in batch]
     if isinstance(batch, (str, int, float, bool, type(None))):
         return batch
     fields = tensor_fields(batch)
-    return {name: look(each) for name, each in fields.items()} if fields else type(batch).__name__
+    return {name: look(value) for name, value in fields.items()} if fields else type(batch).__name__
 
 
 def check_model(model: object, call: str) -> None:

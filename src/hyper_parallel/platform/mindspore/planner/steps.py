@@ -124,7 +124,7 @@ def run_step(model: nn.Cell, batch: object, loss_fn: LossFn | None, at_turn: Cal
 
 
 def tensors_of(batch: object) -> list[Tensor]:
-    return [each for each in leaves(batch) if isinstance(each, Tensor)]
+    return [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def attempt(function: Callable[[], Any], device: str) -> tuple[Any, str | None]:

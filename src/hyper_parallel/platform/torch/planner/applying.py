@@ -303,7 +303,7 @@ class Applied:
         self.mismatches = Mismatches(on_mismatch)
         surroundings = Surroundings(device_of(model), autocast)
         blocks = dict(model.named_modules())
-        swaps = any(each.swaps for each in decision)
+        swaps = any(chosen.swaps for chosen in decision)
         is_light = not swaps and device_of(model).type != "cpu"
         by_framework = is_light if by_framework is None else by_framework
         is_unwatched = is_light if is_unwatched is None else is_unwatched and not swaps
@@ -320,7 +320,7 @@ class Applied:
             is_announced = swaps and len(regions) - 1 in indices
             decisions = [decision[index] for index in indices]
             # Where a larger batch is not refused, blocks that the plan leaves alone are run again as well.
-            if not is_announced and self.mismatches.raises and all(each.is_plain for each in decisions):
+            if not is_announced and self.mismatches.raises and all(chosen.is_plain for chosen in decisions):
                 continue
             if path not in blocks:
                 raise ArgumentError("A planned block is not in the model.", expected=path, where=type(model).__name__)
@@ -360,7 +360,7 @@ class Applied:
 
 def forget_forward_pre_hook(model: nn.Module, hook: Any) -> None:
     """Also where Ctrl-C came before anybody had its handle."""
-    for key in [key for key, each in model._forward_pre_hooks.items() if each is hook]:
+    for key in [key for key, known in model._forward_pre_hooks.items() if known is hook]:
         del model._forward_pre_hooks[key]
         model._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -389,5 +389,5 @@ def _looks(output: Any) -> list[str]:
     if isinstance(output, torch.Tensor):
         return [look_of(output.dtype, output.shape)]
     if isinstance(output, (list, tuple)):
-        return [look for each in output for look in _looks(each)]
+        return [look for item in output for look in _looks(item)]
     return []

@@ -74,11 +74,13 @@ class ModelState:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
         self._random = RandomStates((*named.values(), *buffers))
         parameters = {name: _Tensor(parameter, name) for name, parameter in named.items()}
-        known = {id(each) for each in (*named.values(), *buffers)}
-        found = {id(each): each for each in (*self._python.tensors, *leaves(batch)) if isinstance(each, torch.Tensor)}
+        known = {id(tensor) for tensor in (*named.values(), *buffers)}
+        found = {
+            id(tensor): tensor for tensor in (*self._python.tensors, *leaves(batch)) if isinstance(tensor, torch.Tensor)
+        }
         self._tensors = [
             *parameters.values(),
-            *(_Tensor(each, "a tensor that the model has") for key, each in found.items() if key not in known),
+            *(_Tensor(tensor, "a tensor that the model has") for key, tensor in found.items() if key not in known),
         ]
         self.is_watched = not is_for_planning
         self._shows_ops = not any(map(is_compiled, model.modules()))  # compiled code shows none
@@ -87,10 +89,10 @@ class ModelState:
         if is_for_planning:
             self._parameters = list(parameters.values())
             self._sums = _sums(self._parameters)
-            self._lists = [(each, list(each.items())) for module in modules for each in _lists(module)]
+            self._lists = [(entries, list(entries.items())) for module in modules for entries in _lists(module)]
         else:  # nothing has shown which of the others are written
-            for each in self._tensors:
-                each.copy_small()
+            for noted in self._tensors:
+                noted.copy_small()
 
     @contextlib.contextmanager
     def next_step(self) -> Iterator[None]:
@@ -102,30 +104,30 @@ class ModelState:
             yield
         self.is_watched = True
         self.written = [
-            each.name for each in self._parameters if each.is_copied and (self._shows_ops or each.is_other())
+            noted.name for noted in self._parameters if noted.is_copied and (self._shows_ops or noted.is_other())
         ]
 
     def tensors(self) -> list[torch.Tensor]:
         """All that is not copied beforehand."""
-        return [each.tensor for each in self._tensors]
+        return [noted.tensor for noted in self._tensors]
 
     def check_unwritten(self) -> None:
         """Raise `StateError` if a tensor was written and not copied before, as far as its version says."""
-        for each in self._tensors:
-            if each.is_changed():
+        for noted in self._tensors:
+            if noted.is_changed():
                 raise StateError(
                     "Memory ran out after parameters were changed, so that the step cannot be repeated."
-                    if isinstance(each.tensor, nn.Parameter)
+                    if isinstance(noted.tensor, nn.Parameter)
                     else "Memory ran out after the step had changed one of its inputs in place, so that it cannot be repeated.",
                     expected="a function that runs forward and backward",
-                    got=f"one that changes {each.name}",
+                    got=f"one that changes {noted.name}",
                     do="Step the optimizer after `plan.run`; plan with a batch as large as this one.",
                 )
 
     def put_back(self) -> None:
         self._python.put_back()
-        for each in self._tensors:
-            each.put_back()
+        for noted in self._tensors:
+            noted.put_back()
         for buffer, before in self._buffers:
             _replace_values(buffer, before)
         self._random.restore()
@@ -137,13 +139,13 @@ class ModelState:
             StateError: something could not be put back.
         """
         self.put_back()
-        for each, items in self._lists:
-            if list(each.items()) != items:
-                each.clear()
-                each.update(items)
+        for entries, items in self._lists:
+            if list(entries.items()) != items:
+                entries.clear()
+                entries.update(items)
         now = _sums(self._parameters)
         changed = [
-            each for each, before, after in zip(self._parameters, self._sums, now, strict=True) if before != after
+            noted for noted, before, after in zip(self._parameters, self._sums, now, strict=True) if before != after
         ]
         if changed:
             raise StateError(
@@ -213,9 +215,9 @@ class _Watch(TorchDispatchMode):
     def __init__(self, tensors: Iterable[_Tensor]) -> None:
         super().__init__()
         self._by_storage: dict[int, list[_Tensor]] = {}
-        for each in tensors:
-            if (key := _storage(each.memory)) is not None:
-                self._by_storage.setdefault(key, []).append(each)
+        for noted in tensors:
+            if (key := _storage(noted.memory)) is not None:
+                self._by_storage.setdefault(key, []).append(noted)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -232,8 +234,8 @@ class _Watch(TorchDispatchMode):
                     value = args[place] if place < len(args) else kwargs.get(argument.name)
                     for tensor in leaves(value):
                         if isinstance(tensor, torch.Tensor) and (key := _storage(local_tensor(tensor))) is not None:
-                            for each in self._by_storage.get(key, ()):
-                                each.copy()
+                            for noted in self._by_storage.get(key, ()):
+                                noted.copy()
         return func(*args, **kwargs)
 
 
@@ -302,10 +304,10 @@ def _place(tensor: torch.Tensor) -> Any:
 
 def _sums(tensors: Iterable[_Tensor]) -> list[int]:
     """One number for the bytes of each: no memory is taken for it."""
-    sums = [_sum(each.memory) for each in tensors]
+    sums = [_sum(noted.memory) for noted in tensors]
     devices: dict[Any, list[int]] = {}
-    for index, each in enumerate(sums):
-        devices.setdefault(each.device, []).append(index)
+    for index, total in enumerate(sums):
+        devices.setdefault(total.device, []).append(index)
     result = [0] * len(sums)
     for indices in devices.values():  # an accelerator is waited for once
         numbers = torch.stack([sums[index] for index in indices]).tolist()

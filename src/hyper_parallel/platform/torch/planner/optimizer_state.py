@@ -75,7 +75,9 @@ def _by_stand_ins(optimizer: Any, place: torch.device) -> int:
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
         kinds = collections.Counter(
-            (tuple(local_tensor(each).shape), each.dtype) for each in group["params"] if each.requires_grad
+            (tuple(local_tensor(parameter).shape), parameter.dtype)
+            for parameter in group["params"]
+            if parameter.requires_grad
         )
         for (shape, dtype), number in kinds.items():
             stand_in = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=place))
@@ -95,13 +97,13 @@ def _without_parameters(value: object, stand_in: torch.nn.Parameter) -> Any:
     """An attribute as another optimizer may have it, which is to change nothing of the first."""
     if not isinstance(value, (list, dict, set)):
         return value
-    has_tensors = any(isinstance(each, torch.Tensor) for each in leaves(value))
+    has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves(value))
     return [stand_in] if has_tensors and isinstance(value, list) else copy.copy(value)
 
 
 def _bytes_on(state: Any, device: torch.device) -> int:
-    tensors = {id(each): each for own in state.values() for each in leaves(own) if isinstance(each, torch.Tensor)}
-    return sum(_num_bytes(each) for each in tensors.values() if each.device == device)
+    tensors = {id(leaf): leaf for own in state.values() for leaf in leaves(own) if isinstance(leaf, torch.Tensor)}
+    return sum(_num_bytes(tensor) for tensor in tensors.values() if tensor.device == device)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

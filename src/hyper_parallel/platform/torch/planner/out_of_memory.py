@@ -44,12 +44,12 @@ def let_go(error: BaseException) -> None:
     """Frames of a failed attempt hold its tensors as long as somebody has the error."""
     pending: list[BaseException | None] = [error]
     while pending:
-        each = pending.pop()
-        if each is not None and each.__traceback__ is not None:
+        failure = pending.pop()
+        if failure is not None and failure.__traceback__ is not None:
             with contextlib.suppress(RuntimeError):  # a frame that still runs is passed over
-                traceback.clear_frames(each.__traceback__)
-            each.__traceback__ = None
-            pending += [each.__cause__, each.__context__]
+                traceback.clear_frames(failure.__traceback__)
+            failure.__traceback__ = None
+            pending += [failure.__cause__, failure.__context__]
 
 
 def release(device: torch.device) -> None:

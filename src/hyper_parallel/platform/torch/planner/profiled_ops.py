@@ -104,7 +104,7 @@ def _looks(outputs: object) -> list[str]:
     if isinstance(outputs, Fresh):
         return [signature.look_of(outputs.view.dtype, outputs.view.size)]
     if isinstance(outputs, (list, tuple)) and not isinstance(outputs, (Argument, Constant)):
-        return [look for each in outputs for look in _looks(each)]
+        return [look for item in outputs for look in _looks(item)]
     return []
 
 

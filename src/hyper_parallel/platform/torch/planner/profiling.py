@@ -116,7 +116,7 @@ class ProfiledModel:
     def _without_output_bytes(self) -> int:
         trained = trained_tensors(self.model, self.batch)
         if self.device.type != "cpu":
-            missing = [each for each in trained if each.grad is None and each.device == self.device]
+            missing = [tensor for tensor in trained if tensor.grad is None and tensor.device == self.device]
             allocated = int(getattr(torch, self.device.type).memory_allocated(self.device))
             return allocated + sum(map(_num_bytes, missing)) + self.extra_bytes
         storages: dict[int, int] = {}
@@ -184,7 +184,7 @@ class ProfiledModel:
         for group in self._groups:
             found: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(found, values, group)
-            values = {rank: each for part in found for rank, each in part.items()}
+            values = {rank: own_value for part in found for rank, own_value in part.items()}
         return [values[rank] for rank in sorted(values)]
 
     def peak_bytes(self) -> int:
@@ -236,8 +236,8 @@ class ProfiledModel:
         link, said = attempt(functools.partial(measure_link, self.device), self.device)
         if said is not None:
             _logger.warning("nothing will be swapped: there is no room to measure the link (%s)", said)
-        common = [name for name in timed[0] if all(name in each for each in timed)]
-        times = {name: statistics.median(each[name] for each in timed) for name in common}
+        common = [name for name in timed[0] if all(name in step_times for step_times in timed)]
+        times = {name: statistics.median(step_times[name] for step_times in timed) for name in common}
         self._check_calls(calls, times)
         for index, call in enumerate(calls):
             # Without a mark it may have run again nevertheless: a hook is lost on a view that the next block writes into.
@@ -245,8 +245,8 @@ class ProfiledModel:
                 call.forget_needed()
         note_shared(calls, self._held_storages())
         regions = [
-            _region(each, index, times, self.device, link is not None, _min_bytes(self.device))
-            for index, each in enumerate(calls)
+            _region(call, index, times, self.device, link is not None, _min_bytes(self.device))
+            for index, call in enumerate(calls)
         ]
         say("measuring recomputation")
         decision = [_run_again(region, swaps_inputs=way is _Way.SWAP_INPUTS) for region in regions]
@@ -257,7 +257,7 @@ class ProfiledModel:
         regions, turn_bytes = with_peaks(regions, spans, again, decision)
         turn_ms = times.get(f"after {len(calls) - 1}", 0.0) + times.get("turn", 0.0)
         # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the noise in them.
-        step_ms = turn_ms + sum(each.before_ms + each.forward_ms + each.backward_ms for each in regions)
+        step_ms = turn_ms + sum(region.before_ms + region.forward_ms + region.backward_ms for region in regions)
         regions, host = self._host_cost(regions, decision, step_ms, again_ms)
         profile = StepProfile(
             regions=tuple(regions),
@@ -551,15 +551,15 @@ def _run_again(region: Any, *, swaps_inputs: bool) -> Any:
         return decision
     inputs = zip(region.inputs, decision.inputs, strict=True)
     return dataclasses.replace(
-        decision, inputs=tuple(SWAP if choice == SAVE and each.may_swap else choice for each, choice in inputs)
+        decision, inputs=tuple(SWAP if choice == SAVE and given.may_swap else choice for given, choice in inputs)
     )
 
 
 def _without_replay(regions: list[Any], decision: list[Any]) -> list[Any]:
     """Regions whose backward was measured with the blocks run again, with the time of a plain backward."""
     return [
-        dataclasses.replace(region, backward_ms=max(region.backward_ms - recompute_ms(region, each), 0.0))
-        for region, each in zip(regions, decision, strict=True)
+        dataclasses.replace(region, backward_ms=max(region.backward_ms - recompute_ms(region, chosen), 0.0))
+        for region, chosen in zip(regions, decision, strict=True)
     ]
 
 

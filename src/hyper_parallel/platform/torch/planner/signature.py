@@ -41,7 +41,7 @@ def forward_of(model: nn.Module) -> Callable[..., Any]:
 
 def batch_bytes(batch: object) -> int:
     """Of all tensors in it."""
-    return sum(each.numel() * each.element_size() for each in tensors_of(batch))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(batch))
 
 
 def look(batch: Any) -> Any:
@@ -53,11 +53,11 @@ def look(batch: Any) -> Any:
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return {str(key): look(batch[key]) for key in batch.keys()}  # noqa: SIM118 - not all that have keys are dicts
     if isinstance(batch, (list, tuple)):
-        return [look(each) for each in batch]
+        return [look(item) for item in batch]
     if isinstance(batch, (str, int, float, bool, type(None))):
         return batch
     fields = tensor_fields(batch)
-    return {name: look(each) for name, each in fields.items()} if fields else type(batch).__name__
+    return {name: look(value) for name, value in fields.items()} if fields else type(batch).__name__
 
 
 def look_of(dtype: torch.dtype, shape: torch.Size) -> str:

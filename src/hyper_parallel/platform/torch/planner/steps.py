@@ -75,7 +75,7 @@ class _Preserved(_PreservedAgain):
         self._trained = trained_tensors(model, (batch, self._state.tensors()))
         self._gradients = [_Gradient(tensor) for tensor in self._trained]
         hooks = [found for tensor in self._trained if (found := tensor._post_accumulate_grad_hooks)]
-        self._hooks = [(each, dict(each)) for each in hooks]
+        self._hooks = [(entries, dict(entries)) for entries in hooks]
         self._mine = {id(tensor) for tensor in self._trained}
         self._has_profiler = torch.autograd._profiler_enabled()
 
@@ -114,7 +114,7 @@ class _Preserved(_PreservedAgain):
 def forget_before_step(hook: object) -> None:
     """Take a hook of `register_optimizer_step_pre_hook` away, also where an interrupt came before anybody had its handle."""
     # Equal, not the same: each look at a method makes a new object, and one that is kept would keep what it belongs to.
-    for key in [key for key, each in _global_optimizer_pre_hooks.items() if each == hook]:
+    for key in [key for key, known in _global_optimizer_pre_hooks.items() if known == hook]:
         del _global_optimizer_pre_hooks[key]
 
 
@@ -199,7 +199,7 @@ def some_loss(output: object) -> torch.Tensor:
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
         return own
-    return torch.stack([each.float().sum() for each in tensors_of(output) if each.requires_grad]).sum()
+    return torch.stack([tensor.float().sum() for tensor in tensors_of(output) if tensor.requires_grad]).sum()
 
 
 def surroundings_of(device: torch.device) -> Callable[[], Any]:
@@ -219,9 +219,9 @@ def groups_of(model: nn.Module) -> list[Any]:
     There is one for each axis of the meshes that its parameters lie on, and that of each `DistributedDataParallel`.
     Every rank of them has to ask.
     """
-    meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if is_distributed(each))
+    meshes = dict.fromkeys(parameter.device_mesh for parameter in model.parameters() if is_distributed(parameter))
     found = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    found += [each.process_group for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    found += [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
     return list({tuple(dist.get_process_group_ranks(group)): group for group in found}.values())
 
 
@@ -358,11 +358,11 @@ class KeptOutput:
         if self.sizes is None:
             held = {_storage_of(tensor) for ref in self._held if (tensor := ref()) is not None}
             own = leaves(output) if _is_tree(output) else leaves(getattr(output, "__dict__", ()))
-            found = {_storage_of(each): each for each in own if isinstance(each, torch.Tensor)}
+            found = {_storage_of(leaf): leaf for leaf in own if isinstance(leaf, torch.Tensor)}
             self.sizes = [
-                local_tensor(each).untyped_storage().nbytes()
-                for key, each in found.items()
-                if key is not None and key not in held and each.device == self._device
+                local_tensor(tensor).untyped_storage().nbytes()
+                for key, tensor in found.items()
+                if key is not None and key not in held and tensor.device == self._device
             ]
 
 
@@ -406,4 +406,4 @@ def run_step(
 
 
 def tensors_of(batch: object) -> list[torch.Tensor]:
-    return [each for each in leaves(batch) if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]

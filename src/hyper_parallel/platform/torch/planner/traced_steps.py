@@ -108,7 +108,7 @@ class _RecordedFrame(Frame):
     def _finish(self, record: Record) -> None:
         noted = self.noted
         noted.is_over = True
-        noted.needed = {each.value for ref in self._recomputed if (each := ref()) is not None}
+        noted.needed = {residual.value for ref in self._recomputed if (residual := ref()) is not None}
         noted.needed_inputs = {given.value for ref in self._from_inputs if (given := ref()) is not None}
         noted.current = {value for value in record.made() if record.is_current(value)}
         super()._finish(record)
@@ -142,7 +142,7 @@ class _RecordedOps(TorchDispatchMode):
         ops = self._record.ops
         for op in ops[self._num_seen :]:
             for _, written in op.targets:
-                for value in [each for each in self._alive if each.key == written.key]:
+                for value in [alive for alive in self._alive if alive.key == written.key]:
                     del self._alive[value]
                     self._noted.freed_after[value] = max(value.op, op.index - 1)
             self._alive.update(dict.fromkeys(op.makes))
