@@ -10,7 +10,7 @@ from hyper_parallel.core.planner.plan.backend import planner_of
 from hyper_parallel.core.planner.plan.batch_words import check_loss_fn
 from hyper_parallel.core.planner.plan.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.plan.budget import budget_note, check_budget, reserve_bytes
-from hyper_parallel.core.planner.plan.plan import MemoryPlan, Origin
+from hyper_parallel.core.planner.plan.plan import MadeWith, MemoryPlan
 from hyper_parallel.core.planner.plan.plan_file import profile_as_dict
 from hyper_parallel.core.planner.plan.progress import Progress, check_progress, progress_of
 from hyper_parallel.core.planner.plan.proof import planned, time_by_turns
@@ -85,7 +85,7 @@ def plan_memory(
         plan = planned(profile, allowed, profiled if verify else None)
         say("timing steps")
         time_by_turns(plan, profiled)
-        plan.origin = Origin(loss_fn, optimizer, reserve_bytes(reserve))
+        plan.origin = MadeWith(loss_fn, optimizer, reserve_bytes(reserve))
         plan.note = budget_note(budget)
         return plan
 

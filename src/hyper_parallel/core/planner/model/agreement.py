@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from hyper_parallel.core.planner.model.choices import RECOMPUTE
-from hyper_parallel.core.planner.model.profile import Op, Region, StepProfile
+from hyper_parallel.core.planner.model.profile import ProfiledOp, Region, StepProfile
 
 
 def common_profile(profiles: Sequence[StepProfile]) -> StepProfile | None:
@@ -40,7 +40,7 @@ def _common_region(region: Region, of_ranks: Sequence[Region]) -> Region:
     # Parts are no ops of their own: no policy is asked about them.
     others = {key: op for rank in ranks for key, op in rank.items() if key not in known and op.part is None}
     ops += [
-        Op(op.module, op.name, op.call, op.occurrence, forward_ms=0.0, makes=(), choices=(RECOMPUTE,))
+        ProfiledOp(op.module, op.name, op.call, op.occurrence, forward_ms=0.0, makes=(), choices=(RECOMPUTE,))
         for op in others.values()
     ]
     inputs = tuple(
@@ -50,12 +50,12 @@ def _common_region(region: Region, of_ranks: Sequence[Region]) -> Region:
     return dataclasses.replace(region, ops=tuple(ops), inputs=inputs)
 
 
-def _common_op(op: Op, of_ranks: Sequence[Op | None], *, may_choose: bool) -> Op:
+def _common_op(op: ProfiledOp, of_ranks: Sequence[ProfiledOp | None], *, may_choose: bool) -> ProfiledOp:
     has_all = None not in of_ranks
     found = [other for other in of_ranks if other is not None]
     choices = tuple(choice for choice in op.choices if all(choice in rank.choices for rank in found))
     return dataclasses.replace(
         op,
         choices=choices if has_all and may_choose else (RECOMPUTE,),
-        looks=op.looks if has_all and all(rank.looks == op.looks for rank in found) else (),
+        result_metas=op.result_metas if has_all and all(rank.result_metas == op.result_metas for rank in found) else (),
     )

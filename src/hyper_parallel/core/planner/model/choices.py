@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from hyper_parallel._base.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.planner.model.profile import Op, Region
+    from hyper_parallel.core.planner.model.profile import ProfiledOp, Region
 
 
 class Choice(str, Enum):
@@ -78,7 +78,7 @@ Decision: TypeAlias = tuple[RegionDecision, ...]
 
 
 @dataclass(frozen=True)
-class Load:
+class RegionBytes:
     """All that the cost of a step depends on: what a region puts on the device, on the link and on the clock."""
 
     kept_bytes: int  # on the device between its forward and its backward
@@ -88,7 +88,7 @@ class Load:
     is_managed: bool
 
 
-def allowed(op: Op) -> tuple[Choice, ...]:
+def allowed(op: ProfiledOp) -> tuple[Choice, ...]:
     """Of its choices, those that do something.
 
     A view makes no storage: saving it would hold the storage of what it looks at, which nobody counts. So where it can be
@@ -163,9 +163,9 @@ def recomputed_bytes(region: Region, decision: RegionDecision) -> int:
     return sum(op.residual_bytes for op, choice in zip(region.ops, decision.ops, strict=True) if choice == RECOMPUTE)
 
 
-def load(region: Region, decision: RegionDecision) -> Load:
+def bytes_of(region: Region, decision: RegionDecision) -> RegionBytes:
     """The four numbers at once."""
-    return Load(
+    return RegionBytes(
         kept_bytes=kept_bytes(region, decision),
         swapped_bytes=swapped_bytes(region, decision),
         extra_bytes=extra_bytes(region, decision),

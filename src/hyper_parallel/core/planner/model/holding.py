@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from hyper_parallel.core.planner.model.choices import SAVE, SWAP, Choice, RegionDecision
-from hyper_parallel.core.planner.model.profile import Op, Region, Value
+from hyper_parallel.core.planner.model.profile import ProfiledOp, Region, StorageFacts
 from hyper_parallel.core.regions.rerun_plan import plan_replay
 
 
@@ -21,7 +21,7 @@ class _ReplayOp(NamedTuple):
     must_run: bool = False
 
 
-class Swapped(NamedTuple):
+class SwappedBytes(NamedTuple):
     """A value that the engine gets. Moments are those of `Holding`.
 
     Attributes:
@@ -62,7 +62,7 @@ class Holding:
         self.made_bytes = [0] * self.num_ops
         self.freed_bytes = [0] * (self.kept + 1)
         self.saved_residual_bytes = [0] * self.num_ops  # of what is kept: residuals, by the op that made them
-        self.swapped: list[Swapped] = []
+        self.swapped: list[SwappedBytes] = []
         self.opens_group: set[int] = set()  # the moments at which something is to be swapped, be it too small or not
         # Of residuals that an op made and that are not swapped: the engine hears of them.
         self.told_bytes = [0] * self.num_ops
@@ -107,7 +107,7 @@ class Holding:
                     until = self.end if value.freed_after is None else value.freed_after
                     self.replay_freed_bytes[until] += value.num_bytes  # plant: replay-freed
 
-    def _hold_made(self, value: Value, op: int, choice: Choice | None, asked_at: int) -> None:
+    def _hold_made(self, value: StorageFacts, op: int, choice: Choice | None, asked_at: int) -> None:
         local = until = self.handed_on if value.freed_after is None else value.freed_after  # plant: left-behind
         if value.is_residual and value.num_bytes and not self._is_plain:
             self.makes_residual[op] = True
@@ -137,7 +137,7 @@ class Holding:
         if until == self.kept and value.is_residual and op not in self.takes:  # plant: record-holds
             self.saved_residual_bytes[self._made_with[op]] += value.num_bytes  # plant: residual-freed
 
-    def _hold_input(self, value: Value, index: int, choice: Choice | None, asked_at: int) -> None:
+    def _hold_input(self, value: StorageFacts, index: int, choice: Choice | None, asked_at: int) -> None:
         if self._is_plain:
             until = self.kept if value.is_residual else self.end if value.freed_after is None else value.freed_after
         elif not value.is_residual and not self.wanted:
@@ -155,18 +155,20 @@ class Holding:
         self.input_bytes += value.num_bytes
         self.freed_bytes[until] += value.num_bytes
 
-    def _swap(self, value: Value, made_by: int, saved: int, dropped: int, taken: int | None, asked: int | None) -> None:
-        self.swapped.append(Swapped(len(self.swapped), value.num_bytes, made_by, saved, dropped, taken, asked))
+    def _swap(
+        self, value: StorageFacts, made_by: int, saved: int, dropped: int, taken: int | None, asked: int | None
+    ) -> None:
+        self.swapped.append(SwappedBytes(len(self.swapped), value.num_bytes, made_by, saved, dropped, taken, asked))
 
-    def _by_moment(self, moments: Iterable[int | None]) -> list[list[Swapped]]:
-        table: list[list[Swapped]] = [[] for _ in range(self.kept + 1)]
+    def _by_moment(self, moments: Iterable[int | None]) -> list[list[SwappedBytes]]:
+        table: list[list[SwappedBytes]] = [[] for _ in range(self.kept + 1)]
         for value, moment in zip(self.swapped, moments, strict=True):
             if moment is not None:
                 table[moment].append(value)
         return table
 
 
-def _shares(ms: float, ops: Sequence[Op]) -> list[float]:
+def _shares(ms: float, ops: Sequence[ProfiledOp]) -> list[float]:
     """A time, shared out as the ops of a forward share theirs."""
     total_ms = sum(op.forward_ms for op in ops)
     return [ms * op.forward_ms / total_ms if total_ms else ms / len(ops) for op in ops]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Span(NamedTuple):
+class MeasuredSpan(NamedTuple):
     """From one mark to the next; bytes above what was in use at the first mark."""
 
     name: str

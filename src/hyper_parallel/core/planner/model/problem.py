@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.core.planner.model.choices import Decision, Load, check, load
+from hyper_parallel.core.planner.model.choices import Decision, RegionBytes, bytes_of, check
 from hyper_parallel.core.planner.model.profile import Link, Region, StepProfile
 
 Moment: TypeAlias = Literal["forward", "backward", "turn"]
@@ -168,19 +168,19 @@ def evaluate(problem: Problem, decision: Decision) -> Cost:
         )
     for region, chosen in zip(regions, decision, strict=True):
         check(region, chosen)
-    return cost(problem, [load(region, chosen) for region, chosen in zip(regions, decision, strict=True)])
+    return cost(problem, [bytes_of(region, chosen) for region, chosen in zip(regions, decision, strict=True)])
 
 
-def cost(problem: Problem, loads: Sequence[Load]) -> Cost:
+def cost(problem: Problem, by_region: Sequence[RegionBytes]) -> Cost:
     """`evaluate`, from what each region puts on device, link and clock."""
-    if not problem.can_swap and any(region_bytes.swapped_bytes for region_bytes in loads):
+    if not problem.can_swap and any(region_bytes.swapped_bytes for region_bytes in by_region):
         raise ArgumentError("Something is swapped, and the profile has no link to the host.")
-    starts, ends, offloads = _forward(problem, loads)
-    load_ends, back_starts, overs = _backward(problem, loads, ends, offloads)
+    starts, ends, offloads = _forward(problem, by_region)
+    load_ends, back_starts, overs = _backward(problem, by_region, ends, offloads)
     regions = problem.profile.regions
     before = [*overs[1:], _turn_end(problem, ends)] if regions else []
     return Cost(
-        peak=peak(problem, loads),
+        peak=peak(problem, by_region),
         step_ms=overs[0] if regions else _turn_end(problem, ends),
         forward_start_ms=tuple(starts),
         forward_end_ms=tuple(ends),
@@ -195,10 +195,10 @@ def cost(problem: Problem, loads: Sequence[Load]) -> Cost:
     )
 
 
-def peak(problem: Problem, loads: Sequence[Load], *, swaps: bool | None = None) -> Peak:
+def peak(problem: Problem, by_region: Sequence[RegionBytes], *, swaps: bool | None = None) -> Peak:
     """P1-P4: the highest moment, the first of equals. `swaps`: whether P4 is paid; without it, where anything is swapped."""
     if swaps is None:
-        swaps = any(region_bytes.swapped_bytes for region_bytes in loads)
+        swaps = any(region_bytes.swapped_bytes for region_bytes in by_region)
     moments: list[tuple[int, Moment, int | None, tuple[int, int, int, int, int]]] = []
 
     def add(moment: Moment, index: int | None, *parts: int) -> None:
@@ -207,7 +207,7 @@ def peak(problem: Problem, loads: Sequence[Load], *, swaps: bool | None = None) 
         moments.append((sum(parts) + in_flight, moment, index, (outside, kept, own, extra, in_flight)))
 
     kept = 0
-    for index, (region, region_bytes) in enumerate(zip(problem.profile.regions, loads, strict=True)):
+    for index, (region, region_bytes) in enumerate(zip(problem.profile.regions, by_region, strict=True)):
         add("forward", index, region.outside_bytes, kept, region.forward_peak_bytes, region_bytes.extra_bytes)  # P2
         add("backward", index, region.outside_bytes, kept, region.backward_peak_bytes, region_bytes.extra_bytes)  # P1
         kept += region_bytes.kept_bytes
@@ -216,12 +216,12 @@ def peak(problem: Problem, loads: Sequence[Load], *, swaps: bool | None = None) 
     return Peak(when, at, problem.profile.base_bytes, *parts, problem.margin_bytes)
 
 
-def room_for_copies(problem: Problem, loads: Sequence[Load]) -> list[int]:
+def room_for_copies(problem: Problem, by_region: Sequence[RegionBytes]) -> list[int]:
     """What the budget leaves for copies in flight: first in forward and turn together, then in the backward of each region."""
     free = problem.budget_bytes - problem.margin_bytes - problem.profile.base_bytes
     forward, backward = [], []
     kept = 0
-    for index, (region, region_bytes) in enumerate(zip(problem.profile.regions, loads, strict=True)):
+    for index, (region, region_bytes) in enumerate(zip(problem.profile.regions, by_region, strict=True)):
         alive = region.outside_bytes + kept + region_bytes.extra_bytes
         room = free - alive - region.forward_peak_bytes
         forward.append(room + problem.displaced_bytes(index) if room > 0 else room)
@@ -233,13 +233,13 @@ def room_for_copies(problem: Problem, loads: Sequence[Load]) -> list[int]:
     return [min(forward), *backward]
 
 
-def _forward(problem: Problem, loads: Sequence[Load]) -> tuple[list[float], list[float], list[float]]:
+def _forward(problem: Problem, by_region: Sequence[RegionBytes]) -> tuple[list[float], list[float], list[float]]:
     """T1. The window never holds up a region while nothing is swapped: its offloads are over when it starts."""
     out = problem.link.out_bytes_per_ms
-    num = len(loads)
+    num = len(by_region)
     starts, ends, offloads = [], [], []
     end = offload_end = 0.0
-    for index, (region, region_bytes) in enumerate(zip(problem.profile.regions, loads, strict=True)):
+    for index, (region, region_bytes) in enumerate(zip(problem.profile.regions, by_region, strict=True)):
         start = end + region.before_ms
         offload_end = max(offload_end, start) + region_bytes.swapped_bytes / out
         window_bytes = 0 if problem.turn_is_clear and index == num - 1 else problem.window_bytes
@@ -251,7 +251,7 @@ def _forward(problem: Problem, loads: Sequence[Load]) -> tuple[list[float], list
 
 
 def _backward(
-    problem: Problem, loads: Sequence[Load], ends: list[float], offloads: list[float]
+    problem: Problem, by_region: Sequence[RegionBytes], ends: list[float], offloads: list[float]
 ) -> tuple[list[float], list[float], list[float]]:
     """T2 and T3: when the loads of each region are there, when its backward starts, and when all up to it is over.
 
@@ -264,7 +264,7 @@ def _backward(
     load_ends, starts, overs = [0.0] * len(regions), [0.0] * len(regions), [0.0] * len(regions)
     load_end = over = start_after = _turn_end(problem, ends)
     for index in reversed(range(len(regions))):
-        region, region_bytes = regions[index], loads[index]
+        region, region_bytes = regions[index], by_region[index]
         copy_ms = region_bytes.swapped_bytes / link.in_bytes_per_ms
         if region_bytes.swapped_bytes:
             early_ms = problem.prefetch_bytes / link.in_bytes_per_ms

@@ -19,7 +19,7 @@ from hyper_parallel.core.planner.model.identity import DeviceKind, Identity
 
 
 @dataclass(frozen=True)
-class Value:
+class StorageFacts:
     """A storage that an op made, or that a region was given.
 
     Attributes:
@@ -37,12 +37,12 @@ class Value:
 class Input:
     """A tensor that a region is given."""
 
-    value: Value
+    value: StorageFacts
     may_swap: bool = True
 
 
 @dataclass(frozen=True)
-class Op:
+class ProfiledOp:
     """One operator call of a region.
 
     Attributes:
@@ -56,7 +56,7 @@ class Op:
         reads_inputs: indices of inputs it reads
         temporary_bytes: what it allocates beside its results while it runs
         choices: what can be done with it; never empty
-        looks: dtype and shape of each result, to recognise it: "float32[2, 8]"
+        result_metas: dtype and shape of each result, to recognise it: "float32[2, 8]"
         part: not None: no op of its own but one residual of the op it reads, by its place among all of them; it comes right after that op and its
             other parts. It has a choice of its own, but for one thing: what runs again makes all of its parts again
     """
@@ -66,12 +66,12 @@ class Op:
     call: int
     occurrence: int
     forward_ms: float
-    makes: tuple[Value, ...]
+    makes: tuple[StorageFacts, ...]
     reads: tuple[int, ...] = ()
     reads_inputs: tuple[int, ...] = ()
     temporary_bytes: int = 0
     choices: tuple[Choice, ...] = tuple(Choice)
-    looks: tuple[str, ...] = ()
+    result_metas: tuple[str, ...] = ()
     part: int | None = None
 
     @property
@@ -114,7 +114,7 @@ class Region:
 
     path: str
     call: int
-    ops: tuple[Op, ...]
+    ops: tuple[ProfiledOp, ...]
     inputs: tuple[Input, ...]
     forward_ms: float
     backward_ms: float
@@ -230,9 +230,15 @@ def step_as_dict(profile: StepProfile) -> dict[str, Any]:
     """What was measured of the step, for JSON."""
     data = {name: value for name, value in dataclasses.asdict(profile).items() if name in _MEASURED}
     for region in data["regions"]:
-        for op in region["ops"]:
-            op["choices"] = tuple(map(str, op["choices"]))
+        region["ops"] = tuple(_op_as_dict(op) for op in region["ops"])
     return data
+
+
+def _op_as_dict(op: dict[str, Any]) -> dict[str, Any]:
+    """Give an op's fields the keys that plan files have, in their order."""
+    return {
+        _IN_FILES.get(name, name): tuple(map(str, value)) if name == "choices" else value for name, value in op.items()
+    }
 
 
 def step_from_dict(data: dict[str, Any]) -> StepProfile:
@@ -253,6 +259,8 @@ def step_from_dict(data: dict[str, Any]) -> StepProfile:
 
 _MOST = 2**53  # bytes, or ms: more than any machine has, and a float still has each of them
 _PLAIN = {"str": str, "bool": bool, "dict": dict, "Choice": str}  # which word is a choice is told where it stands
+# Plan files have other words for these, and so has what is said of a damaged one: whoever reads it has the file before him.
+_IN_FILES = {"ProfiledOp": "Op", "StorageFacts": "Value", "result_metas": "looks"}
 _Data = TypeVar("_Data")
 
 
@@ -263,7 +271,8 @@ def checked(data: _Data) -> _Data:
         TypeError: one is not.
     """
     for name, kind in _kinds_of(type(data)):  # type: ignore[arg-type]  # a class can be a key
-        check_kind(getattr(data, name), kind, f"`{name}` of {type(data).__name__}")
+        of = type(data).__name__
+        check_kind(getattr(data, name), kind, f"`{_IN_FILES.get(name, name)}` of {_IN_FILES.get(of, of)}")
     return data
 
 
@@ -298,17 +307,20 @@ def is_of(value: Any, kind: str) -> bool:
 
 def _region(data: dict[str, Any]) -> Region:
     rest = {name: value for name, value in data.items() if name not in ("ops", "inputs")}
-    inputs = tuple(checked(Input(checked(Value(**given["value"])), given["may_swap"])) for given in data["inputs"])
+    inputs = tuple(
+        checked(Input(checked(StorageFacts(**given["value"])), given["may_swap"])) for given in data["inputs"]
+    )
     region = checked(Region(ops=tuple(_op(op) for op in data["ops"]), inputs=inputs, **rest))
     _check_wiring(region)
     return region
 
 
-def _op(data: dict[str, Any]) -> Op:
+def _op(data: dict[str, Any]) -> ProfiledOp:
     lists: dict[str, Any] = {name: tuple(data[name]) for name in ("reads", "reads_inputs", "looks")}
     lists["choices"] = choices_of(data["choices"])
     rest = {name: value for name, value in data.items() if name not in lists and name != "makes"}
-    return checked(Op(makes=tuple(checked(Value(**value)) for value in data["makes"]), **lists, **rest))
+    lists["result_metas"] = lists.pop("looks")
+    return checked(ProfiledOp(makes=tuple(checked(StorageFacts(**value)) for value in data["makes"]), **lists, **rest))
 
 
 def _check_wiring(region: Region) -> None:

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 
 from hyper_parallel.core.planner.model.choices import SWAP, RegionDecision, kept_bytes
-from hyper_parallel.core.planner.model.measured_span import Span
-from hyper_parallel.core.planner.model.profile import Region, Value, alike
+from hyper_parallel.core.planner.model.measured_span import MeasuredSpan
+from hyper_parallel.core.planner.model.profile import Region, StorageFacts, alike
 
 _MOST_ROUNDED = 0.02  # of all that is kept: more than that is something else, and stays in the peaks
 
@@ -31,7 +31,10 @@ def with_common_times(regions: Sequence[Region]) -> list[Region]:
 
 
 def with_peaks(
-    regions: Sequence[Region], spans: Sequence[Span] | None, again: Sequence[Span], decision: Sequence[RegionDecision]
+    regions: Sequence[Region],
+    spans: Sequence[MeasuredSpan] | None,
+    again: Sequence[MeasuredSpan],
+    decision: Sequence[RegionDecision],
 ) -> tuple[list[Region], int]:
     """The regions with their peaks, and that of the turn.
 
@@ -71,7 +74,10 @@ def with_peaks(
 
 
 def as_allocated(
-    regions: Sequence[Region], spans: Sequence[Span], again: Sequence[Span], decision: Sequence[RegionDecision]
+    regions: Sequence[Region],
+    spans: Sequence[MeasuredSpan],
+    again: Sequence[MeasuredSpan],
+    decision: Sequence[RegionDecision],
 ) -> list[Region]:
     """The regions with every size as an allocator counts it that hands out blocks a little larger than what it was asked for.
 
@@ -90,7 +96,7 @@ def as_allocated(
     if not 0 < share <= _MOST_ROUNDED:
         return list(regions)
 
-    def allocated(value: Value) -> Value:
+    def allocated(value: StorageFacts) -> StorageFacts:
         return dataclasses.replace(value, num_bytes=round(value.num_bytes * (1 + share)))
 
     return [

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.planner.model.choices import Decision, check, plain
-from hyper_parallel.core.planner.model.holding import Holding, Swapped
+from hyper_parallel.core.planner.model.holding import Holding, SwappedBytes
 from hyper_parallel.core.planner.model.profile import StepProfile
 from hyper_parallel.core.planner.model.virtual_device import (
     NO_REGION,
@@ -149,7 +149,7 @@ def _merged(rows: Iterator[tuple[float, tuple[int, ...]]]) -> list[tuple[float, 
 # -- a step -------------------------------------------------------------------------------------------------------------------
 
 
-class _Call:
+class _TimelineRegion:
     """One region in one step: holds what a real one holds, and calls the engine as one does."""
 
     def __init__(
@@ -202,7 +202,7 @@ class _Call:
         """The next region begins, or the turn."""
         self._let_go(self._holding.handed_on)
 
-    def _make(self, values: list[Swapped]) -> None:
+    def _make(self, values: list[SwappedBytes]) -> None:
         for value in values:
             self._buffers[value.number] = self._device.buffer(value.num_bytes, Use.WORKING, self._index)
 
@@ -294,7 +294,7 @@ class _Call:
             self._forget(op)
         self._forget(holding.end)
 
-    def _take(self, values: list[Swapped]) -> None:
+    def _take(self, values: list[SwappedBytes]) -> None:
         self._ask((value for value in values if value.taken_until is not None), self._replay_handles)
 
     def _forget(self, moment: int) -> None:
@@ -306,7 +306,7 @@ class _Call:
         if self._tells and self._group is not None:  # plant: tell-arrival
             self._engine.arrive(self._group)
 
-    def _ask(self, values: Iterable[Swapped], handles: dict[int, Handle]) -> None:
+    def _ask(self, values: Iterable[SwappedBytes], handles: dict[int, Handle]) -> None:
         for value in values:
             buffer: VirtualBuffer = self._engine.acquire(handles[value.number])
             if buffer.use in (Use.WINDOW, Use.PREFETCHED):
@@ -357,7 +357,7 @@ class _Steps:
         device.sync()
         device.begin()
         calls = [
-            _Call(index, holding, device, self._engine, ahead_bytes)
+            _TimelineRegion(index, holding, device, self._engine, ahead_bytes)
             for index, (holding, ahead_bytes) in enumerate(zip(self._holdings, self._ahead_bytes, strict=True))
         ]
         start_ms = device.compute.now_ms
@@ -373,8 +373,8 @@ class _Steps:
         self._backward(calls)
         return self._timeline(start_ms, turn_ms, backward_ms, device.compute.now_ms)
 
-    def _forward(self, calls: list[_Call]) -> None:
-        before: _Call | None = None
+    def _forward(self, calls: list[_TimelineRegion]) -> None:
+        before: _TimelineRegion | None = None
         for index, (region, call) in enumerate(zip(self._profile.regions, calls, strict=True)):
             self._device.memory.place = Place("forward", index)
             self._set_outside(region.outside_bytes)  # plant: outside-first
@@ -384,7 +384,7 @@ class _Steps:
             call.forward(region.forward_ms)
             before = call
 
-    def _backward(self, calls: list[_Call]) -> None:
+    def _backward(self, calls: list[_TimelineRegion]) -> None:
         regions = self._profile.regions
         for index in reversed(range(len(calls))):
             calls[index].backward(regions[index].backward_ms)
@@ -441,8 +441,8 @@ def run_step(
 
     Example:
         >>> from hyper_parallel.core.planner.model.choices import SAVE, RegionDecision
-        >>> from hyper_parallel.core.planner.model.profile import Op, Region, StepProfile, Value
-        >>> op = Op("", "exp", 0, 0, forward_ms=1.0, makes=(Value(8, is_residual=True),))
+        >>> from hyper_parallel.core.planner.model.profile import ProfiledOp, Region, StepProfile, StorageFacts
+        >>> op = ProfiledOp("", "exp", 0, 0, forward_ms=1.0, makes=(StorageFacts(8, is_residual=True),))
         >>> region = Region(
         ...     "block", 0, (op,), (), forward_ms=1.0, backward_ms=2.0, forward_peak_bytes=8, backward_peak_bytes=12
         ... )

@@ -138,7 +138,7 @@ class PlannerBackend(Protocol):
     def identity(self, model: Module, batch: Batch = None) -> Identity:
         """What a plan is compared with before it goes on a model. Without a batch nothing is said of one."""
 
-    def look(self, batch: Batch) -> Any:
+    def meta_of(self, batch: Batch) -> Any:
         """What a batch looks like, for a plan file and for a comparison: "float32[4,8]" for a tensor."""
 
     def device_of(self, model: Module) -> Device: ...
@@ -157,7 +157,7 @@ class PlannerBackend(Protocol):
 
     def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch: ...
 
-    def surroundings_of(self, device: Device) -> Callable[[], AbstractContextManager[Any]]:
+    def autocast_of(self, device: Device) -> Callable[[], AbstractContextManager[Any]]:
         """What makes the contexts anew that are open now: autocast."""
 
     def step_state(self, model: Module, *, with_gradients: bool, written: Iterable[str]) -> StepState: ...

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from hyper_parallel.core.planner.model.mismatches import MismatchError, Mismatches
 
-_LOOK = re.compile(r"(\w+)\[((?:[0-9]{1,18}(?:, [0-9]{1,18})*)?)\]")  # as frameworks' `look` says it: "float32[2, 8]"
+_META = re.compile(r"(\w+)\[((?:[0-9]{1,18}(?:, [0-9]{1,18})*)?)\]")  # as frameworks' `look` says it: "float32[2, 8]"
 _MAX_KNOWN = 4096  # batches of different looks that are remembered; beyond, all are looked at again
 _WHAT = "A batch is larger than the one that the plan was made for, and its step may need more than the budget."
 
@@ -33,7 +33,7 @@ class Fit(Enum):
     UNJUDGED = "not a training step's"
 
 
-class _TensorLook(NamedTuple):
+class _TensorMeta(NamedTuple):
     item_bytes: int
     shape: tuple[int, ...]
     words: str
@@ -42,7 +42,7 @@ class _TensorLook(NamedTuple):
     def is_number(self) -> bool:
         return math.prod(self.shape) <= 1
 
-    def is_within(self, other: _TensorLook) -> bool:
+    def is_within(self, other: _TensorMeta) -> bool:
         return (
             len(self.shape) == len(other.shape)
             and self.item_bytes <= other.item_bytes
@@ -60,16 +60,16 @@ class _Judged(NamedTuple):
 
 
 class PlannedBatch:
-    """The batch of a plan, against which others are held. `look`: as it is in the plan, or None if it does not say; `look_of`: the framework's, for other
+    """The batch of a plan, against which others are held. `look`: as it is in the plan, or None if it does not say; `meta_of`: the framework's, for other
     batches.
 
     `forward`: what the model is called by, so that an argument is the same whether it comes by name or by place.
     """
 
-    def __init__(self, look: object, look_of: Callable[[Any], Any], forward: Callable[..., Any]) -> None:
-        self._look_of = look_of
+    def __init__(self, meta: object, meta_of: Callable[[Any], Any], forward: Callable[..., Any]) -> None:
+        self._meta_of = meta_of
         self._signature = _signature(forward)
-        self._planned = None if look is None else dict(self._places(*_as_arguments(look)))
+        self._planned = None if meta is None else dict(self._places(*_as_arguments(meta)))
         self._known: dict[Any, _Judged] = {}
 
     def judged(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Judged:
@@ -81,21 +81,21 @@ class PlannedBatch:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             known = self._known[key] = self._judge(
-                self._look_of(list(args)), self._look_of(dict(kwargs)), self._planned
+                self._meta_of(list(args)), self._meta_of(dict(kwargs)), self._planned
             )
         return known
 
-    def _judge(self, args: list[Any], kwargs: dict[str, Any], planned_looks: Mapping[str, _TensorLook]) -> _Judged:
+    def _judge(self, args: list[Any], kwargs: dict[str, Any], planned_metas: Mapping[str, _TensorMeta]) -> _Judged:
         found = dict(self._places(args, kwargs))
-        for where, look in found.items():
-            planned = planned_looks.get(where)
-            if planned is None and look.is_number:  # as Hugging Face's Trainer gives the number of labels
+        for where, meta in found.items():
+            planned = planned_metas.get(where)
+            if planned is None and meta.is_number:  # as Hugging Face's Trainer gives the number of labels
                 continue
-            if planned is None or not look.is_within(planned):
-                return _Judged(Fit.LARGER, where, "no tensor" if planned is None else planned.words, look.words)
-        return _Judged(Fit.SAME if found == planned_looks else Fit.SMALLER)
+            if planned is None or not meta.is_within(planned):
+                return _Judged(Fit.LARGER, where, "no tensor" if planned is None else planned.words, meta.words)
+        return _Judged(Fit.SAME if found == planned_metas else Fit.SMALLER)
 
-    def _places(self, args: list[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, _TensorLook]]:
+    def _places(self, args: list[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, _TensorMeta]]:
         """The tensors of a batch by the names of the arguments that they are in."""
         named: Mapping[str, Any] = {**{str(number): argument for number, argument in enumerate(args)}, **kwargs}
         if self._signature is not None:
@@ -152,27 +152,27 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _as_arguments(look: object) -> tuple[list[Any], dict[str, Any]]:
+def _as_arguments(meta: object) -> tuple[list[Any], dict[str, Any]]:
     """The look of a batch, as a plan has it, as arguments and keywords."""
-    if isinstance(look, dict):
-        if look.keys() == {"args", "kwargs"} and isinstance(look["args"], list) and isinstance(look["kwargs"], dict):
-            return look["args"], look["kwargs"]
-        return [], look
-    return (look, {}) if isinstance(look, list) else ([look], {})
+    if isinstance(meta, dict):
+        if meta.keys() == {"args", "kwargs"} and isinstance(meta["args"], list) and isinstance(meta["kwargs"], dict):
+            return meta["args"], meta["kwargs"]
+        return [], meta
+    return (meta, {}) if isinstance(meta, list) else ([meta], {})
 
 
-def _tensors(where: str, look: object) -> Iterator[tuple[str, _TensorLook]]:
-    if isinstance(look, dict):
-        for name, item in look.items():
+def _tensors(where: str, meta: object) -> Iterator[tuple[str, _TensorMeta]]:
+    if isinstance(meta, dict):
+        for name, item in meta.items():
             yield from _tensors(f"{where}.{name}", item)
-    elif isinstance(look, (list, tuple)):
-        for number, item in enumerate(look):
+    elif isinstance(meta, (list, tuple)):
+        for number, item in enumerate(meta):
             yield from _tensors(f"{where}[{number}]", item)
-    elif isinstance(look, str) and (found := _LOOK.fullmatch(look)):
+    elif isinstance(meta, str) and (found := _META.fullmatch(meta)):
         dtype, dims = found.groups()
         bits = re.search(r"[0-9]{1,4}", dtype)
         shape = tuple(int(dim) for dim in dims.split(",")) if dims else ()
-        yield where, _TensorLook(max(int(bits.group()) // 8, 1) if bits else 1, shape, look)
+        yield where, _TensorMeta(max(int(bits.group()) // 8, 1) if bits else 1, shape, meta)
 
 
 def _key(value: Any) -> Any:

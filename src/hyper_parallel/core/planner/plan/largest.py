@@ -14,7 +14,7 @@ from hyper_parallel.core.planner.plan.backend import PlannerBackend, ProfiledMod
 from hyper_parallel.core.planner.plan.batch_words import check_loss_fn
 from hyper_parallel.core.planner.plan.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.plan.budget import check_budget, is_percentage, reserve_bytes
-from hyper_parallel.core.planner.plan.plan import Measured, MemoryPlan, Origin
+from hyper_parallel.core.planner.plan.plan import MadeWith, Measured, MemoryPlan
 from hyper_parallel.core.planner.plan.progress import Progress, progress_of
 from hyper_parallel.core.planner.plan.proof import first_margin, planned, time_by_turns
 from hyper_parallel.core.planner.plan.table import Table, html_of, plan_parts, text_of
@@ -158,10 +158,10 @@ def largest(
         planner_of(model, "largest"), model, make_batch, budget, loss_fn,
         {"regions": regions, "optimizer": optimizer, "reserve_bytes": reserve_bytes(reserve), "keeps_output": keeps_output},
     )  # fmt: skip
-    with progress_of(progress, "the largest n", num_steps=60) as say:
-        sizes.say = say
-        found = _Search(sizes, _checked(at_most)).run()
-    found.plan.origin = Origin(loss_fn, optimizer, reserve_bytes(reserve))
+    with progress_of(progress, "the largest n", num_steps=60) as report_progress:
+        sizes.report_progress = report_progress
+        found = _SizeSearch(sizes, _checked(at_most)).run()
+    found.plan.origin = MadeWith(loss_fn, optimizer, reserve_bytes(reserve))
     return found
 
 
@@ -184,7 +184,7 @@ class _Sizes:
     def __init__(
         self, planner: PlannerBackend, model: Any, make_batch: Callable[[int], Any], budget: int | str, loss_fn: Any, options: dict[str, Any]
     ) -> None:  # fmt: skip
-        self.say: Progress = lambda what: None
+        self.report_progress: Progress = lambda what: None
         self._planner = planner
         self._model = model
         self._make_batch = make_batch
@@ -192,7 +192,7 @@ class _Sizes:
         self._loss_fn = loss_fn
         self._options = options
         self._device = planner.device_of(model)
-        self._looks: dict[int, Any] = {}
+        self._metas: dict[int, Any] = {}
 
     def profile(self, n: int) -> tuple[StepProfile, int] | None:
         """The profile of a step of this size, and the bytes that are allowed; None: it does not fit in any way."""
@@ -203,7 +203,7 @@ class _Sizes:
             self._check_grows(n, profiled.batch)
             try:
                 with profiled.preserved() as block, block:
-                    profile: StepProfile = profiled.profile(lambda what: self.say(f"n = {n}: {what}"))
+                    profile: StepProfile = profiled.profile(lambda what: self.report_progress(f"n = {n}: {what}"))
             except BudgetError:
                 return None
             return profile, self._allowed(profile)
@@ -225,7 +225,7 @@ class _Sizes:
         Raises:
             BudgetError: no plan keeps the budget.
         """
-        self.say(f"n = {n}: solving and proving")
+        self.report_progress(f"n = {n}: solving and proving")
         with self._failures(n):
             profiled = self._profiled(n)
             if profiled is None:
@@ -249,13 +249,13 @@ class _Sizes:
         return parse_budget(self._budget, profile, self._planner.free_bytes(self._device))
 
     def _check_grows(self, n: int, batch: Any) -> None:
-        self._looks[n] = self._planner.look(batch)
-        others = [other for other, look in self._looks.items() if other != n and look == self._looks[n]]
+        self._metas[n] = self._planner.meta_of(batch)
+        others = [other for other, meta in self._metas.items() if other != n and meta == self._metas[n]]
         if others:
             raise ArgumentError(
                 "`make_batch` gives the same for different sizes.",
                 expected="a batch that grows with n",
-                got=f"{self._looks[n]} for n = {others[0]} and for n = {n}",
+                got=f"{self._metas[n]} for n = {others[0]} and for n = {n}",
                 do="Give at_most= if sizes end there.",
             )
 
@@ -277,7 +277,7 @@ class _Sizes:
             ) from error
 
 
-class _Search:
+class _SizeSearch:
     """Sizes between one that fits and one that does not, which come closer until they are neighbours.
 
     Invariant: fits is 0 or fits; fails is None, or does not fit and fits < fails.

@@ -71,7 +71,7 @@ class ManagedModel:
         self._on_mismatch = on_mismatch
         self._is_planning = False  # M4
         self._inputs: Any = None  # of the last forward in `run`
-        self._surroundings: Callable[[], Any] = contextlib.nullcontext  # of that forward: autocast
+        self._autocast: Callable[[], Any] = contextlib.nullcontext  # of that forward: autocast
         self._run: StepState | None = None  # the state before the step that `run` runs
         self._forward = planner.patch_forward(model, self.forward)
         self._open = contextlib.ExitStack()
@@ -99,7 +99,7 @@ class ManagedModel:
         if self._run is not None:
             self._run.note_given((args, kwargs))
             self._inputs = batch
-            self._surroundings = self._planner.surroundings_of(self._device)
+            self._autocast = self._planner.autocast_of(self._device)
         self._choose(batch, args, kwargs)
         if not self.retries_forward:
             return original(*args, **kwargs)
@@ -123,7 +123,7 @@ class ManagedModel:
             finally:
                 check.tells = False
         elif chosen is None:
-            _logger.info("no plan was made for a batch as large as %s; planning anew", self._planner.look(batch))
+            _logger.info("no plan was made for a batch as large as %s; planning anew", self._planner.meta_of(batch))
             self._replan(batch, 1.0)
         elif chosen is not self.current:
             self.current.detach(model)
@@ -136,7 +136,7 @@ class ManagedModel:
 
     def _sized(self, plan: MemoryPlan) -> _Sized:
         identity, planner = plan.profile.identity, self._planner
-        batch = PlannedBatch(identity.batch, planner.look, planner.forward_of(self._model()))
+        batch = PlannedBatch(identity.batch, planner.meta_of, planner.forward_of(self._model()))
         return _Sized(identity.batch_bytes or 0, plan, batch)
 
     # -- a whole step -----------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class ManagedModel:
     def _end_run(self, state: StepState) -> None:
         self._run = None
         self._inputs = None
-        self._surroundings = contextlib.nullcontext
+        self._autocast = contextlib.nullcontext
         state.close()
 
     def _step_state(self, *, with_gradients: bool) -> StepState:
@@ -178,7 +178,7 @@ class ManagedModel:
             if batch is None or tried == _MAX_PLANS:
                 break
             state.restore()
-            _logger.info("a %s ran out of memory; planning anew for %s", what, self._planner.look(batch))
+            _logger.info("a %s ran out of memory; planning anew for %s", what, self._planner.meta_of(batch))
             self._replan(batch, _LESS**tried)
             num_plans += 1
         raise self._planner.out_of_memory(
@@ -191,7 +191,7 @@ class ManagedModel:
         self.current.detach(model)
         self._is_planning = True
         try:
-            with self._surroundings():
+            with self._autocast():
                 plan = self._planned(model, batch, part_of_room)
         except BaseException:
             self._attach(self.current)
@@ -227,7 +227,7 @@ class ManagedModel:
                     "No plan fits this batch into the budget; it is larger than those that were planned, or memory ran out.",
                     smallest_bytes=error.smallest_bytes,
                     expected=error.expected,
-                    got=f"{allowed} ({format_size(allowed)}) for a batch of {self._planner.look(batch)}",
+                    got=f"{allowed} ({format_size(allowed)}) for a batch of {self._planner.meta_of(batch)}",
                     where=error.where,
                     do="Leave such batches out, split them, or raise the budget.",
                 ) from None

@@ -60,7 +60,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Origin:
+class MadeWith:
     """What a plan was made with beside the model and the batch, for making it anew. Not in the file: these are objects of the program."""
 
     loss_fn: Callable[[Any], Any] | None
@@ -96,7 +96,7 @@ class MemoryPlan:
         self.predicted = predicted
         self.measured = measured
         self.gap = gap
-        self.origin: Origin | None = None
+        self.origin: MadeWith | None = None
         self.note: str | None = None  # for whoever wrote the budget; not in the file
         self._managed: weakref.WeakKeyDictionary[Any, ManagedModel] = weakref.WeakKeyDictionary()
         self._last_stats: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
@@ -301,7 +301,7 @@ class MemoryPlan:
         self._check_identity(planner.identity(model))
         identity = self.profile.identity
         ways: dict[str, Any] = {"was_training": identity.is_training is not False}
-        ways["batch"] = PlannedBatch(identity.batch, planner.look, planner.forward_of(model))
+        ways["batch"] = PlannedBatch(identity.batch, planner.meta_of, planner.forward_of(model))
         # What the profile of this framework speaks of.
         if self.setting.ahead_bytes:
             ways["ahead_bytes"] = self.setting.ahead_bytes

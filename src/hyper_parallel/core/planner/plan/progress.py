@@ -62,7 +62,7 @@ def progress_of(wanted: bool | Progress, title: str, num_steps: int) -> Iterator
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=num_steps)
 
-        def say(what: str) -> None:
+        def report_progress(what: str) -> None:
             bar.update(task, description=f"{title}: {what}", advance=1)
 
-        yield say
+        yield report_progress

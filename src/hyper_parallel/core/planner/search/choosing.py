@@ -10,10 +10,18 @@ import dataclasses
 import time
 from typing import NamedTuple
 
-from hyper_parallel.core.planner.model.choices import SWAP, Decision, Load, load, plain, recompute_all, save_all
+from hyper_parallel.core.planner.model.choices import (
+    SWAP,
+    Decision,
+    RegionBytes,
+    bytes_of,
+    plain,
+    recompute_all,
+    save_all,
+)
 from hyper_parallel.core.planner.model.identity import DeviceKind
 from hyper_parallel.core.planner.model.problem import Problem, evaluate, peak, room_for_copies
-from hyper_parallel.core.planner.model.profile import Input, Op, Region, StepProfile
+from hyper_parallel.core.planner.model.profile import Input, ProfiledOp, Region, StepProfile
 from hyper_parallel.core.planner.model.timeline import Timeline, run_step
 from hyper_parallel.core.planner.search.polishing import polished
 from hyper_parallel.core.planner.search.settings import Setting, candidates, swapped_sizes
@@ -121,7 +129,7 @@ def unmanaged(profile: StepProfile, budget_bytes: int, margin_bytes: int) -> Can
     regions = profile.regions
     problem = Problem(profile, budget_bytes, 0, 0, margin_bytes=margin_bytes)
     decision = [recompute_all(region) for region in regions]
-    loads = [load(region, each) for region, each in zip(regions, decision, strict=True)]
+    loads = [bytes_of(region, each) for region, each in zip(regions, decision, strict=True)]
     if peak(problem, loads).num_bytes > budget_bytes:
         return None
     # What the last regions keep is there at the highest point in any case; then those that save most time for their bytes.
@@ -132,7 +140,7 @@ def unmanaged(profile: StepProfile, budget_bytes: int, margin_bytes: int) -> Can
     for index in [len(regions) - 1, *order]:
         before = decision[index], loads[index]
         decision[index] = plain(regions[index])
-        loads[index] = load(regions[index], decision[index])
+        loads[index] = bytes_of(regions[index], decision[index])
         if not regions[index].may_be_plain or peak(problem, loads).num_bytes > budget_bytes:
             decision[index], loads[index] = before
     cost = evaluate(dataclasses.replace(problem, margin_bytes=0), tuple(decision))
@@ -148,7 +156,7 @@ def _polished(
     least = Setting(max(sizes), max(sizes))
     problem = problem_of(profile, budget_bytes, least, margin_bytes)
 
-    def judge(decision: Decision, loads: list[Load], below_ms: float) -> float | None:
+    def judge(decision: Decision, loads: list[RegionBytes], below_ms: float) -> float | None:
         managed_ms = problem.region_overhead_ms * sum(each.is_managed for each in loads)
         if plain_ms(problem) + managed_ms + sum(each.recompute_ms for each in loads) >= below_ms:
             return None
@@ -234,7 +242,7 @@ def _tells_engine(profile: StepProfile) -> bool:
 
 
 def _without_large(region: Region, most_bytes: int) -> Region:
-    def smaller(op: Op) -> Op:
+    def smaller(op: ProfiledOp) -> ProfiledOp:
         others = tuple(choice for choice in op.choices if choice != SWAP)
         is_large = any(value.num_bytes > most_bytes for value in op.makes)
         return dataclasses.replace(op, choices=others) if is_large and others else op
@@ -297,7 +305,7 @@ def _widened(problem: Problem, decision: Decision) -> Setting:
     """The windows with what the budget leaves: room that nobody uses is of use to copies."""
     if problem.copies_meet:
         return Setting(problem.window_bytes, problem.prefetch_bytes)
-    loads = [load(region, chosen) for region, chosen in zip(problem.profile.regions, decision, strict=True)]
+    loads = [bytes_of(region, chosen) for region, chosen in zip(problem.profile.regions, decision, strict=True)]
     most = _MOST_WINDOWS * max(swapped_sizes(problem.profile), default=0)
     window, *ahead = (min(room, most) for room in room_for_copies(problem, loads))
     ahead = [max(room, problem.prefetch_bytes) for room in ahead]

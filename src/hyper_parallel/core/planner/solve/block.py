@@ -15,15 +15,15 @@ from hyper_parallel.core.planner.model.choices import (
     SAVE,
     SWAP,
     Choice,
-    Load,
+    RegionBytes,
     RegionDecision,
     allowed,
+    bytes_of,
     extra_bytes,
-    load,
     plain,
     recompute_all,
 )
-from hyper_parallel.core.planner.model.profile import Op, Region
+from hyper_parallel.core.planner.model.profile import ProfiledOp, Region
 from hyper_parallel.core.planner.solve.linear_model import Model
 
 # In the place of the stored ops: of a region that is not wrapped, and of one that is recomputed whole, its inputs kept.
@@ -37,18 +37,18 @@ class Base:
     Attributes:
         stored: the ops
         decision: what is stored is saved, or swapped where it can only be swapped
-        load: of this decision
+        region_bytes: of this decision
         free: what is saved and may be swapped: its position among ops and inputs (these come after), and its bytes
     """
 
     stored: frozenset[int]
     decision: RegionDecision
-    load: Load
+    region_bytes: RegionBytes
     free: tuple[tuple[int, int], ...]
 
     @property
     def store_bytes(self) -> int:
-        return self.load.kept_bytes + self.load.swapped_bytes
+        return self.region_bytes.kept_bytes + self.region_bytes.swapped_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -71,10 +71,10 @@ def base_of(region: Region, stored: frozenset[int], can_swap: bool) -> Base:
     """
     if stored == PLAIN:
         decision = plain(region)
-        return Base(PLAIN, decision, load(region, decision), ())
+        return Base(PLAIN, decision, bytes_of(region, decision), ())
     if stored == WHOLE:
         decision = recompute_all(region)
-        return Base(WHOLE, decision, load(region, decision), ())
+        return Base(WHOLE, decision, bytes_of(region, decision), ())
     ops = _chosen(region, stored, can_swap)
     # What runs again makes all of its parts again. Without them in store more may have to run, and so on.
     while (
@@ -88,7 +88,7 @@ def base_of(region: Region, stored: frozenset[int], can_swap: bool) -> Base:
     return Base(
         frozenset(index for index, choice in enumerate(ops) if choice in (SAVE, SWAP)),
         decision,
-        load(region, decision),
+        bytes_of(region, decision),
         _free(region, decision) if can_swap else (),
     )
 
@@ -107,7 +107,7 @@ def _chosen(region: Region, stored: frozenset[int], can_swap: bool) -> list[Choi
     return ops
 
 
-def _may_store(op: Op, can_swap: bool) -> bool:
+def _may_store(op: ProfiledOp, can_swap: bool) -> bool:
     choices = allowed(op)
     return SAVE in choices or (SWAP in choices and (can_swap or op.num_bytes == 0))
 
@@ -151,7 +151,7 @@ def needed_reads(region: Region) -> dict[int, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Block:
+class RegionRows:
     """The variables of a region, and what it puts where as terms in these, bytes in units.
 
     `stored` has those of ops; an input is stored where it must be. `swapped` is there where each tensor has its own variable:
@@ -183,7 +183,7 @@ class Block:
         return [position for position, variable in self.swapped.items() if x[variable] > 0.5]
 
 
-def add_block(
+def add_region_rows(
     model: Model,
     region: Region,
     can_swap: bool,
@@ -192,33 +192,33 @@ def add_block(
     *,
     is_exact: bool = False,
     has_whole: bool = False,
-) -> Block:
+) -> RegionRows:
     """Rows for "How a choice is carried out" of the README.
 
     An op whose storing alone would be more than `most_extra_bytes` is not stored: without whole numbers, a part of it would be.
     """
     again = recompute_all(region) if has_whole else None
     has_whole = again is not None and again.is_whole and extra_bytes(region, again) <= max(most_extra_bytes, 0)
-    block = Block(
+    rows = RegionRows(
         plain=model.binary() if region.may_be_plain else None,
         whole=model.binary() if has_whole else None,
     )
-    if again is not None and block.whole is not None:
-        done = load(region, again)
-        block.store.append((block.whole, done.kept_bytes / unit))
-        block.extra.append((block.whole, done.extra_bytes / unit))
-        block.recompute.append((block.whole, done.recompute_ms))
-    rows = _Rows(model, region, block, can_swap, unit, is_exact)
-    rows.add_ops(most_extra_bytes)
-    rows.add_inputs()
-    return block
+    if again is not None and rows.whole is not None:
+        done = bytes_of(region, again)
+        rows.store.append((rows.whole, done.kept_bytes / unit))
+        rows.extra.append((rows.whole, done.extra_bytes / unit))
+        rows.recompute.append((rows.whole, done.recompute_ms))
+    maker = _RowMaker(model, region, rows, can_swap, unit, is_exact)
+    maker.add_ops(most_extra_bytes)
+    maker.add_inputs()
+    return rows
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowMaker:
     model: Model
     region: Region
-    block: Block
+    rows: RegionRows
     can_swap: bool
     unit: float
     is_exact: bool
@@ -226,7 +226,7 @@ class _Rows:
 
     @property
     def _unmanaged(self) -> list[tuple[int, float]]:
-        return [(variable, 1.0) for variable in self.block.unmanaged]
+        return [(variable, 1.0) for variable in self.rows.unmanaged]
 
     def add_ops(self, most_extra_bytes: int) -> None:
         reads = needed_reads(self.region)
@@ -234,15 +234,15 @@ class _Rows:
             op = self.region.ops[index]
             more_bytes = op.num_bytes - op.residual_bytes
             if _may_store(op, self.can_swap) and more_bytes <= max(most_extra_bytes, 0):
-                self.block.stored[index] = self.model.binary()
-                self._add_stored(index, self.block.stored[index], op.num_bytes, allowed(op))
-                self.block.extra.append((self.block.stored[index], more_bytes / self.unit))
+                self.rows.stored[index] = self.model.binary()
+                self._add_stored(index, self.rows.stored[index], op.num_bytes, allowed(op))
+                self.rows.extra.append((self.rows.stored[index], more_bytes / self.unit))
             if RECOMPUTE in allowed(op):
                 # It needs no whole number: it is as small as what is stored lets it be.
                 # Parts run with the op that makes them, and it with all of them.
                 whole = self.runs.get(self.region.made_with(index))
                 self.runs[index] = self.model.variable(0.0, 1.0) if whole is None else whole
-                self.block.recompute.append((self.runs[index], op.forward_ms))
+                self.rows.recompute.append((self.runs[index], op.forward_ms))
         for index, read in reads.items():
             if self.region.ops[index].is_needed:
                 self.model.row([*self._there(index), *self._unmanaged], 1.0, 1.0)
@@ -262,7 +262,7 @@ class _Rows:
             if given.value.is_residual:
                 self.model.row([(stored, 1.0), *self._unmanaged], 1.0)
             else:
-                self.block.extra.append((stored, given.value.num_bytes / self.unit))
+                self.rows.extra.append((stored, given.value.num_bytes / self.unit))
             if runs_again is None:
                 runs_again = self.model.variable(0.0, 1.0)
                 for variable in dict.fromkeys(self.runs.values()):
@@ -270,18 +270,18 @@ class _Rows:
             self.model.row([(stored, 1.0), (runs_again, -1.0)], 0.0)
 
     def _there(self, index: int) -> list[tuple[int, float]]:
-        return [(variables[index], 1.0) for variables in (self.block.stored, self.runs) if index in variables]
+        return [(variables[index], 1.0) for variables in (self.rows.stored, self.runs) if index in variables]
 
     def _add_stored(self, position: int, stored: int, num_bytes: int, choices: tuple[Choice, ...]) -> None:
         num = num_bytes / self.unit
-        self.block.store.append((stored, num))
+        self.rows.store.append((stored, num))
         if not num or not self.can_swap or SWAP not in choices:
             return
         if SAVE not in choices:
-            self.block.forced.append((stored, num))
+            self.rows.forced.append((stored, num))
         elif self.is_exact:
-            swapped = self.block.swapped[position] = self.model.binary()
+            swapped = self.rows.swapped[position] = self.model.binary()
             self.model.row([(stored, 1.0), (swapped, -1.0)], 0.0)
-            self.block.free.append((swapped, num))
+            self.rows.free.append((swapped, num))
         else:
-            self.block.free.append((stored, num))
+            self.rows.free.append((stored, num))

@@ -29,7 +29,7 @@ _SHARE_FIXED = 0.4  # of the regions that are left, in each step of a dive
 _RETRIES = 3
 
 
-class Search:
+class Branching:
     """The best decision found for a case, and the bound below which there is none."""
 
     def __init__(self, case: Case, budget_bytes: int, clock: Clock) -> None:
@@ -69,10 +69,10 @@ class Search:
             if answer.x is None:
                 return
             decision = []
-            for index, block in enumerate(form.blocks):
-                base = self.pool.base(index, block.stored_in(answer.x))
+            for index, rows in enumerate(form.region_rows):
+                base = self.pool.base(index, rows.stored_in(answer.x))
                 free = {position for position, _ in base.free}
-                swapped = [position for position in block.swapped_in(answer.x) if position in free]
+                swapped = [position for position in rows.swapped_in(answer.x) if position in free]
                 decision.append(base.swapping(swapped) if swapped else base.decision)
             cost = evaluate(self.case.problem, tuple(decision))
             self.offer((tuple(decision), cost))
@@ -89,7 +89,7 @@ class Search:
             self._prices = prices(form.links, answer)
         if answer.x is not None:  # a base that not even a part of a region wants only blurs the choice of the others
             x = answer.x
-            self._uses_whole = any(block.whole is not None and x[block.whole] > _ENOUGH for block in form.blocks)
+            self._uses_whole = any(rows.whole is not None and x[rows.whole] > _ENOUGH for rows in form.region_rows)
 
     def add_bases(self) -> None:
         """To the pool: such with which the bound is nearly reached; a few simple ones where `relax` gave no prices."""
@@ -138,7 +138,7 @@ class Search:
         self._learn(answer)
         if answer.x is None:
             return
-        bases = [self.pool.base(index, block.stored_in(answer.x)) for index, block in enumerate(form.blocks)]
+        bases = [self.pool.base(index, rows.stored_in(answer.x)) for index, rows in enumerate(form.region_rows)]
         swapped = [answer.x[variable] * self.case.unit for variable in form.places.swapped]
         self.offer(split(self.case, bases, swapped, self._budget_bytes))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.planner.model.profile import Region
-from hyper_parallel.core.planner.solve.block import PLAIN, WHOLE, Base, Block, add_block, base_of
+from hyper_parallel.core.planner.solve.block import PLAIN, WHOLE, Base, RegionRows, add_region_rows, base_of
 from hyper_parallel.core.planner.solve.linear_model import Answer, Clock, Model
 from hyper_parallel.core.planner.solve.rows import Case, Places, add_lone_waits, add_rows
 
@@ -46,7 +46,7 @@ class Whole:
 
     model: Model
     places: Places
-    blocks: list[Block]
+    region_rows: list[RegionRows]
     links: list[PlaceRows]
 
 
@@ -94,21 +94,21 @@ def whole(case: Case, budget_bytes: int, *, is_exact: bool = False) -> Whole:
     places = add_rows(model, case, budget_bytes)
     overhead_ms = case.problem.region_overhead_ms
     rooms = case.rooms(budget_bytes)
-    blocks, links = [], []
+    by_region, links = [], []
     for index, region in enumerate(case.regions):
-        block = add_block(
+        rows = add_region_rows(
             model, region, case.swaps, case.unit, rooms[index], is_exact=is_exact, has_whole=overhead_ms > 0
         )
-        blocks.append(block)
-        is_plain = [] if block.plain is None else [block.plain]
-        store = [*block.store, *((variable, region.residual_bytes / case.unit) for variable in is_plain)]
-        recompute = [*block.recompute, *((variable, -overhead_ms) for variable in block.unmanaged)]
+        by_region.append(rows)
+        is_plain = [] if rows.plain is None else [rows.plain]
+        store = [*rows.store, *((variable, region.residual_bytes / case.unit) for variable in is_plain)]
+        recompute = [*rows.recompute, *((variable, -overhead_ms) for variable in rows.unmanaged)]
         links.append(
-            _link(model, places, index, store, block.free, block.forced, block.extra, recompute, overhead_ms, is_exact)
+            _link(model, places, index, store, rows.free, rows.forced, rows.extra, recompute, overhead_ms, is_exact)
         )
     if case.swaps:
-        add_lone_waits(model, case, places, [region_rows.unmanaged for region_rows in blocks])
-    return Whole(model, places, blocks, links)
+        add_lone_waits(model, case, places, [rows.unmanaged for rows in by_region])
+    return Whole(model, places, by_region, links)
 
 
 def chosen(case: Case, budget_bytes: int, pool: Pool, *, overrun_cost: float | None = None) -> Chosen:
@@ -122,7 +122,7 @@ def chosen(case: Case, budget_bytes: int, pool: Pool, *, overrun_cost: float | N
         bases = pool.bases(index)
         columns.append([model.binary() for _ in bases])
         for column, base in zip(columns[-1], bases, strict=True):
-            if base.load.extra_bytes > max(rooms[index], 0):
+            if base.region_bytes.extra_bytes > max(rooms[index], 0):
                 model.fix(column, 0.0)
         model.row([(column, 1.0) for column in columns[-1]], 1.0, 1.0)
         pairs = list(zip(columns[-1], bases, strict=True))
@@ -135,10 +135,10 @@ def chosen(case: Case, budget_bytes: int, pool: Pool, *, overrun_cost: float | N
                 index,
                 [(column, base.store_bytes / case.unit) for column, base in pairs],
                 [(column, base.free_bytes / case.unit) for column, base in managed],
-                [(column, base.load.swapped_bytes / case.unit) for column, base in managed],
-                [(column, base.load.extra_bytes / case.unit) for column, base in managed],
+                [(column, base.region_bytes.swapped_bytes / case.unit) for column, base in managed],
+                [(column, base.region_bytes.extra_bytes / case.unit) for column, base in managed],
                 [
-                    (column, base.load.recompute_ms + (0.0 if base.stored == WHOLE else overhead_ms))
+                    (column, base.region_bytes.recompute_ms + (0.0 if base.stored == WHOLE else overhead_ms))
                     for column, base in managed
                 ],
                 0.0,
@@ -201,30 +201,30 @@ class Pricing:
     def __init__(self, case: Case, budget_bytes: int) -> None:
         self._case = case
         self._model = Model()
-        self._blocks = []
+        self._region_rows = []
         for region, room in zip(case.regions, case.rooms(budget_bytes), strict=False):
-            block = add_block(self._model, region, case.swaps, case.unit, room)
-            self._model.row(block.extra, high=max(room, 0) / case.unit)
-            self._blocks.append(block)
+            rows = add_region_rows(self._model, region, case.swaps, case.unit, room)
+            self._model.row(rows.extra, high=max(room, 0) / case.unit)
+            self._region_rows.append(rows)
 
     def cheapest(self, at: Sequence[Prices], clock: Clock) -> list[frozenset[int]]:
         costs: _Terms = []
-        for region, block, price in zip(self._case.regions, self._blocks, at, strict=True):
-            costs += self._costs(region, block, price)
+        for region, rows, price in zip(self._case.regions, self._region_rows, at, strict=True):
+            costs += self._costs(region, rows, price)
         self._model.set_costs(costs)
         answer = self._model.solve(clock, gap=1e-4, node_limit=1)
-        return [] if answer.x is None else [block.stored_in(answer.x) for block in self._blocks]
+        return [] if answer.x is None else [rows.stored_in(answer.x) for rows in self._region_rows]
 
-    def _costs(self, region: Region, block: Block, price: Prices) -> _Terms:
+    def _costs(self, region: Region, rows: RegionRows, price: Prices) -> _Terms:
         # A little for what is free at these prices: of equals, the one that stores less and runs less again.
         byte_cost = 1e-6 * (region.forward_ms + 1e-3) / (region.residual_bytes / self._case.unit + 1.0)
-        other = {variable for variable, _ in (*block.free, *block.forced)}
-        costs = [(variable, num * price.store) for variable, num in block.store if variable not in other]
-        costs += [(variable, num * price.free) for variable, num in block.free]
-        costs += [(variable, num * price.forced) for variable, num in block.forced]
-        costs += [(variable, num * byte_cost) for variable, num in block.store]
-        costs += [(variable, num * price.extra) for variable, num in block.extra]
-        costs += [(variable, ms * (price.recompute + 1e-6)) for variable, ms in block.recompute]
-        if block.plain is not None:  # it is in the pool already
-            costs.append((block.plain, 1.0 + 2.0 * sum(abs(cost) for _, cost in costs)))
+        other = {variable for variable, _ in (*rows.free, *rows.forced)}
+        costs = [(variable, num * price.store) for variable, num in rows.store if variable not in other]
+        costs += [(variable, num * price.free) for variable, num in rows.free]
+        costs += [(variable, num * price.forced) for variable, num in rows.forced]
+        costs += [(variable, num * byte_cost) for variable, num in rows.store]
+        costs += [(variable, num * price.extra) for variable, num in rows.extra]
+        costs += [(variable, ms * (price.recompute + 1e-6)) for variable, ms in rows.recompute]
+        if rows.plain is not None:  # it is in the pool already
+            costs.append((rows.plain, 1.0 + 2.0 * sum(abs(cost) for _, cost in costs)))
         return costs

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.core.planner.model.choices import Decision, load
+from hyper_parallel.core.planner.model.choices import Decision, bytes_of
 from hyper_parallel.core.planner.model.problem import Cost, Problem, peak
-from hyper_parallel.core.planner.solve.block import Base, Block, add_block, base_of
+from hyper_parallel.core.planner.solve.block import Base, RegionRows, add_region_rows, base_of
 from hyper_parallel.core.planner.solve.linear_model import INFINITY, Clock, Model
 from hyper_parallel.core.planner.solve.rows import Case
 from hyper_parallel.core.planner.solve.split import split
@@ -61,15 +61,15 @@ def _within(case: Case, leanest: _Leanest, peak_bytes: int) -> list[Base] | None
         if base is None:
             return None
         bases.append(base)
-        kept += base.store_bytes - base.load.swapped_bytes - base.free_bytes
+        kept += base.store_bytes - base.region_bytes.swapped_bytes - base.free_bytes
     return bases if kept <= room_in_turn else None
 
 
 def _peak_bytes(case: Case, bases: list[Base]) -> int:
     """With all swapped that can be; of this case, so what is in flight counts even if nothing is."""
     decision = [base.swapping(position for position, _ in base.free) if base.free else base.decision for base in bases]
-    loads = [load(region, chosen) for region, chosen in zip(case.regions, decision, strict=True)]
-    return peak(case.problem, loads, swaps=case.swaps).num_bytes
+    by_region = [bytes_of(region, chosen) for region, chosen in zip(case.regions, decision, strict=True)]
+    return peak(case.problem, by_region, swaps=case.swaps).num_bytes
 
 
 def _no_decision(case: Case) -> ArgumentError:
@@ -97,7 +97,7 @@ class _Leanest:
         """None: no base has so little extra."""
         known = self._known[self._kind[index]]
         for limit, base in known:
-            if extra_bytes <= limit and (base is None or base.load.extra_bytes <= extra_bytes):
+            if extra_bytes <= limit and (base is None or base.region_bytes.extra_bytes <= extra_bytes):
                 return base
         base = self._solve(index, extra_bytes)
         known.append((extra_bytes, base))
@@ -108,20 +108,20 @@ class _Leanest:
         limit = extra_bytes
         while limit >= 0:  # with less than nothing extra there is no base
             model = Model()
-            block = add_block(model, region, case.swaps, case.unit, extra_bytes)
-            model.row(block.extra, high=min(limit, _ANY_BYTES >> 10) / case.unit)
-            model.set_costs(_kept(block, region.residual_bytes / case.unit))
+            rows = add_region_rows(model, region, case.swaps, case.unit, extra_bytes)
+            model.row(rows.extra, high=min(limit, _ANY_BYTES >> 10) / case.unit)
+            model.set_costs(_kept(rows, region.residual_bytes / case.unit))
             answer = model.solve(_NO_LIMIT, gap=0.0, node_limit=100_000)
             if answer.x is None:
                 return None
-            base = base_of(region, block.stored_in(answer.x), case.swaps)
-            if base.load.extra_bytes <= extra_bytes:
+            base = base_of(region, rows.stored_in(answer.x), case.swaps)
+            if base.region_bytes.extra_bytes <= extra_bytes:
                 return base
-            limit -= base.load.extra_bytes - extra_bytes  # the solver is exact to a few bytes only
+            limit -= base.region_bytes.extra_bytes - extra_bytes  # the solver is exact to a few bytes only
         return None
 
 
-def _kept(block: Block, residual: float) -> list[tuple[int, float]]:
-    gone = {variable for variable, _ in (*block.free, *block.forced)}
-    kept = [(variable, num) for variable, num in block.store if variable not in gone]
-    return kept if block.plain is None else [*kept, (block.plain, residual)]
+def _kept(rows: RegionRows, residual: float) -> list[tuple[int, float]]:
+    gone = {variable for variable, _ in (*rows.free, *rows.forced)}
+    kept = [(variable, num) for variable, num in rows.store if variable not in gone]
+    return kept if rows.plain is None else [*kept, (rows.plain, residual)]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hyper_parallel.core.planner.model.choices import Decision, plain, recompute_all, swapped_bytes
 from hyper_parallel.core.planner.model.problem import Cost, Problem, evaluate
 from hyper_parallel.core.planner.model.profile import StepProfile
-from hyper_parallel.core.planner.solve.branch import Search, plain_ms
+from hyper_parallel.core.planner.solve.branch import Branching, plain_ms
 from hyper_parallel.core.planner.solve.linear_model import Clock
 from hyper_parallel.core.planner.solve.peak import smallest_peak
 from hyper_parallel.core.planner.solve.refusal import BudgetError, budget_error
@@ -68,20 +68,20 @@ def solve(problem: Problem, *, gap: float | None = None, time_limit_s: float = 1
         return _solution(ready, ready[1].step_ms, clock)
     scaled, ticks_per_ms = _in_ticks(problem)
     cases = [Case(scaled, True), Case(scaled, False)] if problem.can_swap else [Case(scaled, False)]
-    searches = [Search(case, problem.budget_bytes, clock) for case in cases]
-    for search in searches:
-        search.offer(ready)
+    branchings = [Branching(case, problem.budget_bytes, clock) for case in cases]
+    for branching in branchings:
+        branching.offer(ready)
     size = _size(problem.profile)
     if size <= _SMALL:
-        _solve_small(searches, 0.0 if gap is None else gap)
+        _solve_small(branchings, 0.0 if gap is None else gap)
     else:
-        _solve_large(searches, _GOOD_GAP if gap is None else gap, size)
-    best = _best(searches)
+        _solve_large(branchings, _GOOD_GAP if gap is None else gap, size)
+    best = _best(branchings)
     if best is None:
         best = smallest_peak(problem)
         if best[1].peak_bytes > problem.budget_bytes:
             raise budget_error(problem.profile, problem.budget_bytes, best[1].peak)
-    bound_ms = min(search.bound_ms for search in searches) / ticks_per_ms
+    bound_ms = min(branching.bound_ms for branching in branchings) / ticks_per_ms
     return _solution((best[0], evaluate(problem, best[0])), bound_ms, clock)
 
 
@@ -146,30 +146,30 @@ def _is_plain(decision: Decision) -> bool:
     return all(chosen.is_plain for chosen in decision)
 
 
-def _solve_small(searches: Sequence[Search], gap: float) -> None:
-    for search in searches:
-        search.exact(gap, node_limit=50_000)
+def _solve_small(branchings: Sequence[Branching], gap: float) -> None:
+    for branching in branchings:
+        branching.exact(gap, node_limit=50_000)
 
 
-def _solve_large(searches: Sequence[Search], gap: float, size: int) -> None:
-    for search in searches:
-        search.relax()
+def _solve_large(branchings: Sequence[Branching], gap: float, size: int) -> None:
+    for branching in branchings:
+        branching.relax()
     best = None
-    for search in sorted(searches, key=lambda branching: branching.bound_ms):
-        search.offer(best)
-        if search.gap > gap and not search.is_infeasible:
-            search.add_bases()
+    for branching in sorted(branchings, key=lambda branching: branching.bound_ms):
+        branching.offer(best)
+        if branching.gap > gap and not branching.is_infeasible:
+            branching.add_bases()
             for num_left in (15, 40):
-                if search.gap > gap:
-                    search.dive(num_left, gap / 3, node_limit=20)
+                if branching.gap > gap:
+                    branching.dive(num_left, gap / 3, node_limit=20)
         enough = gap / 10 if size <= _MEDIUM else 2 * gap
-        if search.gap > enough and not search.is_infeasible:
-            search.refine(min(enough, gap), node_limit=50 if size <= _MEDIUM else 1)
-        best = search.best
+        if branching.gap > enough and not branching.is_infeasible:
+            branching.refine(min(enough, gap), node_limit=50 if size <= _MEDIUM else 1)
+        best = branching.best
 
 
-def _best(searches: Sequence[Search]) -> tuple[Decision, Cost] | None:
-    found = [search.best for search in searches if search.best is not None]
+def _best(branchings: Sequence[Branching]) -> tuple[Decision, Cost] | None:
+    found = [branching.best for branching in branchings if branching.best is not None]
     return min(found, key=lambda pair: (pair[1].step_ms, pair[1].peak_bytes), default=None)
 
 

@@ -9,7 +9,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from hyper_parallel.core.planner.model.choices import SAVE, SWAP, Choice, Decision, RegionDecision, allowed, load, plain
+from hyper_parallel.core.planner.model.choices import (
+    SAVE,
+    SWAP,
+    Choice,
+    Decision,
+    RegionDecision,
+    allowed,
+    bytes_of,
+    plain,
+)
 from hyper_parallel.core.planner.model.problem import Cost, Problem, evaluate
 from hyper_parallel.core.planner.model.profile import Region
 from hyper_parallel.core.planner.solve.block import Base
@@ -52,7 +61,7 @@ def _carried(
     should = done = 0.0
     for base, asked, at_least in zip(bases, swapped_bytes, least, strict=True):
         should += asked
-        done += base.load.swapped_bytes
+        done += base.region_bytes.swapped_bytes
         floor = max(at_least, should - 0.5 if rounds_up else 0.0) - done
         known = used.setdefault((base.decision, base.free), {})  # a region that decides alike may not swap the same
         positions = _used_before(known, floor, should - done, slack_bytes)
@@ -79,7 +88,7 @@ def _used_before(
 def _least_swapped(case: Case, bases: Sequence[Base], budget_bytes: int) -> list[int]:
     """For each region, what it and those before it must swap together, lest those after it cannot make up for it."""
     rooms = case.rooms(budget_bytes)
-    extras = [*(base.load.extra_bytes for base in bases[1:]), 0]
+    extras = [*(base.region_bytes.extra_bytes for base in bases[1:]), 0]
     stored = 0
     least = []
     for base, extra, room in zip(bases, extras, rooms[1:], strict=True):
@@ -87,7 +96,7 @@ def _least_swapped(case: Case, bases: Sequence[Base], budget_bytes: int) -> list
         least.append(stored + extra - room)
     for index in reversed(range(len(bases) - 1)):
         later = bases[index + 1]
-        least[index] = max(least[index], least[index + 1] - later.free_bytes - later.load.swapped_bytes)
+        least[index] = max(least[index], least[index + 1] - later.free_bytes - later.region_bytes.swapped_bytes)
     return least
 
 
@@ -97,17 +106,17 @@ def tidied(problem: Problem, decision: Decision, budget_bytes: int) -> Decision:
     A step never gets slower by either. The solver sees no difference where the link has time to spare.
     """
     regions = problem.profile.regions
-    loads = [load(region, chosen) for region, chosen in zip(regions, decision, strict=True)]
-    swaps = any(region_bytes.swapped_bytes for region_bytes in loads)
+    by_region = [bytes_of(region, chosen) for region, chosen in zip(regions, decision, strict=True)]
+    swaps = any(region_bytes.swapped_bytes for region_bytes in by_region)
     rooms = Case(problem, swaps).rooms(budget_bytes)[1:]
-    extras = [*(region_bytes.extra_bytes for region_bytes in loads[1:]), 0]
-    kept = itertools.accumulate(region_bytes.kept_bytes for region_bytes in loads)
+    extras = [*(region_bytes.extra_bytes for region_bytes in by_region[1:]), 0]
+    kept = itertools.accumulate(region_bytes.kept_bytes for region_bytes in by_region)
     slack = [room - extra - total for room, extra, total in zip(rooms, extras, kept, strict=True)]
     changed = list(decision)
     left = slack[-1] if slack else 0
     for index in reversed(range(len(regions))):
         left = min(left, slack[index])
-        if loads[index].swapped_bytes:
+        if by_region[index].swapped_bytes:
             changed[index], saved_bytes = _saving(regions[index], decision[index], left)
             left -= saved_bytes
         changed[index] = _plain_if_it_is(regions[index], changed[index])
@@ -134,7 +143,7 @@ def _saving(region: Region, decision: RegionDecision, room_bytes: int) -> tuple[
 def _plain_if_it_is(region: Region, decision: RegionDecision) -> RegionDecision:
     if not region.may_be_plain or decision.is_plain:
         return decision
-    done = load(region, decision)
+    done = bytes_of(region, decision)
     return decision if done.swapped_bytes or done.kept_bytes < region.residual_bytes else plain(region)
 
 

@@ -22,7 +22,7 @@ from hyper_parallel.core.planner.model.choices import RECOMPUTE, SWAP, Choice
 from hyper_parallel.core.planner.model.mismatches import Mismatches
 from hyper_parallel.core.planner.plan.batch_fit import UNKNOWN_BATCH, BatchCheck, Fit, PlannedBatch
 from hyper_parallel.platform.mindspore.planner.planned_block import PlannedBlock, planned_blocks
-from hyper_parallel.platform.mindspore.planner.signature import look_of
+from hyper_parallel.platform.mindspore.planner.signature import tensor_meta
 from hyper_parallel.platform.mindspore.planner.steps import tensors_of
 from hyper_parallel.platform.mindspore.regions.checkpoint import checkpoint
 from hyper_parallel.platform.mindspore.regions.replays import is_replaying
@@ -38,13 +38,13 @@ class _HowBlockRuns(NamedTuple):
 
     choice: Choice | None
     swaps_inputs: bool
-    looks: tuple[str, ...]
+    result_metas: tuple[str, ...]
     where: str
 
 
 def _how(region: Any, decision: Any) -> _HowBlockRuns:
     choice = None if decision.is_plain else decision.ops[0] or RECOMPUTE
-    return _HowBlockRuns(choice, SWAP in decision.inputs, region.ops[0].looks, region.path)
+    return _HowBlockRuns(choice, SWAP in decision.inputs, region.ops[0].result_metas, region.path)
 
 
 class PlannedCall:
@@ -84,12 +84,12 @@ class PlannedCall:
 
     def _check(self, number: int, how: _HowBlockRuns, result: Any) -> None:
         """Whether what a block gives looks as it did when it was planned; if not it is recomputed from now on."""
-        found = looks_of(result)
-        if found == how.looks:
+        found = metas_of(result)
+        if found == how.result_metas:
             return
         self._calls[number] = how._replace(choice=RECOMPUTE, swaps_inputs=False)
         self._mismatches.note(
-            "blocks of another shape", expected=" and ".join(how.looks), got=" and ".join(found), where=how.where
+            "blocks of another shape", expected=" and ".join(how.result_metas), got=" and ".join(found), where=how.where
         )
 
 
@@ -116,9 +116,9 @@ def _is_forward() -> bool:
     return _pynative_executor.requires_grad() and not is_replaying()
 
 
-def looks_of(output: object) -> tuple[str, ...]:
+def metas_of(output: object) -> tuple[str, ...]:
     """How the tensors that a block gives look."""
-    return tuple(look_of(tensor) for tensor in tensors_of(output))
+    return tuple(tensor_meta(tensor) for tensor in tensors_of(output))
 
 
 def _recomputed(module: Any, swaps_inputs: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

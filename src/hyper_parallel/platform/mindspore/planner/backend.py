@@ -74,8 +74,8 @@ class MindSporePlanner:
     def identity(self, model: nn.Cell, batch: Batch = None) -> Identity:
         return signature.identity(model, batch)
 
-    def look(self, batch: Batch) -> Any:
-        return signature.look(batch)
+    def meta_of(self, batch: Batch) -> Any:
+        return signature.meta_of(batch)
 
     def device_of(self, model: nn.Cell) -> Device:
         return steps.device_of(model)
@@ -103,7 +103,7 @@ class MindSporePlanner:
     def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         _later()
 
-    def surroundings_of(self, device: Device) -> Callable[[], AbstractContextManager[Any]]:
+    def autocast_of(self, device: Device) -> Callable[[], AbstractContextManager[Any]]:
         _later()
 
     def step_state(self, model: nn.Cell, *, with_gradients: bool, written: Iterable[str]) -> backend.StepState:

@@ -18,7 +18,7 @@ import mindspore
 import numpy as np
 from mindspore import MsDispatchMode, Tensor, saved_tensors_hooks
 
-from hyper_parallel.core.planner.model.measured_span import Span
+from hyper_parallel.core.planner.model.measured_span import MeasuredSpan
 from hyper_parallel.platform.mindspore.regions.recording import Call
 from hyper_parallel.platform.mindspore.regions.saved_tensors import Kept
 from hyper_parallel.platform.mindspore.swap.storages import (
@@ -96,7 +96,7 @@ class MemoryMeter(Protocol):
 
     def mark(self, name: str) -> None: ...
 
-    def spans(self) -> list[Span]: ...
+    def spans(self) -> list[MeasuredSpan]: ...
 
 
 class CpuMemory:
@@ -104,7 +104,7 @@ class CpuMemory:
 
     def __init__(self, outside: Iterable[Tensor]) -> None:
         self._memory = HeldMemory(outside)
-        self._spans: list[Span] = []
+        self._spans: list[MeasuredSpan] = []
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -119,13 +119,13 @@ class CpuMemory:
     def mark(self, name: str) -> None:
         self._close()
         level = self._memory.peak_bytes = self._memory.held_bytes
-        self._spans.append(Span(name, level, level))
+        self._spans.append(MeasuredSpan(name, level, level))
 
     def _close(self) -> None:
         if self._spans:
             self._spans[-1] = self._spans[-1]._replace(peak_bytes=self._memory.peak_bytes)
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[MeasuredSpan]:
         return self._spans
 
 
@@ -133,7 +133,7 @@ class DeviceMemory:
     """From the statistics of an accelerator's allocator. Never run: no such device was at hand."""
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []
+        self._spans: list[MeasuredSpan] = []
         self._first = 0
 
     @contextlib.contextmanager
@@ -147,14 +147,14 @@ class DeviceMemory:
         if not self._spans:
             self._first = level
         mindspore.runtime.reset_max_memory_allocated()
-        self._spans.append(Span(name, level - self._first, level - self._first))
+        self._spans.append(MeasuredSpan(name, level - self._first, level - self._first))
 
     def _close(self) -> None:
         if self._spans:
             peak = int(mindspore.runtime.max_memory_allocated())
             self._spans[-1] = self._spans[-1]._replace(peak_bytes=peak - self._first)
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[MeasuredSpan]:
         return self._spans
 
 

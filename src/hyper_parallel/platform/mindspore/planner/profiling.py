@@ -25,12 +25,12 @@ from mindspore.graph.api import _pynative_executor
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.core.activation_checkpoint.replacement import replace
 from hyper_parallel.core.planner.model.choices import RECOMPUTE, SWAP, recompute_all
-from hyper_parallel.core.planner.model.measured_span import Span
-from hyper_parallel.core.planner.model.profile import Input, Op, Region, StepProfile, Turn, Value
+from hyper_parallel.core.planner.model.measured_span import MeasuredSpan
+from hyper_parallel.core.planner.model.profile import Input, ProfiledOp, Region, StepProfile, StorageFacts, Turn
 from hyper_parallel.core.planner.model.spans import with_common_times, with_peaks
 from hyper_parallel.core.swap.config import current_config, default_min_bytes
 from hyper_parallel.platform.mindspore.planner import signature
-from hyper_parallel.platform.mindspore.planner.applying import looks_of
+from hyper_parallel.platform.mindspore.planner.applying import metas_of
 from hyper_parallel.platform.mindspore.planner.blocks import check_ran, find_blocks, suggested
 from hyper_parallel.platform.mindspore.planner.link import measure_link
 from hyper_parallel.platform.mindspore.planner.memory import free_bytes
@@ -59,7 +59,7 @@ class BlockCall:
     Attributes:
         given: address of each storage it was given -> bytes; each is alive when the next call begins, or was of no use to anybody
         given_bytes: of those that no other call was given
-        looks: of its results
+        result_metas: dtype and shape of its results
         swappable: sizes of the storages that autograd saved in it and that are large enough
     """
 
@@ -68,7 +68,7 @@ class BlockCall:
         self.call = call
         self.given: dict[int, int] = {}
         self.given_bytes = 0
-        self.looks: tuple[str, ...] = ()
+        self.result_metas: tuple[str, ...] = ()
         self.swappable: list[int] = []
 
 
@@ -169,22 +169,22 @@ class ProfiledModel:
 
     def profile(self, progress: Progress | None = None) -> Any:
         """A `StepProfile` of the plain step."""
-        say = progress or (lambda what: None)
+        report_progress = progress or (lambda what: None)
         base_bytes = self.base_bytes()
         with self.preserved() as block, block:
-            say("warming up")
+            report_progress("warming up")
             self.step()
-            say("measuring times")
+            report_progress("measuring times")
             times = self._timed(self.blocks)
-            say("measuring memory")
+            report_progress("measuring memory")
             calls, spans = self._measured(self.blocks)
             self._check_calls(calls, times)
-            say("measuring the link")
+            report_progress("measuring the link")
             link = measure_link(self.device)
             min_bytes = _min_bytes(self.device)
             if link is not None:
                 self._note_swappable(calls, min_bytes)
-            say("measuring recomputation")
+            report_progress("measuring recomputation")
             with self._wrapped(checkpoint) as wrappers:
                 self.step()
                 times_again = self._timed(wrappers)
@@ -221,7 +221,7 @@ class ProfiledModel:
             timed.append(clock.spans())
         return {name: statistics.median(step_times[name] for step_times in timed) for name in timed[0]}
 
-    def _measured(self, blocks: dict[str, nn.Cell]) -> tuple[list[BlockCall], list[Span]]:
+    def _measured(self, blocks: dict[str, nn.Cell]) -> tuple[list[BlockCall], list[MeasuredSpan]]:
         meter = memory_meter(self.device, self._outside())
         marks = _Marks(meter)
         with meter.running():
@@ -364,7 +364,7 @@ class _Marks:
 
     def _end(self, output: Any) -> None:
         number = len(self.calls) - 1
-        self.calls[number].looks = looks_of(output)
+        self.calls[number].result_metas = metas_of(output)
         self._meter.mark(f"after {number}")
         for tensor in tensors_of(output):
             if tensor._requires_grad:
@@ -390,7 +390,7 @@ def _note_given(calls: Iterable[BlockCall]) -> list[int]:
     return list(shared.values())
 
 
-def _differences(spans: list[Span], again: list[Span]) -> list[int]:
+def _differences(spans: list[MeasuredSpan], again: list[MeasuredSpan]) -> list[int]:
     """How many bytes less each block has kept in the second of two steps."""
     levels = [{span.name: span.level_bytes for span in step} for step in (spans, again)]
     found: list[int] = []
@@ -416,24 +416,24 @@ def _region(
     if min_bytes is not None and call.swappable and 0 <= rest <= (1 - _ALL) * kept_bytes:
         choices.insert(0, SWAP)
         made = [*call.swappable, rest]
-    op = Op(
+    op = ProfiledOp(
         module="",
         name=_NAME,
         call=0,
         occurrence=0,
         # At least its forward: two measured steps may differ by more than that on a busy machine.
         forward_ms=max(again_ms - forward_ms - backward_ms, forward_ms),
-        makes=tuple(Value(num_bytes, is_residual=True) for num_bytes in made if num_bytes or kept_bytes == 0),
+        makes=tuple(StorageFacts(num_bytes, is_residual=True) for num_bytes in made if num_bytes or kept_bytes == 0),
         reads_inputs=(0,),
         choices=tuple(choices),
-        looks=call.looks,
+        result_metas=call.result_metas,
     )
     may_swap = min_bytes is not None and call.given_bytes >= min_bytes
     return Region(
         path=call.path,
         call=call.call,
         ops=(op,),
-        inputs=(Input(Value(call.given_bytes, is_residual=True), may_swap=may_swap),),
+        inputs=(Input(StorageFacts(call.given_bytes, is_residual=True), may_swap=may_swap),),
         forward_ms=forward_ms,
         backward_ms=backward_ms,
         forward_peak_bytes=0,

@@ -23,24 +23,24 @@ def identity(model: nn.Cell, batch: object = None, blocks: Iterable[str] | None 
         device=device_name(device_of(model)),
         model=type(model).__qualname__,
         parameters={name: _look(parameter) for name, parameter in model.parameters_and_names()},
-        batch=look(batch),
+        batch=meta_of(batch),
         blocks=None if blocks is None else tuple(blocks),
         is_training=bool(model.training),
     )
 
 
-def look(batch: object) -> Any:
+def meta_of(batch: object) -> Any:
     """A batch with the look of each tensor in its place; what is no tensor is named by its type."""
     if isinstance(batch, Tensor):
-        return look_of(batch)
+        return tensor_meta(batch)
     if isinstance(batch, dict):
-        return {str(key): look(value) for key, value in batch.items()}
+        return {str(key): meta_of(value) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return [look(item) for item in batch]
+        return [meta_of(item) for item in batch]
     if isinstance(batch, (str, int, float, bool, type(None))):
         return batch
     fields = tensor_fields(batch)
-    return {name: look(value) for name, value in fields.items()} if fields else type(batch).__name__
+    return {name: meta_of(value) for name, value in fields.items()} if fields else type(batch).__name__
 
 
 def check_model(model: object, call: str) -> None:
@@ -58,7 +58,7 @@ def batch_bytes(batch: object) -> int:
     return sum(int(tensor.nbytes) for tensor in tensors_of(batch))
 
 
-def look_of(tensor: Tensor) -> str:
+def tensor_meta(tensor: Tensor) -> str:
     """How a tensor looks, in words: "float32[2, 8]"."""
     return f"{str(tensor.dtype).lower()}{list(tensor.shape)}"
 
@@ -68,4 +68,4 @@ def device_name(device: str) -> str:
 
 
 def _look(parameter: Parameter) -> str:
-    return f"{look_of(parameter)}{'' if parameter.requires_grad else ', frozen'}"
+    return f"{tensor_meta(parameter)}{'' if parameter.requires_grad else ', frozen'}"

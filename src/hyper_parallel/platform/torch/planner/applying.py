@@ -24,7 +24,7 @@ from hyper_parallel.core.regions.policy import Answer, RegionPolicy
 from hyper_parallel.core.regions.questions import PolicyContext
 from hyper_parallel.platform.torch.planner.blocks import COMPILE_BLOCKS, check_called
 from hyper_parallel.platform.torch.planner.planned_block import PlannedBlock, planned_blocks
-from hyper_parallel.platform.torch.planner.signature import autocast_now, look_of
+from hyper_parallel.platform.torch.planner.signature import autocast_now, tensor_meta
 from hyper_parallel.platform.torch.planner.steps import device_of
 from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
 from hyper_parallel.platform.torch.regions.compiled_code import is_in_compiled_call
@@ -73,7 +73,9 @@ class PlannedPolicy(RegionPolicy):
             for index, parts in region.parts().items()
             if all(choices[part] in (SAVE, SWAP) for part in parts)
         }
-        self._looks: dict[Key, tuple[str, ...]] = {op.key: op.looks for op in region.ops if op.looks}
+        self._result_metas: dict[Key, tuple[str, ...]] = {
+            op.key: op.result_metas for op in region.ops if op.result_metas
+        }
         # About views, which are never kept; `passes`: what runs them, as the region found out. See `Record`.
         self.answers = {}
         self.passes = {}
@@ -105,7 +107,7 @@ class PlannedPolicy(RegionPolicy):
             return self._policies[SAVE] if self._saves_all else self._default
         if self.met is not None and self.is_compared:
             self.met.add(key)
-            if not self._looks_right(key, output):
+            if not self._is_as_profiled(key, output):
                 self.is_as_planned = False
                 return self._default
         if choice is None:
@@ -118,13 +120,13 @@ class PlannedPolicy(RegionPolicy):
         self.answers[id(op)] = self._default  # `_names` holds the op, so that no other gets its id
         return self._default
 
-    def _looks_right(self, key: Key, output: Any) -> bool:
-        expected = self._looks.get(key)
+    def _is_as_profiled(self, key: Key, output: Any) -> bool:
+        expected = self._result_metas.get(key)
         if expected is None:
             return True
-        found = tuple(_looks(output))
+        found = tuple(_metas(output))
         others = iter(found)  # compiled code hands on what it was given among what it makes
-        if all(look in others for look in expected):
+        if all(meta in others for meta in expected):
             return True
         self._mismatches.note(
             "ops of another shape",
@@ -161,12 +163,12 @@ class PlannedCall:
         mismatches: Mismatches,
         is_announced: bool,
         ahead_bytes: Sequence[int | None] = (),
-        surroundings: Surroundings | None = None,
+        autocast_check: AutocastCheck | None = None,
         *,
         by_framework: bool = False,
         is_unwatched: bool = False,
     ) -> None:
-        self._surroundings = surroundings
+        self._autocast_check = autocast_check
         self._calls: list[tuple[PlannedPolicy | None, bool] | None] = []
         ahead_bytes = ahead_bytes or [None] * len(regions)
         for region, decision, ahead in zip(regions, decisions, ahead_bytes, strict=True):
@@ -213,8 +215,8 @@ class PlannedCall:
                 result = checkpoint(module, *args, policy_fn=policy, swap_inputs=swap_inputs, **kwargs)
             policy.check_all_met()
         except MismatchError as error:
-            if self._surroundings is not None:
-                self._surroundings.check(error)
+            if self._autocast_check is not None:
+                self._autocast_check.check(error)
             raise
         return result
 
@@ -242,7 +244,7 @@ def _is_forward() -> bool:
     return torch.is_grad_enabled() and not is_replaying()
 
 
-class Surroundings:
+class AutocastCheck:
     """What blocks were profiled under, to tell why they do something else now. `autocast`: its dtype, "off", or None if nobody knows."""
 
     def __init__(self, device: torch.device, autocast: str | None) -> None:
@@ -279,7 +281,7 @@ class Applied:
 
     `ahead_bytes`: see `Setting`. `by_framework`: blocks that are recomputed whole are so by the framework's own checkpoint, which knows no ops and so costs the
     host less. `is_unwatched`: where nothing is swapped, forwards run without a dispatch mode once they were seen. Without a word on it, each is so on an
-    accelerator where nothing is swapped. `autocast`: see `Surroundings`.
+    accelerator where nothing is swapped. `autocast`: see `AutocastCheck`.
 
     Attributes:
         begins: is called when a step begins
@@ -301,7 +303,7 @@ class Applied:
         autocast: str | None = None,
     ) -> None:
         self.mismatches = Mismatches(on_mismatch)
-        surroundings = Surroundings(device_of(model), autocast)
+        autocast_check = AutocastCheck(device_of(model), autocast)
         blocks = dict(model.named_modules())
         swaps = any(chosen.swaps for chosen in decision)
         is_light = not swaps and device_of(model).type != "cpu"
@@ -330,7 +332,7 @@ class Applied:
                 self.mismatches,
                 is_announced,
                 [ahead_bytes[index] for index in indices] if ahead_bytes else (),
-                surroundings,
+                autocast_check,
                 by_framework=by_framework,
                 is_unwatched=is_unwatched,
             )
@@ -385,9 +387,9 @@ def words(path: str, key: Key) -> str:
     return f"{place}{f', call {call + 1}' if call else ''}, {name}{number}"
 
 
-def _looks(output: Any) -> list[str]:
+def _metas(output: Any) -> list[str]:
     if isinstance(output, torch.Tensor):
-        return [look_of(output.dtype, output.shape)]
+        return [tensor_meta(output.dtype, output.shape)]
     if isinstance(output, (list, tuple)):
-        return [look for item in output for look in _looks(item)]
+        return [meta for item in output for meta in _metas(item)]
     return []

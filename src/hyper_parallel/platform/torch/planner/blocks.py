@@ -12,7 +12,7 @@ from hyper_parallel.core.planner.model import blocks
 from hyper_parallel.platform.torch.regions.compiled_code import is_compiled
 from hyper_parallel.platform.torch.wrappers.activation_wrapper import ActivationWrapper
 
-_KINDS = blocks.Kinds(
+_TYPES = blocks.ModuleTypes(
     sequences=(nn.ModuleList, nn.Sequential),
     mappings=(nn.ModuleDict,),
     not_called=(nn.ModuleList, nn.ModuleDict),
@@ -23,8 +23,8 @@ _KINDS = blocks.Kinds(
 )
 
 
-suggested = functools.partial(blocks.suggested, _KINDS)
-check_ran = functools.partial(blocks.check_ran, _KINDS)
+suggested = functools.partial(blocks.suggested, _TYPES)
+check_ran = functools.partial(blocks.check_ran, _TYPES)
 
 
 def find_blocks(model: nn.Module, regions: Sequence[str | type[nn.Module]] | None = None) -> dict[str, nn.Module]:
@@ -33,7 +33,7 @@ def find_blocks(model: nn.Module, regions: Sequence[str | type[nn.Module]] | Non
     Raises:
         ValueError: nothing is found, a pattern matches nothing, a block is wrapped already, or see `check_called`.
     """
-    found = blocks.find_blocks(_KINDS, model, regions)
+    found = blocks.find_blocks(_TYPES, model, regions)
     check_called(model, found)
     return found
 

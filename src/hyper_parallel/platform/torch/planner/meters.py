@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 
 from hyper_parallel._base.errors import StateError
-from hyper_parallel.core.planner.model.measured_span import Span
+from hyper_parallel.core.planner.model.measured_span import MeasuredSpan
 
 
 class MemoryMeter(Protocol):
     def mark(self, name: str) -> None: ...
 
-    def spans(self) -> list[Span]: ...
+    def spans(self) -> list[MeasuredSpan]: ...
 
 
 class CpuMemory:
@@ -66,8 +66,8 @@ class CpuMemory:
         with torch.profiler.record_function(f"{self._PREFIX}{len(self._names)}"):
             self._names.append(name)
 
-    def spans(self) -> list[Span]:
-        spans: list[Span] = []
+    def spans(self) -> list[MeasuredSpan]:
+        spans: list[MeasuredSpan] = []
         level = peak = first = 0
         for _, is_mark, number in sorted(self._events()):
             if not is_mark:
@@ -78,7 +78,7 @@ class CpuMemory:
                 first = level
             else:
                 spans[-1] = spans[-1]._replace(peak_bytes=peak - first)
-            spans.append(Span(self._names[number], level - first, level - first))
+            spans.append(MeasuredSpan(self._names[number], level - first, level - first))
             peak = level
         if spans:
             spans[-1] = spans[-1]._replace(peak_bytes=peak - first)
@@ -102,7 +102,7 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._handle = getattr(torch, device.type)
-        self._spans: list[Span] = []
+        self._spans: list[MeasuredSpan] = []
         self._first = 0
 
     @contextlib.contextmanager
@@ -116,14 +116,14 @@ class DeviceMemory:
         if not self._spans:
             self._first = level
         self._handle.reset_peak_memory_stats(self._device)
-        self._spans.append(Span(name, level - self._first, level - self._first))
+        self._spans.append(MeasuredSpan(name, level - self._first, level - self._first))
 
     def _close(self) -> None:
         if self._spans:
             peak = int(self._handle.max_memory_allocated(self._device))
             self._spans[-1] = self._spans[-1]._replace(peak_bytes=peak - self._first)
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[MeasuredSpan]:
         return self._spans
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.planner.model.choices import RECOMPUTE, SAVE, SWAP, Choice
-from hyper_parallel.core.planner.model.profile import Op, Value
+from hyper_parallel.core.planner.model.profile import ProfiledOp, StorageFacts
 from hyper_parallel.platform.torch.planner import signature
 from hyper_parallel.platform.torch.planner.traced_steps import RecordedCall, is_made
 from hyper_parallel.platform.torch.regions.op_traits import traits_of
@@ -29,21 +29,21 @@ def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, m
         places |= dict.fromkeys(made, own)
         read = [value for value in op.reads if value is not None and is_made(value)]
         reads = {places.get(value, last[value.op] if value.op < op.index else own) for value in read}
-        whole = Op(
+        whole = ProfiledOp(
             module=op.module if paths is None else paths.below(op.module),
             name=str(op.func),
             call=op.call,
             occurrence=op.occurrence_in_call,
             forward_ms=ms,
             makes=tuple(
-                Value(v.num_bytes, v in noted.needed, noted.freed_after.get(v)) for v in made if v not in parts
+                StorageFacts(v.num_bytes, v in noted.needed, noted.freed_after.get(v)) for v in made if v not in parts
             ),
             reads=tuple(sorted(reads - {own})),
             reads_inputs=(0,)
             if any(value is not None and value.op < 0 and value in noted.inputs for value in op.reads)
             else (),
             choices=(RECOMPUTE,) if parts else _choices(made, noted, min_bytes),
-            looks=() if op.targets else tuple(_looks(op.outputs)),
+            result_metas=() if op.targets else tuple(_metas(op.outputs)),
         )
         ops.append(whole)
         for value in parts:
@@ -53,11 +53,11 @@ def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, m
                     whole,
                     name=f"{whole.name}[{part}]",
                     forward_ms=0.0,
-                    makes=(Value(value.num_bytes, True, noted.freed_after.get(value)),),
+                    makes=(StorageFacts(value.num_bytes, True, noted.freed_after.get(value)),),
                     reads=(own,),
                     reads_inputs=(),
                     choices=_choices([value], noted, min_bytes),
-                    looks=(),
+                    result_metas=(),
                     part=part,
                 )
             )
@@ -99,12 +99,12 @@ def _renumbered(op: Any, last: list[int]) -> Any:
     return dataclasses.replace(op, makes=tuple(makes))
 
 
-def _looks(outputs: object) -> list[str]:
+def _metas(outputs: object) -> list[str]:
     """How results of an op look: "float32[2, 8]"."""
     if isinstance(outputs, Fresh):
-        return [signature.look_of(outputs.view.dtype, outputs.view.size)]
+        return [signature.tensor_meta(outputs.view.dtype, outputs.view.size)]
     if isinstance(outputs, (list, tuple)) and not isinstance(outputs, (Argument, Constant)):
-        return [look for item in outputs for look in _looks(item)]
+        return [meta for item in outputs for meta in _metas(item)]
     return []
 
 

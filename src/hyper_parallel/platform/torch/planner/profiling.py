@@ -30,9 +30,9 @@ from hyper_parallel.core.activation_checkpoint.replacement import replace
 from hyper_parallel.core.planner.model.abilities import Abilities, HostCost
 from hyper_parallel.core.planner.model.agreement import common_profile
 from hyper_parallel.core.planner.model.choices import SAVE, SWAP, plain, recompute_all, recompute_ms
-from hyper_parallel.core.planner.model.measured_span import Span
+from hyper_parallel.core.planner.model.measured_span import MeasuredSpan
 from hyper_parallel.core.planner.model.problem import Problem, evaluate
-from hyper_parallel.core.planner.model.profile import Input, Region, StepProfile, Turn, Value
+from hyper_parallel.core.planner.model.profile import Input, Region, StepProfile, StorageFacts, Turn
 from hyper_parallel.core.planner.model.spans import as_allocated, with_common_times, with_peaks
 from hyper_parallel.core.planner.solve.solver import BudgetError
 from hyper_parallel.core.swap.config import current_config, default_min_bytes
@@ -69,7 +69,7 @@ _NOISE_SHARE = 0.03  # of a step
 Progress = Callable[[str], None]
 
 
-class _Way(Enum):
+class HowBlocksRun(Enum):
     """How blocks run while a step is measured; the first that fits is taken."""
 
     PLAIN = "as they are"
@@ -222,17 +222,17 @@ class ProfiledModel:
 
     def profile(self, progress: Progress | None = None) -> Any:
         """A `StepProfile` of the plain step."""
-        say = progress or (lambda what: None)
+        report_progress = progress or (lambda what: None)
         base_bytes = self._without_output_bytes()
         compile_visibly(self.model)
         with self.preserved() as block, block as state:
-            way, timed, spans = self._steps(say)
-            say("recording ops")
-            with recording(self.model, self.blocks, self.device, swaps_inputs=way is _Way.SWAP_INPUTS) as calls:
+            way, timed, spans = self._steps(report_progress)
+            report_progress("recording ops")
+            with recording(self.model, self.blocks, self.device, swaps_inputs=way is HowBlocksRun.SWAP_INPUTS) as calls:
                 self.step()
             written = tuple(state.written)
         base_bytes += self._output_bytes()
-        say("measuring the link")
+        report_progress("measuring the link")
         link, said = attempt(functools.partial(measure_link, self.device), self.device)
         if said is not None:
             _logger.warning("nothing will be swapped: there is no room to measure the link (%s)", said)
@@ -248,10 +248,10 @@ class ProfiledModel:
             _region(call, index, times, self.device, link is not None, _min_bytes(self.device))
             for index, call in enumerate(calls)
         ]
-        say("measuring recomputation")
-        decision = [_run_again(region, swaps_inputs=way is _Way.SWAP_INPUTS) for region in regions]
+        report_progress("measuring recomputation")
+        decision = [_run_again(region, swaps_inputs=way is HowBlocksRun.SWAP_INPUTS) for region in regions]
         again, again_ms = self._measured_again(regions, decision)
-        regions = with_common_times(regions if way is _Way.PLAIN else _without_replay(regions, decision))
+        regions = with_common_times(regions if way is HowBlocksRun.PLAIN else _without_replay(regions, decision))
         if spans is not None and self.device.type != "cpu":  # a CPU's meter counts what was asked for
             regions = as_allocated(regions, spans, again, decision)
         regions, turn_bytes = with_peaks(regions, spans, again, decision)
@@ -280,15 +280,17 @@ class ProfiledModel:
         )
         return profile if spans is not None else _with_computed_peak(profile)
 
-    def _steps(self, say: Progress) -> tuple[_Way, list[dict[str, float]], list[Span] | None]:
+    def _steps(
+        self, report_progress: Progress
+    ) -> tuple[HowBlocksRun, list[dict[str, float]], list[MeasuredSpan] | None]:
         """The first way of running a step that fits the device; by the clock, and by the allocator if it is the plain one.
 
         Raises:
             BudgetError: none does.
         """
         said: str | None = None
-        for way in _Way:
-            found, said = attempt(functools.partial(self._steps_in, way, say), self.device)
+        for way in HowBlocksRun:
+            found, said = attempt(functools.partial(self._steps_in, way, report_progress), self.device)
             if said is None:
                 return way, *found
             _logger.info("a step does not fit the device (%s): %s", way.value, said.partition("\n")[0])
@@ -299,22 +301,26 @@ class ProfiledModel:
             do="Make the batch or the sequence smaller, or name smaller blocks: regions=[...].",
         )
 
-    def _steps_in(self, way: _Way, say: Progress) -> tuple[list[dict[str, float]], list[Span] | None]:
+    def _steps_in(
+        self, way: HowBlocksRun, report_progress: Progress
+    ) -> tuple[list[dict[str, float]], list[MeasuredSpan] | None]:
         with self._run_in(way) as wrappers:
-            say("warming up" if way is _Way.PLAIN else "the plain step does not fit; recomputing every block")
+            report_progress(
+                "warming up" if way is HowBlocksRun.PLAIN else "the plain step does not fit; recomputing every block"
+            )
             self._find_reached(wrappers)
-            say("measuring times")
+            report_progress("measuring times")
             timed = [self._timed(wrappers) for _ in range(NUM_TIMED)]
-            say("measuring memory")
-            return timed, self._measured() if way is _Way.PLAIN else None
+            report_progress("measuring memory")
+            return timed, self._measured() if way is HowBlocksRun.PLAIN else None
 
     @contextlib.contextmanager
-    def _run_in(self, way: _Way) -> Iterator[list[nn.Module]]:
+    def _run_in(self, way: HowBlocksRun) -> Iterator[list[nn.Module]]:
         """Within: blocks are run again in backward, unless the way is the plain one; the wrappers that do it."""
-        if way is _Way.PLAIN:
+        if way is HowBlocksRun.PLAIN:
             yield []
             return
-        swaps_inputs = way is _Way.SWAP_INPUTS
+        swaps_inputs = way is HowBlocksRun.SWAP_INPUTS
         wrapped = {block: checkpoint_wrapper(block, swap_inputs=swaps_inputs) for block in self.blocks.values()}
         replace(TREE, self.model, wrapped)
         try:
@@ -338,7 +344,7 @@ class ProfiledModel:
         self._marked(clock, wrappers)
         return clock.spans()
 
-    def _measured(self, wrappers: Iterable[nn.Module] = ()) -> list[Span]:
+    def _measured(self, wrappers: Iterable[nn.Module] = ()) -> list[MeasuredSpan]:
         self._empty_cache()
         meter = memory_meter(self.device)
         with meter.running():
@@ -350,7 +356,7 @@ class ProfiledModel:
         if self.device.type != "cpu":
             getattr(torch, self.device.type).empty_cache()
 
-    def _measured_again(self, regions: list[Any], decision: list[Any]) -> tuple[list[Span], float]:
+    def _measured_again(self, regions: list[Any], decision: list[Any]) -> tuple[list[MeasuredSpan], float]:
         """A step in which every block is run again, by the allocator; and by the clock, on an accelerator, when regions know their ops."""
         with self._again(regions, decision, by_framework=False, is_unwatched=False) as wrappers:
             self.step()
@@ -500,7 +506,7 @@ def _region(
     ops = planned_ops(noted, [ms * scale for ms in op_ms], device, min_bytes if may_swap else None)
     own = [value for value in noted.inputs if _is_activation(value, noted, device)]
     num_bytes = sum(value.num_bytes for value in own)
-    merged = Value(num_bytes, is_residual=any(value in noted.needed_inputs for value in own))
+    merged = StorageFacts(num_bytes, is_residual=any(value in noted.needed_inputs for value in own))
     return Region(
         path=noted.path,
         call=noted.call,

@@ -22,7 +22,7 @@ def identity(model: nn.Module, batch: object = None, blocks: Iterable[str] | Non
         device=device_name(device_of(model)),
         model=type(model).__qualname__,
         parameters={name: _look(tensor) for name, tensor in model.named_parameters()},
-        batch=look(batch),
+        batch=meta_of(batch),
         batch_bytes=None if batch is None else batch_bytes(batch),
         blocks=None if blocks is None else tuple(blocks),
         is_training=model.training,
@@ -44,23 +44,23 @@ def batch_bytes(batch: object) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(batch))
 
 
-def look(batch: Any) -> Any:
+def meta_of(batch: Any) -> Any:
     """A batch with the look of each tensor in its place; what is no tensor is named by its type."""
     if isinstance(batch, Arguments):
-        return {"args": look(list(batch.args)), "kwargs": look(batch.kwargs)}
+        return {"args": meta_of(list(batch.args)), "kwargs": meta_of(batch.kwargs)}
     if isinstance(batch, torch.Tensor):
-        return look_of(batch.dtype, torch.Size([batch.numel()]) if batch.is_nested else batch.shape)
+        return tensor_meta(batch.dtype, torch.Size([batch.numel()]) if batch.is_nested else batch.shape)
     if isinstance(batch, dict) or hasattr(batch, "keys"):
-        return {str(key): look(batch[key]) for key in batch.keys()}  # noqa: SIM118 - not all that have keys are dicts
+        return {str(key): meta_of(batch[key]) for key in batch.keys()}  # noqa: SIM118 - not all that have keys are dicts
     if isinstance(batch, (list, tuple)):
-        return [look(item) for item in batch]
+        return [meta_of(item) for item in batch]
     if isinstance(batch, (str, int, float, bool, type(None))):
         return batch
     fields = tensor_fields(batch)
-    return {name: look(value) for name, value in fields.items()} if fields else type(batch).__name__
+    return {name: meta_of(value) for name, value in fields.items()} if fields else type(batch).__name__
 
 
-def look_of(dtype: torch.dtype, shape: torch.Size) -> str:
+def tensor_meta(dtype: torch.dtype, shape: torch.Size) -> str:
     """How a tensor looks, in words: "float32[2, 8]"."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
@@ -73,7 +73,7 @@ def device_name(device: torch.device) -> str:
 
 def _look(parameter: torch.Tensor) -> str:
     trained = "" if parameter.requires_grad else ", frozen"
-    return f"{look_of(parameter.dtype, parameter.shape)}{trained}"
+    return f"{tensor_meta(parameter.dtype, parameter.shape)}{trained}"
 
 
 def autocast_now(device: torch.device) -> str:

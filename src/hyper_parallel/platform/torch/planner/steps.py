@@ -202,7 +202,7 @@ def some_loss(output: object) -> torch.Tensor:
     return torch.stack([tensor.float().sum() for tensor in tensors_of(output) if tensor.requires_grad]).sum()
 
 
-def surroundings_of(device: torch.device) -> Callable[[], Any]:
+def autocast_of(device: torch.device) -> Callable[[], Any]:
     """A context in which a step runs as one would here and now: under the same autocast."""
     is_on, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return lambda: torch.autocast(device.type, dtype=dtype, enabled=is_on)
