@@ -15,9 +15,10 @@ from hyper_parallel.core.planner.model.profile import ProfiledOp, Region, StepPr
 
 
 def common_profile(profiles: Sequence[StepProfile]) -> StepProfile | None:
-    """The profile with the highest peak, with the choices that all ranks have; None: they run other blocks each.
+    """Take the profile with the highest peak, with the choices that all ranks have.
 
-    It is the same on every rank that gives the same profiles in the same order.
+    None where ranks run other blocks: then no one plan fits them. The result is the same on every rank that gives the
+    same profiles in the same order.
     """
     if len({tuple((region.path, region.call) for region in profile.regions) for profile in profiles}) > 1:
         return None
@@ -27,7 +28,7 @@ def common_profile(profiles: Sequence[StepProfile]) -> StepProfile | None:
 
 
 def _common_region(region: Region, of_ranks: Sequence[Region]) -> Region:
-    """The region with the ops of all ranks.
+    """Give the region the ops of all ranks.
 
     What only some ranks run is run again by these, and costs nothing here. Where backward does not need results of the
     same ops on all ranks, all of a block is run again or nothing: its collectives are repeated wherever anything is.
@@ -51,6 +52,7 @@ def _common_region(region: Region, of_ranks: Sequence[Region]) -> Region:
 
 
 def _common_op(op: ProfiledOp, of_ranks: Sequence[ProfiledOp | None], *, may_choose: bool) -> ProfiledOp:
+    """Leave the op the choices that every rank has, and its result metas where all ranks have the same."""
     has_all = None not in of_ranks
     found = [other for other in of_ranks if other is not None]
     choices = tuple(choice for choice in op.choices if all(choice in rank.choices for rank in found))

@@ -12,7 +12,7 @@ from hyper_parallel.platform.patterns import matching
 
 
 class ModuleTypes(NamedTuple):
-    """A framework's modules."""
+    """What the search for blocks needs to know of a framework's modules."""
 
     sequences: tuple[type, ...]  # of modules
     mappings: tuple[type, ...]  # of names to modules
@@ -24,12 +24,14 @@ class ModuleTypes(NamedTuple):
 
 
 def find_blocks(types: ModuleTypes, model: Module, regions: Sequence[str | type] | None = None) -> dict[str, Any]:
-    """Paths and modules, in the order of the model; none inside another.
+    """Find the modules that become regions: paths and modules, in the order of the model; none inside another.
 
-    `regions`: paths, classes, or patterns in which `*` stands for anything, dots included (see `patterns`). Without it: the members of every
-    list or sequence of modules in which a class with submodules of its own stands at least twice, and of every such dict in whose members there
-    is no such list (it may hold whole models, by name). Without any of these, the model's own children that have parameters; of a list or a dict,
-    which is never called itself, its members: `ModuleList(LSTM, LSTM)`.
+    `regions`: paths, classes, or patterns in which `*` stands for anything, dots included (see `patterns`).
+
+    Without it the blocks are the members of every list or sequence of modules in which a class with submodules of its
+    own stands at least twice; and of every such dict in whose members there is no such list (it may hold whole models,
+    by name). Where there are none of these, they are the model's own children that have parameters; of a list or a
+    dict, which is never called itself, its members: `ModuleList(LSTM, LSTM)`.
 
     Raises:
         ValueError: nothing is found, a pattern matches nothing, or a block is wrapped already.
@@ -56,7 +58,9 @@ def find_blocks(types: ModuleTypes, model: Module, regions: Sequence[str | type]
 
 
 def check_unplanned(planned: Iterable[str], paths: Iterable[str]) -> None:
-    """Refuse blocks at paths that are under a plan, or have something in them or around them that is. `planned`: where one is.
+    """Refuse blocks that are under a plan, or have something in them or around them that is.
+
+    `planned`: the paths of modules that are under one.
 
     Raises:
         StateError: the first one is named.
@@ -75,7 +79,10 @@ def check_unplanned(planned: Iterable[str], paths: Iterable[str]) -> None:
 
 
 def suggested(types: ModuleTypes, model: Module, blocks: Iterable[str], inside: str | None = None) -> list[str]:
-    """Patterns of modules that could be planned as well: the parts of one block, or, without it, what is in no block. For a refusal's advice."""
+    """List patterns of modules that could be planned as well, for a refusal's advice.
+
+    With `inside`, the parts of that block; without it, what is in no block.
+    """
     modules, planned = dict(types.modules(model)), list(blocks)
     if inside is not None:
         return [_pattern(path, planned) for path in _parts(types, inside, modules, is_only=len(planned) == 1)][:1]
@@ -90,7 +97,10 @@ def suggested(types: ModuleTypes, model: Module, blocks: Iterable[str], inside: 
 
 
 def _parts(types: ModuleTypes, inside: str, modules: dict[str, Any], *, is_only: bool) -> Iterator[str]:
-    """Where a block may be split: at a list in it in which a class is repeated; one that is the only block, at its children."""
+    """Find where a block may be split: at a list in it in which a class is repeated.
+
+    A model's only block may also be split at its children.
+    """
     for path, module in modules.items():
         if f"{path}.".startswith(f"{inside}.") and isinstance(module, (*types.sequences, *types.mappings)):
             members = [type(child) for _, child in types.children(module) if _has_parameters(types, child)]
@@ -101,7 +111,7 @@ def _parts(types: ModuleTypes, inside: str, modules: dict[str, Any], *, is_only:
 
 
 def _pattern(path: str, planned: Sequence[str]) -> str:
-    """A path in one block as a pattern for all blocks: with the numbers left open in which their paths differ."""
+    """Turn a path in one block into a pattern for all blocks: numbers in which their paths differ are left open."""
     paths = [block.split(".") for block in planned]
     return ".".join(
         "*" if part.isdecimal() and len({parts[place] for parts in paths if len(parts) > place}) > 1 else part
@@ -110,7 +120,10 @@ def _pattern(path: str, planned: Sequence[str]) -> str:
 
 
 def other_reference(types: ModuleTypes, model: Module, blocks: Iterable[Any]) -> str | None:
-    """Where the model also holds one of the blocks, and no wrapper would be put: an attribute with a Python list, tuple or dict."""
+    """Find where the model holds one of the blocks a second time, in a Python list, tuple or dict.
+
+    No wrapper would be put there.
+    """
     wanted = {id(block) for block in blocks}
     for path, module in types.modules(model):
         for name, value in vars(module).items():
@@ -122,7 +135,9 @@ def other_reference(types: ModuleTypes, model: Module, blocks: Iterable[Any]) ->
 
 
 def check_ran(types: ModuleTypes, model: Module, blocks: dict[str, Any], *, num_seen: int, num_ran: int) -> None:
-    """Refuse a model whose blocks did not run, or not where a wrapper would be. `num_ran`: calls of blocks; `num_seen`: those through wrappers.
+    """Refuse a model whose blocks did not run, or ran from where no wrapper would be.
+
+    `num_ran`: calls of blocks; `num_seen`: those through wrappers.
 
     Raises:
         ValueError: the reason is named.
@@ -146,7 +161,7 @@ def check_ran(types: ModuleTypes, model: Module, blocks: dict[str, Any], *, num_
 
 
 def _repeated(types: ModuleTypes, path: str, module: Module) -> Iterator[tuple[str, Any]]:
-    """Members of lists with repeated classes; what is below such a member is part of it."""
+    """Find the members of lists with repeated classes; what is below such a member is part of it."""
     for name, child in types.children(module):
         below = f"{path}.{name}" if path else name
         found: list[tuple[str, Any]] = []
@@ -159,7 +174,7 @@ def _repeated(types: ModuleTypes, path: str, module: Module) -> Iterator[tuple[s
 
 
 def _own(types: ModuleTypes, path: str, module: Module) -> Iterator[tuple[str, Any]]:
-    """Children with parameters, and in place of a container that is never called those in it."""
+    """Find the children with parameters, and in place of a container that is never called those in it."""
     for name, child in types.children(module):
         below = f"{path}.{name}" if path else name
         if isinstance(child, types.not_called):
@@ -169,7 +184,7 @@ def _own(types: ModuleTypes, path: str, module: Module) -> Iterator[tuple[str, A
 
 
 def _members(types: ModuleTypes, path: str, container: object) -> list[tuple[str, Any]]:
-    """Those of a class that is called, stands in it at least twice and has submodules of its own."""
+    """List a container's members of a class that is called, stands in it at least twice and has submodules of its own."""
     classes = Counter(type(child) for _, child in types.children(container))
     return [
         (f"{path}.{key}", child)

@@ -39,12 +39,15 @@ _WORDS = {choice.value: choice for choice in Choice}
 
 
 def choices_of(words: Iterable[Any]) -> tuple[Any, ...]:
-    """The choices that a file names, and None. What is no choice is given back as it is: who checks the file knows where it stands."""
+    """Turn the words of a file into choices; None stays None.
+
+    A word that is no choice is given back as it is: whoever checks the file knows where it stands, and says so.
+    """
     return tuple(_WORDS.get(word, word) if isinstance(word, str) else word for word in words)
 
 
 def words_of(choices: Iterable[Choice | None]) -> list[str | None]:
-    """What a file has for them."""
+    """Turn choices into the words that a file has."""
     return [None if choice is None else str(choice) for choice in choices]
 
 
@@ -65,12 +68,14 @@ class RegionDecision:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it keeps its inputs and runs again, and no more: the framework's own checkpoint does that."""
+        """Say whether the region keeps its inputs and runs again, and no more: the framework's own checkpoint does
+        that.
+        """
         return not (self.is_plain or self.swaps or SAVE in self.ops)
 
     @property
     def is_managed(self) -> bool:
-        """Whether a policy is asked about its ops."""
+        """Say whether a policy is asked about the region's ops."""
         return not (self.is_plain or self.is_whole)
 
 
@@ -79,7 +84,9 @@ Decision: TypeAlias = tuple[RegionDecision, ...]
 
 @dataclass(frozen=True)
 class RegionBytes:
-    """All that the cost of a step depends on: what a region puts on the device, on the link and on the clock."""
+    """What one region under a decision puts on the device, on the link and on the clock: all that a step's cost depends
+    on.
+    """
 
     kept_bytes: int  # on the device between its forward and its backward
     swapped_bytes: int
@@ -89,10 +96,10 @@ class RegionBytes:
 
 
 def allowed(op: ProfiledOp) -> tuple[Choice, ...]:
-    """Of its choices, those that do something.
+    """Give those of an op's choices that do something.
 
-    A view makes no storage: saving it would hold the storage of what it looks at, which nobody counts. So where it can be
-    run again, it is.
+    A view makes no storage: saving it would hold the storage that it is a view of, which nobody counts. So it runs
+    again where it can.
     """
     if not op.makes and RECOMPUTE in op.choices:
         return (RECOMPUTE,)
@@ -100,12 +107,15 @@ def allowed(op: ProfiledOp) -> tuple[Choice, ...]:
 
 
 def plain(region: Region) -> RegionDecision:
-    """Not wrapped."""
+    """Decide that the region is not wrapped."""
     return RegionDecision(True, (None,) * len(region.ops), (None,) * len(region.inputs))
 
 
 def save_all(region: Region) -> RegionDecision:
-    """As a plain region, but run as one: what backward needs is saved. Where that is not a choice, plain."""
+    """Decide to run the region as one and to save what backward needs, as much as a plain one keeps.
+
+    Where saving is no choice of such an op, the region stays plain.
+    """
     if any(op.is_needed and SAVE not in allowed(op) for op in region.ops):
         return plain(region)
     ops = tuple(SAVE if op.is_needed else None for op in region.ops)
@@ -113,7 +123,10 @@ def save_all(region: Region) -> RegionDecision:
 
 
 def recompute_all(region: Region) -> RegionDecision:
-    """What `checkpoint` does without a policy: keeps the inputs, runs again all that backward needs and can run again."""
+    """Decide as `checkpoint` does without a policy.
+
+    The inputs are kept, and all that backward needs and that can run again runs again.
+    """
     ops: list[Choice | None] = [None] * len(region.ops)
     wanted = {index for index, op in enumerate(region.ops) if op.is_needed}
     for index in reversed(range(len(region.ops))):
@@ -129,17 +142,17 @@ def recompute_all(region: Region) -> RegionDecision:
 
 
 def kept_bytes(region: Region, decision: RegionDecision) -> int:
-    """On the device between the region's forward and its backward."""
+    """Count what is on the device between the region's forward and its backward."""
     return region.residual_bytes if decision.is_plain else _chosen_bytes(region, decision, SAVE)
 
 
 def swapped_bytes(region: Region, decision: RegionDecision) -> int:
-    """Copied to the host in forward, and back for backward."""
+    """Count what is copied to the host in forward, and back for backward."""
     return _chosen_bytes(region, decision, SWAP)
 
 
 def extra_bytes(region: Region, decision: RegionDecision) -> int:
-    """Saved or swapped though plain autograd would not keep it: `backward_peak_bytes` does not have it."""
+    """Count what is saved or swapped though plain autograd would not keep it: `backward_peak_bytes` does not have it."""
     ops = sum(
         op.num_bytes - op.residual_bytes
         for op, choice in zip(region.ops, decision.ops, strict=True)
@@ -154,17 +167,17 @@ def extra_bytes(region: Region, decision: RegionDecision) -> int:
 
 
 def recompute_ms(region: Region, decision: RegionDecision) -> float:
-    """What running ops again takes, beside the overhead of running anything again."""
+    """Add up the time of the ops that run again, without what it costs to run anything again at all."""
     return sum(op.forward_ms for op, choice in zip(region.ops, decision.ops, strict=True) if choice == RECOMPUTE)
 
 
 def recomputed_bytes(region: Region, decision: RegionDecision) -> int:
-    """Residuals that are made again."""
+    """Count the residuals that are made again."""
     return sum(op.residual_bytes for op, choice in zip(region.ops, decision.ops, strict=True) if choice == RECOMPUTE)
 
 
 def bytes_of(region: Region, decision: RegionDecision) -> RegionBytes:
-    """The four numbers at once."""
+    """Count all four at once."""
     return RegionBytes(
         kept_bytes=kept_bytes(region, decision),
         swapped_bytes=swapped_bytes(region, decision),
@@ -175,7 +188,7 @@ def bytes_of(region: Region, decision: RegionDecision) -> RegionBytes:
 
 
 def check(region: Region, decision: RegionDecision) -> None:
-    """Raises where the decision cannot be carried out.
+    """Raise where the decision cannot be carried out.
 
     Raises:
         ArgumentError: a choice that the op or input does not have, a residual that nobody provides, or an op that would run

@@ -22,7 +22,7 @@ class _ReplayOp(NamedTuple):
 
 
 class SwappedBytes(NamedTuple):
-    """A value that the engine gets. Moments are those of `Holding`.
+    """A storage of a region that the swap engine gets. Moments are those of `Holding`.
 
     Attributes:
         number: among those of its region
@@ -45,8 +45,10 @@ class SwappedBytes(NamedTuple):
 class Holding:
     """Which bytes of a region are held until when, under a decision.
 
-    A *moment* is the number of an op (when it is done), or `end` (the forward is over), `handed_on` (the next region begins), `kept` (until
-    backward). What the engine does not get is summed up by the moment until which it is held.
+    It is made once for a region and used in every step.
+
+    A *moment* is the number of an op (when it is done), or `end` (the forward is over), `handed_on` (the next region
+    begins), `kept` (until backward). What the engine does not get is summed up by the moment until which it is held.
     """
 
     def __init__(self, region: Region, decision: RegionDecision, min_bytes: int) -> None:
@@ -169,13 +171,13 @@ class Holding:
 
 
 def _shares(ms: float, ops: Sequence[ProfiledOp]) -> list[float]:
-    """A time, shared out as the ops of a forward share theirs."""
+    """Share out a time among ops in the proportion of their forward times."""
     total_ms = sum(op.forward_ms for op in ops)
     return [ms * op.forward_ms / total_ms if total_ms else ms / len(ops) for op in ops]
 
 
 def _last_uses(region: Region) -> dict[int, int]:
-    """The last op that reads an op's results, or input i (as ~i), also through views."""
+    """Find the last op that reads an op's results, or input i (as ~i), also through views."""
     uses: dict[int, int] = {}
     for index in reversed(range(len(region.ops))):
         op = region.ops[index]

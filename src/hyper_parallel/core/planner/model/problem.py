@@ -23,7 +23,7 @@ _NO_LINK = Link(out_bytes_per_ms=1.0, in_bytes_per_ms=1.0)
 
 @dataclass(frozen=True)
 class Problem:
-    """Within `budget_bytes`, the least time.
+    """The question for the solver: within `budget_bytes`, which decision takes the least time?
 
     Attributes:
         budget_bytes: for everything: the profile's base, activations, copies in flight, the margin
@@ -58,7 +58,7 @@ class Problem:
         return self.profile.link is not None
 
     def in_flight_bytes(self, moment: Moment, region: int | None = None) -> int:
-        """P4, where anything is swapped."""
+        """Give what P4 counts at a moment, where anything is swapped."""
         if moment == "backward":
             return self.prefetch_bytes + (self.window_bytes if self.copies_meet else 0)
         if moment == "turn" and self.turn_is_clear:
@@ -66,7 +66,10 @@ class Problem:
         return max(self.window_bytes - self.displaced_bytes(region), 0)
 
     def displaced_bytes(self, region: int | None) -> int:
-        """How much less of the window is in flight at the highest point of a region's forward: in the last one its residuals take it over."""
+        """Give how much less of the window is in flight at the highest point of a region's forward.
+
+        More than 0 in the last region only, whose residuals take the place of what is on its way out.
+        """
         if not self.turn_is_clear or region is None or region != len(self.profile.regions) - 1:
             return 0
         return displaced_bytes(self.profile.regions[region])
@@ -74,10 +77,11 @@ class Problem:
 
 @functools.lru_cache(maxsize=8)
 def displaced_bytes(region: Region) -> int:
-    """By how much the forward of a region, the last, has made others leave at every moment, above what is missing there to its highest point.
+    """Count what the last region's forward has made others leave, at the least, when its memory is highest.
 
-    A residual is told to the engine when an op saves it, at the latest by the last op that reads it. Nothing is said of a highest point
-    that the ops do not explain: it may be where nothing was told yet.
+    At every moment that is what was told to the engine by then, and what is missing there to the highest point. A
+    residual is told to the engine when an op saves it, at the latest by the last op that reads it. Where the ops do not
+    explain the measured highest point it is 0: that point may be where nothing was told yet.
     """
     sizes, freed, told = ([0] * len(region.ops) for _ in range(3))
     for index, op in enumerate(region.ops):
@@ -156,7 +160,7 @@ class Cost:
 
 
 def evaluate(problem: Problem, decision: Decision) -> Cost:
-    """The peak and the time of a step under this decision.
+    """Compute the peak and the time of a step under this decision.
 
     Raises:
         ArgumentError: the decision cannot be carried out (see `choices.check`), or swaps where there is no link.
@@ -172,7 +176,7 @@ def evaluate(problem: Problem, decision: Decision) -> Cost:
 
 
 def cost(problem: Problem, by_region: Sequence[RegionBytes]) -> Cost:
-    """`evaluate`, from what each region puts on device, link and clock."""
+    """Do as `evaluate` does, from what each region puts on device, link and clock."""
     if not problem.can_swap and any(region_bytes.swapped_bytes for region_bytes in by_region):
         raise ArgumentError("Something is swapped, and the profile has no link to the host.")
     starts, ends, offloads = _forward(problem, by_region)
@@ -196,7 +200,10 @@ def cost(problem: Problem, by_region: Sequence[RegionBytes]) -> Cost:
 
 
 def peak(problem: Problem, by_region: Sequence[RegionBytes], *, swaps: bool | None = None) -> Peak:
-    """P1-P4: the highest moment, the first of equals. `swaps`: whether P4 is paid; without it, where anything is swapped."""
+    """Find the highest moment by P1 to P4, the first of equals.
+
+    `swaps`: whether P4 is paid; without it, where anything is swapped.
+    """
     if swaps is None:
         swaps = any(region_bytes.swapped_bytes for region_bytes in by_region)
     moments: list[tuple[int, Moment, int | None, tuple[int, int, int, int, int]]] = []
@@ -217,7 +224,7 @@ def peak(problem: Problem, by_region: Sequence[RegionBytes], *, swaps: bool | No
 
 
 def room_for_copies(problem: Problem, by_region: Sequence[RegionBytes]) -> list[int]:
-    """What the budget leaves for copies in flight: first in forward and turn together, then in the backward of each region."""
+    """Count what the budget leaves for copies in flight: in forward and turn together, then in each region's backward."""
     free = problem.budget_bytes - problem.margin_bytes - problem.profile.base_bytes
     forward, backward = [], []
     kept = 0
@@ -234,7 +241,10 @@ def room_for_copies(problem: Problem, by_region: Sequence[RegionBytes]) -> list[
 
 
 def _forward(problem: Problem, by_region: Sequence[RegionBytes]) -> tuple[list[float], list[float], list[float]]:
-    """T1. The window never holds up a region while nothing is swapped: its offloads are over when it starts."""
+    """Apply T1.
+
+    The window never holds up a region while nothing is swapped: its offloads are over when it starts.
+    """
     out = problem.link.out_bytes_per_ms
     num = len(by_region)
     starts, ends, offloads = [], [], []
@@ -253,11 +263,12 @@ def _forward(problem: Problem, by_region: Sequence[RegionBytes]) -> tuple[list[f
 def _backward(
     problem: Problem, by_region: Sequence[RegionBytes], ends: list[float], offloads: list[float]
 ) -> tuple[list[float], list[float], list[float]]:
-    """T2 and T3: when the loads of each region are there, when its backward starts, and when all up to it is over.
+    """Apply T2 and T3: when each region's loads are there, its backward starts, and all up to it is over.
 
-    T2 looks at every region m after k; the next one is enough. What holds up region k+1 for the sake of region m holds up
-    region k by as much and its own bytes, since loads come one after the other. A region that swaps nothing passes on what it
-    was given, and never waits: the loads before it were waited for by those that asked for them.
+    T2 speaks of every region m after k; to look at the next one is enough. What holds up region k+1 for the sake of
+    region m holds up region k by as much and its own bytes, since loads come one after the other. A region that swaps
+    nothing passes on what it was given, and never waits: the loads before it were waited for by those that asked for
+    them.
     """
     link = problem.link
     regions = problem.profile.regions

@@ -35,7 +35,7 @@ class StorageFacts:
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor that a region is given."""
+    """A tensor that a region is given, and whether it may be swapped."""
 
     value: StorageFacts
     may_swap: bool = True
@@ -43,7 +43,7 @@ class Input:
 
 @dataclass(frozen=True)
 class ProfiledOp:
-    """One operator call of a region.
+    """One operator call of a region, as the profiling step saw it.
 
     Attributes:
         module: path of the innermost module, relative to the region's ("" is the region's own)
@@ -88,7 +88,7 @@ class ProfiledOp:
 
     @property
     def is_needed(self) -> bool:
-        """Whether backward needs one of its results."""
+        """Say whether backward needs one of its results."""
         return any(value.is_residual for value in self.makes)
 
 
@@ -130,17 +130,17 @@ class Region:
 
     @property
     def residual_bytes(self) -> int:
-        """What it keeps when it is plain."""
+        """Count what the region keeps when it is plain."""
         inputs = sum(given.value.num_bytes for given in self.inputs if given.value.is_residual)
         return inputs + sum(op.residual_bytes for op in self.ops)
 
     def made_with(self, index: int) -> int:
-        """The op that makes what this one stands for: itself, if it is no part."""
+        """Find the op that makes what this entry stands for: itself, if it is no part."""
         op = self.ops[index]
         return index if op.part is None else op.reads[0]
 
     def parts(self) -> dict[int, list[int]]:
-        """Index of an op that has parts -> indices of these."""
+        """List, for each op that has parts, their indices."""
         found: dict[int, list[int]] = {}
         for index, op in enumerate(self.ops):
             if op.part is not None:
@@ -152,13 +152,13 @@ class Region:
         return any(SWAP in op.choices for op in self.ops) or any(given.may_swap for given in self.inputs)
 
     def shape(self) -> tuple[Any, ...]:
-        """Equal for regions that differ in their times alone: they share one decision."""
+        """Give what is equal for regions that differ in their times alone: they share one decision."""
         ops = tuple(dataclasses.replace(op, forward_ms=0.0) for op in self.ops)
         return ops, self.inputs, self.may_be_plain
 
 
 def alike(regions: Sequence[Region]) -> list[list[int]]:
-    """Numbers of regions of one shape, together: each can do what any other of them does."""
+    """Group the numbers of regions of one shape: each can do what any other of its group does."""
     kinds: dict[object, list[int]] = {}
     for index, region in enumerate(regions):
         kinds.setdefault(region.shape(), []).append(index)
@@ -184,7 +184,7 @@ class Link:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """One plain step of a model.
+    """One plain step of a model, as it was measured. Nothing in it changes later.
 
     Attributes:
         regions: the calls of blocks, in forward order
@@ -227,7 +227,7 @@ _MEASURED = ("regions", "base_bytes", "peak_bytes", "step_ms", "turn", "link", "
 
 
 def step_as_dict(profile: StepProfile) -> dict[str, Any]:
-    """What was measured of the step, for JSON."""
+    """Turn what was measured of the step into JSON."""
     data = {name: value for name, value in dataclasses.asdict(profile).items() if name in _MEASURED}
     for region in data["regions"]:
         region["ops"] = tuple(_op_as_dict(op) for op in region["ops"])
@@ -242,7 +242,7 @@ def _op_as_dict(op: dict[str, Any]) -> dict[str, Any]:
 
 
 def step_from_dict(data: dict[str, Any]) -> StepProfile:
-    """What `step_as_dict` gave, from a file. It does not say what it was measured of.
+    """Make a profile of what `step_as_dict` gave, from a file. It does not say what it was measured of.
 
     Raises:
         KeyError, TypeError, ValueError: it is not that.
@@ -265,7 +265,7 @@ _Data = TypeVar("_Data")
 
 
 def checked(data: _Data) -> _Data:
-    """What came from a file, if its fields are what they are said to be: a dataclass takes anything.
+    """Give back what came from a file if its fields are of the kinds they should be: a dataclass itself takes anything.
 
     Raises:
         TypeError: one is not.
@@ -277,7 +277,9 @@ def checked(data: _Data) -> _Data:
 
 
 def check_kind(value: object, kind: str, name: str) -> None:
-    """Raises where a value from a file is not of its kind, in the words of an annotation. Numbers are finite, and none is below 0.
+    """Raise where a value from a file is not of its kind, in the words of an annotation.
+
+    Numbers are finite, and none is below 0.
 
     Example:
         >>> check_kind([3, None], "tuple[int | None, ...]", "`sizes`")
@@ -292,7 +294,7 @@ def _kinds_of(cls: type) -> list[tuple[str, str]]:
 
 
 def is_of(value: Any, kind: str) -> bool:
-    """Whether a value from a file is of the kind: see `check_kind`."""
+    """Say whether a value from a file is of the kind: see `check_kind`."""
     if kind.endswith(" | None"):
         return value is None or is_of(value, kind.removesuffix(" | None"))
     if kind.startswith("tuple["):
@@ -324,7 +326,7 @@ def _op(data: dict[str, Any]) -> ProfiledOp:
 
 
 def _check_wiring(region: Region) -> None:
-    """Raises ValueError where an index leads nowhere, or a choice is none."""
+    """Raise ValueError where an index leads nowhere, or a choice is none."""
     num_ops, num_inputs = len(region.ops), len(region.inputs)
     values = [(given.value, f"input {index}") for index, given in enumerate(region.inputs)]
     for index, op in enumerate(region.ops):

@@ -1,4 +1,4 @@
-"""From marks in measured steps to the numbers of a profile. Pure: meters and clocks are the frameworks'."""
+"""From marks in measured steps to the numbers of a profile. It is pure: meters and clocks belong to the frameworks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _MOST_ROUNDED = 0.02  # of all that is kept: more than that is something else, a
 
 
 def with_common_times(regions: Sequence[Region]) -> list[Region]:
-    """Regions of one shape do the same work: what one op takes is the median over all of them."""
+    """Give regions of one shape the same times: of each op the median over all of them.
+
+    They do the same work, so what differs is noise.
+    """
     common = list(regions)
     for indices in alike(regions):
         columns = zip(*(regions[index].ops for index in indices), strict=True)
@@ -36,10 +39,11 @@ def with_peaks(
     again: Sequence[MeasuredSpan],
     decision: Sequence[RegionDecision],
 ) -> tuple[list[Region], int]:
-    """The regions with their peaks, and that of the turn.
+    """Give the regions their peaks, and say what the turn's is.
 
-    Such that what was measured adds up: the plain step (`spans`, if it fits), and the one that runs blocks again (`again`, under
-    `decision`), for which the larger working set counts. Where backward does not come to a region, it has no backward, and that no peak.
+    Both steps that were measured add up exactly: the plain one (`spans`, if it fits the device), and the one that runs
+    blocks again (`again`, under `decision`), for which the larger working set counts. Where backward does not come to a
+    region, that region has no backward, and a peak of 0 there.
     """
     plain = {span.name: span.peak_bytes for span in spans or ()}
     managed = {span.name: span.peak_bytes for span in again}
@@ -79,10 +83,12 @@ def as_allocated(
     again: Sequence[MeasuredSpan],
     decision: Sequence[RegionDecision],
 ) -> list[Region]:
-    """The regions with every size as an allocator counts it that hands out blocks a little larger than what it was asked for.
+    """Give the regions their sizes as an allocator counts them that hands out blocks a little larger than it was asked
+    for.
 
-    By how much is seen where forward ends: what the plain step (`spans`) holds there above its residuals, and the one that runs blocks again (`again`, under
-    `decision`) does not. All that is kept has its share of it, so that blocks that were alike still are.
+    How much larger is seen where forward ends: what the plain step (`spans`) holds there above its residuals, and the
+    one that runs blocks again (`again`, under `decision`) does not. All that is kept gets its share of it, so that
+    regions that were alike still are.
     """
     end = f"after {len(regions) - 1}"
     levels = [next((span.level_bytes for span in step if span.name == end), None) for step in (spans, again)]
@@ -110,6 +116,7 @@ def as_allocated(
 
 
 def _without_swap(region: Region) -> Region:
+    """Take swapping from the region's choices."""
     ops = tuple(
         dataclasses.replace(op, choices=tuple(choice for choice in op.choices if choice != SWAP)) for op in region.ops
     )

@@ -64,7 +64,9 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step, when the engine has learned what it learns. Times are from the start of the step; regions are numbers, see `paths`.
+    """One step under a plan, when the engine has learned what it learns.
+
+    Times are from the start of the step; regions are numbers, see `paths`.
 
     Attributes:
         peak_bytes: most bytes in use at one time, base included
@@ -94,7 +96,9 @@ class Timeline:
         return self.forward_ms + self.turn_ms + self.backward_ms
 
     def bytes_by(self, column_of: Callable[[Use, int], int], num_columns: int) -> list[tuple[float, tuple[int, ...]]]:
-        """The bytes in use, whenever they change. Of changes at one time the highest sum and the last are there: so the peak is, too.
+        """List the bytes in use, whenever they change.
+
+        Of changes at one time the highest sum and the last are listed: so the peak is, too.
 
         Args:
             column_of: for a use and a region (or NO_REGION) the column in which their bytes are counted.
@@ -107,12 +111,12 @@ class Timeline:
 
     @cached_property
     def moments(self) -> list[Moment]:
-        """The bytes in use by what they are for, whenever they change."""
+        """List the bytes in use by what they are for, whenever they change."""
         return [Moment(ms, *row) for ms, row in self.bytes_by(lambda use, _: use, len(Use))]
 
     @cached_property
     def region_bytes(self) -> list[list[tuple[float, int]]]:
-        """For each region what it has on the device, whatever for, whenever that changes."""
+        """List for each region what it has on the device, whatever for, whenever that changes."""
         changes: list[list[tuple[float, int, int]]] = [[] for _ in self.paths]
         for ms, _, region, num_bytes in self._changes:
             if region != NO_REGION:
@@ -132,7 +136,7 @@ def _running(levels: list[int], changes: Iterable[tuple[float, int, int]]) -> It
 
 
 def _merged(rows: Iterator[tuple[float, tuple[int, ...]]]) -> list[tuple[float, tuple[int, ...]]]:
-    """At most two rows for each time: the one with the highest sum, and the last."""
+    """Keep at most two rows for each time: the one with the highest sum, and the last."""
     merged = [next(rows)]
     highest = 0  # where in `merged` the highest of this time is: last, or last but one
     for ms, row in rows:
@@ -150,7 +154,7 @@ def _merged(rows: Iterator[tuple[float, tuple[int, ...]]]) -> list[tuple[float, 
 
 
 class _TimelineRegion:
-    """One region in one step: holds what a real one holds, and calls the engine as one does."""
+    """One region in one step: it holds what a real region holds, and calls the engine as one does."""
 
     def __init__(
         self, index: int, holding: Holding, device: VirtualDevice, engine: SwapEngine, ahead_bytes: int | None
@@ -172,7 +176,7 @@ class _TimelineRegion:
     # Forward.
 
     def forward(self, ms: float) -> None:
-        """`ms`: what the forward takes where there is no op to take it."""
+        """Run the region's forward. `ms`: what it takes where there is no op to take it."""
         holding = self._holding
         self._change(Use.WORKING, holding.input_bytes)
         self._make(holding.made_by[holding.end])
@@ -199,7 +203,7 @@ class _TimelineRegion:
             self._engine.end_forward(self._group)  # plant: tell-end
 
     def hand_on(self) -> None:
-        """The next region begins, or the turn."""
+        """Let go of what the region left behind: the next region begins, or the turn."""
         self._let_go(self._holding.handed_on)
 
     def _make(self, values: list[SwappedBytes]) -> None:
@@ -207,7 +211,7 @@ class _TimelineRegion:
             self._buffers[value.number] = self._device.buffer(value.num_bytes, Use.WORKING, self._index)
 
     def _keep(self, moment: int) -> None:
-        """Give to the engine what is swapped now."""
+        """Give the engine what is swapped at this moment, and tell it of what stays."""
         holding = self._holding
         if moment in holding.opens_group:
             self._open_group()
@@ -241,7 +245,7 @@ class _TimelineRegion:
     # Backward.
 
     def backward(self, ms: float) -> None:
-        """`ms`: what the backward takes where there is no op to take it."""
+        """Run the region's backward. `ms`: what it takes where there is no op to take it."""
         holding = self._holding
         self._slots.clear()  # from now on only handles hold them
         if holding.wanted:
@@ -315,7 +319,10 @@ class _TimelineRegion:
             del buffer
 
     def _work(self, num_bytes: int) -> None:
-        """What kernels of a backward need while they run: the engine, which is asked between them, does not see it."""
+        """Take what kernels of a backward need while they run.
+
+        The engine is asked between kernels, and does not see it.
+        """
         self._change(Use.WORKING, num_bytes)
         self._device.hidden_bytes += num_bytes
 
@@ -328,7 +335,9 @@ def _never_changed() -> int:
 
 
 class _Steps:
-    """Runs steps of a model, one after the other, on one device with one engine."""
+    """Runs steps of a model, one after the other, on one device with one engine, so that the engine learns as it does
+    in training.
+    """
 
     def __init__(
         self,
@@ -352,7 +361,7 @@ class _Steps:
         self._device.memory.change(Use.BASE, NO_REGION, profile.base_bytes)
 
     def run(self) -> Timeline:
-        """One step."""
+        """Run one step."""
         device, turn = self._device, self._profile.turn
         device.sync()
         device.begin()
@@ -427,7 +436,7 @@ def run_step(
     host_lead_ms: float = 0.0,
     ahead_bytes: Sequence[int] = (),
 ) -> Timeline:
-    """One step under a decision: the last of `num_steps`, of which the others let the engine learn.
+    """Run a step under a decision, and show the last of `num_steps`: in the others the engine learns.
 
     Args:
         limits: of the engine.
@@ -469,7 +478,7 @@ def run_step(
 
 
 def plain_step(profile: StepProfile) -> Timeline:
-    """The step without any plan."""
+    """Run the step without any plan."""
     return _Steps(profile, tuple(plain(region) for region in profile.regions), Limits(0, 0)).run()
 
 

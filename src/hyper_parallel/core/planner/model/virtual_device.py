@@ -40,7 +40,7 @@ class Use(IntEnum):
 
 
 class Place(NamedTuple):
-    """Where a step is."""
+    """Where a step is: in which phase, of which region, at which op."""
 
     phase: Literal["forward", "turn", "replay", "backward"]
     region: int  # index in the profile, or NO_REGION
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Memory was taken (more than 0 bytes) or given back."""
+    """A change of memory: it was taken (more than 0 bytes) or given back."""
 
     ms: float
     use: Use
@@ -67,7 +67,7 @@ class Copy(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """Compute stood still for a copy in that direction while a region ran."""
+    """A wait: compute stood still for a copy in that direction while a region ran."""
 
     kind: Direction
     region: int
@@ -162,7 +162,7 @@ class VirtualMemory:
                 self.peak_bytes, self.peak_ms, self.peak_place = self.num_bytes, self._clock.now_ms, self.place
 
     def rename(self, before: tuple[Use, int], after: tuple[Use, int], num_bytes: int) -> None:
-        """The same bytes are used for something else from now on."""
+        """Count the same bytes for another use from now on."""
         if num_bytes and before != after:
             ms = self._clock.now_ms
             self.changes.append(Change(ms, *before, -num_bytes))
@@ -192,6 +192,8 @@ class VirtualBuffer:
 
 @final
 class VirtualBlock:
+    """A piece of host memory, with the events of its last copies."""
+
     __slots__ = ("last_uses", "num_bytes", "region")
 
     def __init__(self, num_bytes: int, last_uses: tuple[Any, ...]) -> None:
@@ -204,8 +206,9 @@ class VirtualBlock:
 class VirtualTier:
     """Host memory of exact sizes. `budget_bytes=None`: it has no end.
 
-    Of free blocks the one is taken whose last copy is done first. (A real arena may take another. That makes a difference after loads only
-    that were under way when backward turned out not to need them: whoever writes their blocks waits for them.)
+    Of free blocks the one is taken whose last copy is done first. A real arena may take another one. That makes a
+    difference only after loads that were under way when backward turned out not to need them: whoever writes their
+    blocks waits for them.
     """
 
     name = "host"
@@ -281,7 +284,7 @@ class VirtualDevice:
         return None
 
     def bytes_in_use(self) -> int:
-        """As the engine sees it, between two kernels."""
+        """Count what the engine sees, between two kernels."""
         return self.memory.num_bytes - self.hidden_bytes
 
     def allocate(self, num_bytes: int, stream: Any) -> VirtualBuffer:
@@ -308,19 +311,19 @@ class VirtualDevice:
     # What the owner calls.
 
     def host_ms(self) -> float:
-        """The host's clock (C3)."""
+        """Read the host's clock (C3)."""
         return max(self.compute.now_ms - self._host_lead_ms, self._synced_ms)
 
     def join(self, ms: float) -> None:
-        """The host waits; compute, which has done all it was given, waits with it."""
+        """Let the host wait until then; compute, which has done all it was given, waits with it."""
         self.compute.now_ms = self._synced_ms = max(self.compute.now_ms, ms)
 
     def sync(self) -> None:
-        """The host waits for compute, as it does at the end of a step."""
+        """Let the host wait for compute, as it does at the end of a step."""
         self._synced_ms = self.compute.now_ms  # plant: host-waits
 
     def buffer(self, num_bytes: int, use: Use, region: int) -> VirtualBuffer:
-        """Device memory that the engine may be given."""
+        """Take device memory that the engine may be given."""
         return VirtualBuffer(self.memory, num_bytes, use, region)
 
     def begin(self) -> None:

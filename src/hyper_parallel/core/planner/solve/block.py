@@ -32,7 +32,7 @@ PLAIN, WHOLE = frozenset({-1}), frozenset({-2})
 
 @dataclass(frozen=True)
 class Base:
-    """What a region stores and runs again.
+    """Which results a region stores and which run again. Which of the stored ones are swapped is left open.
 
     Attributes:
         stored: the ops
@@ -55,6 +55,7 @@ class Base:
         return sum(num_bytes for _, num_bytes in self.free)
 
     def swapping(self, positions: Iterable[int]) -> RegionDecision:
+        """Decide as the base does, with the entries at these positions swapped."""
         ops, inputs = list(self.decision.ops), list(self.decision.inputs)
         for position in positions:
             if position < len(ops):
@@ -65,9 +66,10 @@ class Base:
 
 
 def base_of(region: Region, stored: frozenset[int], can_swap: bool) -> Base:
-    """With these ops stored: all that backward needs and that is not stored runs again, and what this reads, and so on.
+    """Work out the base with these ops stored.
 
-    Of the stored ops those are dropped that nobody asks for.
+    All that backward needs and that is not stored runs again, and what this reads, and so on. Of the stored ops those
+    are dropped that nobody asks for.
     """
     if stored == PLAIN:
         decision = plain(region)
@@ -113,6 +115,7 @@ def _may_store(op: ProfiledOp, can_swap: bool) -> bool:
 
 
 def _free(region: Region, decision: RegionDecision) -> tuple[tuple[int, int], ...]:
+    """List what is saved and may be swapped instead, by position among ops and inputs."""
     ops = [
         (index, op.num_bytes)
         for index, (op, choice) in enumerate(zip(region.ops, decision.ops, strict=True))
@@ -127,10 +130,10 @@ def _free(region: Region, decision: RegionDecision) -> tuple[tuple[int, int], ..
 
 
 def needed_reads(region: Region) -> dict[int, tuple[int, ...]]:
-    """The ops that a choice is worth making for, and what each of them reads of these.
+    """Find the ops that a choice is worth making for, and what each of them reads of these.
 
-    Left out are ops that no residual comes from, and views: they cost nothing and are nowhere stored, so whoever reads one
-    reads what it looks at.
+    Left out are ops that no residual comes from, and views: they cost nothing and are nowhere stored, so whoever reads
+    one reads what it is a view of.
     """
     live: set[int] = set()
     for index in reversed(range(len(region.ops))):
@@ -152,10 +155,10 @@ def needed_reads(region: Region) -> dict[int, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class RegionRows:
-    """The variables of a region, and what it puts where as terms in these, bytes in units.
+    """The variables of a region in a model, and what it puts where as terms in these. Bytes are in units of the case.
 
-    `stored` has those of ops; an input is stored where it must be. `swapped` is there where each tensor has its own variable:
-    the exact model of a small problem.
+    `stored` has the variables of ops; an input is stored where it must be. `swapped` is filled where each tensor has
+    its own variable, in the exact model of a small problem.
     """
 
     plain: int | None
@@ -173,6 +176,7 @@ class RegionRows:
         return [variable for variable in (self.plain, self.whole) if variable is not None]
 
     def stored_in(self, x: list[float]) -> frozenset[int]:
+        """Read from a solution which ops are stored."""
         if self.plain is not None and x[self.plain] > 0.5:
             return PLAIN
         if self.whole is not None and x[self.whole] > 0.5:
@@ -180,6 +184,7 @@ class RegionRows:
         return frozenset(index for index, variable in self.stored.items() if x[variable] > 0.5)
 
     def swapped_in(self, x: list[float]) -> list[int]:
+        """Read from a solution which positions are swapped."""
         return [position for position, variable in self.swapped.items() if x[variable] > 0.5]
 
 
@@ -193,9 +198,10 @@ def add_region_rows(
     is_exact: bool = False,
     has_whole: bool = False,
 ) -> RegionRows:
-    """Rows for "How a choice is carried out" of the README.
+    """Add the rows of one region: the rules "How a choice is carried out" of `../README.md`.
 
-    An op whose storing alone would be more than `most_extra_bytes` is not stored: without whole numbers, a part of it would be.
+    An op whose storing alone would be more than `most_extra_bytes` is not stored: without whole numbers, a part of it
+    would be.
     """
     again = recompute_all(region) if has_whole else None
     has_whole = again is not None and again.is_whole and extra_bytes(region, again) <= max(most_extra_bytes, 0)
@@ -216,6 +222,8 @@ def add_region_rows(
 
 @dataclass(frozen=True)
 class _RowMaker:
+    """Adds the rows of one region to a model, and the terms to its `RegionRows`."""
+
     model: Model
     region: Region
     rows: RegionRows

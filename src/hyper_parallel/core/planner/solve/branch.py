@@ -30,7 +30,7 @@ _RETRIES = 3
 
 
 class Branching:
-    """The best decision found for a case, and the bound below which there is none."""
+    """The best decision found so far for one case, and the bound below which there is none. It lives for one `solve`."""
 
     def __init__(self, case: Case, budget_bytes: int, clock: Clock) -> None:
         self.case = case
@@ -51,6 +51,7 @@ class Branching:
         return max(step_ms - self.bound_ms, 0.0) / step_ms if step_ms else 0.0
 
     def offer(self, found: tuple[Decision, Cost] | None) -> None:
+        """Take what was found, made tidy, if it is within the budget and better than the best so far."""
         if found is None or found[1].peak_bytes > self._budget_bytes:
             return
         decision = tidied(self.case.problem, found[0], self._budget_bytes)
@@ -59,7 +60,7 @@ class Branching:
             self.best = found
 
     def exact(self, gap: float, node_limit: int) -> None:
-        """All of it with whole numbers, each tensor swapped or not."""
+        """Solve all of it with whole numbers, each tensor swapped or not."""
         budget_bytes = self._budget_bytes
         for attempt in range(_RETRIES):
             form = whole(self.case, budget_bytes, is_exact=True)
@@ -81,7 +82,7 @@ class Branching:
             budget_bytes -= cost.peak_bytes - self._budget_bytes  # the solver is exact to a few bytes only
 
     def relax(self) -> None:
-        """The bound, and prices."""
+        """Solve it without whole numbers, for the bound and the prices."""
         form = whole(self.case, self._budget_bytes)
         answer = form.model.solve_relaxed(self._clock.part(0.4))
         self._learn(answer)
@@ -92,7 +93,7 @@ class Branching:
             self._uses_whole = any(rows.whole is not None and x[rows.whole] > _ENOUGH for rows in form.region_rows)
 
     def add_bases(self) -> None:
-        """To the pool: such with which the bound is nearly reached; a few simple ones where `relax` gave no prices."""
+        """Fill the pool with bases that nearly reach the bound; with a few simple ones where `relax` gave no prices."""
         for index, region in enumerate(self.case.regions):
             if region.may_be_plain:
                 self.pool.add(index, PLAIN)
@@ -132,7 +133,10 @@ class Branching:
             budget_bytes -= max(int(self.case.unit), 1)  # the solver is exact to a part of its unit only
 
     def refine(self, gap: float, node_limit: int) -> None:
-        """A variable for each op with whole numbers; how much of a region is swapped has none. It raises the bound as well."""
+        """Solve with a whole number for each op, and none for how much of a region is swapped.
+
+        It raises the bound as well.
+        """
         form = whole(self.case, self._budget_bytes)
         answer = form.model.solve(self._clock, gap=gap, node_limit=node_limit)
         self._learn(answer)
@@ -167,7 +171,7 @@ class Branching:
 
 
 def plain_ms(problem: Problem) -> float:
-    """A step in which nothing waits and nothing runs again."""
+    """Add up a step in which nothing waits and nothing runs again."""
     spans = (
         region.before_ms + region.forward_ms + region.backward_ms + region.after_ms
         for region in problem.profile.regions

@@ -20,7 +20,7 @@ _Terms = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class PlaceRows:
-    """The rows that say what a region puts into its places."""
+    """The rows of one region that say what it puts into its places. Their duals are its prices."""
 
     kept: int
     most_swapped: int
@@ -31,7 +31,7 @@ class PlaceRows:
 
 @dataclass(frozen=True)
 class Prices:
-    """What a unit, or a millisecond, of a region costs the step."""
+    """What a unit of bytes, or a millisecond, of a region costs the step."""
 
     store: float
     free: float  # in place of `store`, where it may be swapped
@@ -42,7 +42,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Whole:
-    """A block for each region."""
+    """The form with a variable for each op: the rows of every region."""
 
     model: Model
     places: Places
@@ -52,7 +52,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Chosen:
-    """For each region a column, which is 0 or 1, for each base of the pool."""
+    """The form with a column for each base of the pool and region, which is 0 or 1."""
 
     model: Model
     places: Places
@@ -61,7 +61,10 @@ class Chosen:
 
 
 class Pool:
-    """The bases that a region may have. Regions of one shape share them, each with its own times."""
+    """The bases that a region may have.
+
+    Regions of one shape share what is stored; each has its own times.
+    """
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -71,7 +74,7 @@ class Pool:
         self._bases: dict[tuple[int, frozenset[int]], Base] = {}
 
     def add(self, index: int, stored: frozenset[int]) -> bool:
-        """Whether it was not there."""
+        """Add a base, and say whether it was new."""
         known = self._stored[self._kind[index]]
         stored = self.base(index, stored).stored
         if stored in known:
@@ -89,7 +92,10 @@ class Pool:
 
 
 def whole(case: Case, budget_bytes: int, *, is_exact: bool = False) -> Whole:
-    """A variable for each op; `is_exact`: and for whether it is swapped, not only for how much of the region is."""
+    """Build the form with a variable for each op.
+
+    `is_exact`: there is also one for whether it is swapped, and not only for how much of the region is.
+    """
     model = Model()
     places = add_rows(model, case, budget_bytes)
     overhead_ms = case.problem.region_overhead_ms
@@ -112,7 +118,7 @@ def whole(case: Case, budget_bytes: int, *, is_exact: bool = False) -> Whole:
 
 
 def chosen(case: Case, budget_bytes: int, pool: Pool, *, overrun_cost: float | None = None) -> Chosen:
-    """A variable for each base of the pool and region."""
+    """Build the form with a variable for each base of the pool and region."""
     model = Model()
     places = add_rows(model, case, budget_bytes, overrun_cost=overrun_cost)
     overhead_ms = case.problem.region_overhead_ms
@@ -162,7 +168,10 @@ def _link(
     managed_ms: float,
     is_exact: bool,
 ) -> PlaceRows:
-    """What is stored and not swapped is kept; `managed_ms` is what a region takes that `recompute` does not have."""
+    """Tie a region's terms to its places: what is stored and not swapped is kept.
+
+    `managed_ms` is what a region takes that `recompute` does not have.
+    """
     swapped = places.swapped[index]
     most = model.row([*free, *forced, (swapped, -1.0)], 0.0, 0.0 if is_exact else float("inf"))
     return PlaceRows(
@@ -179,6 +188,7 @@ def _negative(terms: _Terms) -> _Terms:
 
 
 def prices(links: Sequence[PlaceRows], answer: Answer) -> list[Prices]:
+    """Read the prices of every region from the duals of an answer."""
     duals = answer.duals
     return [
         Prices(
@@ -208,6 +218,7 @@ class Pricing:
             self._region_rows.append(rows)
 
     def cheapest(self, at: Sequence[Prices], clock: Clock) -> list[frozenset[int]]:
+        """Find the base of every region that is cheapest at these prices."""
         costs: _Terms = []
         for region, rows, price in zip(self._case.regions, self._region_rows, at, strict=True):
             costs += self._costs(region, rows, price)

@@ -22,7 +22,7 @@ _ANY_BYTES = 1 << 60  # more than there are
 
 
 def smallest_peak(problem: Problem) -> tuple[Decision, Cost]:
-    """A decision with the smallest peak, whatever the budget; the fastest that is easily found.
+    """Find a decision with the smallest peak, whatever the budget; the fastest that is easily found.
 
     Raises:
         ArgumentError: a region has no decision that can be carried out.
@@ -53,6 +53,7 @@ def _smallest(case: Case) -> tuple[Decision, Cost] | None:
 
 
 def _within(case: Case, leanest: _Leanest, peak_bytes: int) -> list[Base] | None:
+    """Let each region in turn keep as little as it can within that peak. None: one has no base that fits."""
     *rooms, room_in_turn = case.rooms(peak_bytes)
     kept = 0
     bases = []
@@ -66,7 +67,10 @@ def _within(case: Case, leanest: _Leanest, peak_bytes: int) -> list[Base] | None
 
 
 def _peak_bytes(case: Case, bases: list[Base]) -> int:
-    """With all swapped that can be; of this case, so what is in flight counts even if nothing is."""
+    """Compute the peak with all swapped that can be.
+
+    It is that of this case, so what is in flight counts even if nothing is.
+    """
     decision = [base.swapping(position for position, _ in base.free) if base.free else base.decision for base in bases]
     by_region = [bytes_of(region, chosen) for region, chosen in zip(case.regions, decision, strict=True)]
     return peak(case.problem, by_region, swaps=case.swaps).num_bytes
@@ -85,7 +89,10 @@ def _no_decision(case: Case) -> ArgumentError:
 
 
 class _Leanest:
-    """For each region, the base that keeps least with at most so much extra. Regions of one shape share the answers."""
+    """Finds for each region the base that keeps least with at most so much extra.
+
+    Regions of one shape share the answers.
+    """
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -94,7 +101,7 @@ class _Leanest:
         self._known: list[list[tuple[int, Base | None]]] = [[] for _ in shapes]
 
     def base(self, index: int, extra_bytes: int) -> Base | None:
-        """None: no base has so little extra."""
+        """Find the base of a region that keeps least. None: no base has so little extra."""
         known = self._known[self._kind[index]]
         for limit, base in known:
             if extra_bytes <= limit and (base is None or base.region_bytes.extra_bytes <= extra_bytes):

@@ -18,7 +18,8 @@ Suggest = Callable[..., list[str]]  # patterns of other blocks: inside of the on
 class BudgetError(ArgumentError):
     """No decision fits into the budget.
 
-    `smallest_bytes` is the smallest budget that can be met with these blocks; 0 where that is not known. `peak`: what it is made of, where that is known.
+    `smallest_bytes` is the smallest budget that can be met with these blocks; 0 where that is not known. `peak`: what
+    that one is made of, where that is known.
     """
 
     def __init__(self, what: str, *, smallest_bytes: int = 0, peak: Peak | None = None, **parts: Any) -> None:
@@ -32,7 +33,7 @@ class BudgetError(ArgumentError):
 
 
 def budget_error(profile: StepProfile, budget_bytes: int, peak: Peak) -> BudgetError:
-    """The smallest peak that any decision has is above the budget."""
+    """Make the error that says that even the smallest peak of all decisions is above the budget."""
     return BudgetError(
         "No choice of what to save, swap and recompute fits into the budget.",
         expected=f"at least {peak.num_bytes} bytes ({format_size(peak.num_bytes)})",
@@ -45,7 +46,7 @@ def budget_error(profile: StepProfile, budget_bytes: int, peak: Peak) -> BudgetE
 
 
 def made_of(profile: StepProfile, peak: Peak) -> str:
-    """The moment, and what is alive then; the largest first."""
+    """Say in words when the peak is, and what is alive then; the largest first."""
     where = _BETWEEN if peak.region is None else f"{peak.moment} of {profile.regions[peak.region].path}"
     parts = {
         "alive when forward begins": peak.base_bytes,
@@ -61,7 +62,7 @@ def made_of(profile: StepProfile, peak: Peak) -> str:
 
 
 def blocks_words(profile: StepProfile) -> str:
-    """Which blocks are planned: "8 blocks are planned: layers.0 to layers.7"."""
+    """Say which blocks are planned: "8 blocks are planned: layers.0 to layers.7"."""
     paths = list(dict.fromkeys(region.path for region in profile.regions))
     if len(paths) == 1:
         return f"one block is planned: {paths[0]}"
@@ -70,7 +71,7 @@ def blocks_words(profile: StepProfile) -> str:
 
 
 def advice(profile: StepProfile, budget_bytes: int, peak: Peak | None, suggest: Suggest | None) -> str:
-    """One thing to do about what takes most of the memory."""
+    """Say one thing to do about what takes most of the memory."""
     paths = {region.path for region in profile.regions}
     if peak is not None and peak.base_bytes >= budget_bytes:
         return (

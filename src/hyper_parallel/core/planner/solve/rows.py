@@ -17,7 +17,9 @@ from hyper_parallel.core.planner.solve.linear_model import INFINITY, Model
 
 @dataclass(frozen=True)
 class Case:
-    """A problem in which something may be swapped and P4 is paid, or nothing is and it is not."""
+    """A problem with one half of the question answered: something may be swapped and P4 is paid, or nothing is and it
+    is not.
+    """
 
     problem: Problem
     swaps: bool
@@ -28,7 +30,10 @@ class Case:
 
     @cached_property
     def unit(self) -> float:
-        """Bytes that the model counts as one: HiGHS keeps rows to 1e-6 of it, and likes numbers of moderate size."""
+        """Choose how many bytes the model counts as one.
+
+        HiGHS keeps rows to 1e-6 of a unit, and likes numbers of moderate size.
+        """
         largest = max((region.residual_bytes for region in self.regions), default=0)
         return max(1.0, largest / 4096)
 
@@ -36,7 +41,9 @@ class Case:
         return self.problem.in_flight_bytes(moment, region) if self.swaps else 0
 
     def rooms(self, budget_bytes: int) -> list[int]:
-        """What regions before k may keep, with what k itself has extra; at the end: what all may keep."""
+        """Count for each region k what those before it may keep, with what k itself has extra; at the end: what all may
+        keep.
+        """
         profile = self.problem.profile
         room = budget_bytes - profile.base_bytes - self.problem.margin_bytes
         backward = self.in_flight_bytes("backward")
@@ -53,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Places:
-    """Variables for what each region puts where, and the waiting times that come of it."""
+    """Variables for what each region puts where, and for the waiting times that come of it."""
 
     kept: list[int]
     swapped: list[int]
@@ -64,7 +71,7 @@ class Places:
 
 
 def add_rows(model: Model, case: Case, budget_bytes: int, *, overrun_cost: float | None = None) -> Places:
-    """Peak and time of all regions.
+    """Add the rules of the peak and of time for all regions.
 
     With `overrun_cost`, for each unit, the budget may be overrun: a model that always has a solution.
     """
@@ -89,6 +96,7 @@ def add_rows(model: Model, case: Case, budget_bytes: int, *, overrun_cost: float
 
 
 def _add_peaks(model: Model, case: Case, places: Places, budget_bytes: int, over: list[tuple[int, float]]) -> None:
+    """Add P1 to P3."""
     rooms = [room / case.unit for room in case.rooms(budget_bytes)]
     so_far: list[tuple[int, float]] = []
     for index, room in enumerate(rooms[:-1]):
@@ -100,7 +108,10 @@ def _add_peaks(model: Model, case: Case, places: Places, budget_bytes: int, over
 
 
 def _add_times(model: Model, case: Case, swapped: list[int], recompute: list[int]) -> tuple[list[int], list[int]]:
-    """T1-T4. A forward waits for the window; a backward for its loads, and has waited for all that ran again before it."""
+    """Add T1 to T4.
+
+    A forward waits for the window. A backward waits for its loads, and has waited for all that ran again before it.
+    """
     problem, regions, num = case.problem, case.regions, len(case.regions)
     out_ms, in_ms = case.unit / problem.link.out_bytes_per_ms, case.unit / problem.link.in_bytes_per_ms
     window_ms = problem.window_bytes / problem.link.out_bytes_per_ms
@@ -138,10 +149,11 @@ def _add_times(model: Model, case: Case, swapped: list[int], recompute: list[int
 def _add_returns(
     model: Model, case: Case, swapped: list[int], forward: list[int], offload: list[int], loaded: list[int]
 ) -> None:
-    """What is still on its way out when the turn is over cannot come back yet.
+    """Add that what is still on its way out when the turn is over cannot come back yet.
 
-    It can be on its way for no longer than the window after its region's end, so this is about the last few regions, and about
-    none where the turn is long. Whether a region swaps at all is a whole number: the row holds for those that do.
+    It can be on its way for no longer than the window after its region's end, so this is about the last few regions,
+    and about none where the turn is long. Whether a region swaps at all is a whole number: the row holds for those that
+    do.
     """
     problem, regions = case.problem, case.regions
     in_ms = case.unit / problem.link.in_bytes_per_ms
@@ -166,11 +178,12 @@ def _most_bytes(region: Region) -> int:
 
 
 def add_lone_waits(model: Model, case: Case, places: Places, unmanaged: list[list[int]]) -> None:
-    """Rows that follow from the others, and make the model without whole numbers much tighter.
+    """Add rows that follow from the others, and make the model without whole numbers much tighter.
 
-    In that model a region can be plain to a half and swap twice what the link can take, and would wait for nothing. But the link
-    has little to do for a region that is plain, or recomputed whole: what the window left over in forward, what the prefetch limit lets come early
-    in backward. So what a region may swap before it waits shrinks with the share of it that is managed.
+    In that model a region can be plain to a half and swap twice what the link can take, and would wait for nothing. But
+    the link has little to do for a region that is plain, or recomputed whole: what the window left over in forward,
+    what the prefetch limit lets come early in backward. So what a region may swap before it waits shrinks with the
+    share of it that is managed.
     """
     problem, regions, num = case.problem, case.regions, len(case.regions)
     out_ms, in_ms = case.unit / problem.link.out_bytes_per_ms, case.unit / problem.link.in_bytes_per_ms

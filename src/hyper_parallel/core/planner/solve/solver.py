@@ -1,11 +1,11 @@
 """The least time within the budget, with HiGHS.
 
-A problem is solved as two cases, since what is in flight (P4) is paid as soon as anything is swapped: once with it, and once
-with nothing swapped. How a case is solved is in `solver_search`. Every answer has been through `problem.evaluate`: what a model
-gets wrong can make a plan slower than it need be, or its bound too good, but never larger than the budget.
+A problem is solved as two cases, since what is in flight (P4) is paid as soon as anything is swapped: once with it, and
+once with nothing swapped. How a case is solved is in `branch`. Every answer has been through `problem.evaluate`: what a
+model gets wrong can make a plan slower than it need be, or its bound too good, but never larger than the budget.
 
-The same problem gives the same plan: HiGHS runs in one thread with a fixed seed, and is bounded by numbers of nodes. Only where
-`time_limit_s` ends the work does the plan depend on the machine.
+The same problem gives the same plan: HiGHS runs in one thread with a fixed seed, and is bounded by numbers of nodes.
+Only where `time_limit_s` ends the work does the plan depend on the machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Solution:
 
 
 def solve(problem: Problem, *, gap: float | None = None, time_limit_s: float = 10.0) -> Solution:
-    """The fastest decision within the budget, or one that is nearly as fast and a bound that says how nearly.
+    """Find the fastest decision within the budget, or one that is nearly as fast and a bound that says how nearly.
 
     Args:
         gap: how much slower than the bound is good enough. Without it, a small problem is solved exactly and a large one to
@@ -86,10 +86,11 @@ def solve(problem: Problem, *, gap: float | None = None, time_limit_s: float = 1
 
 
 def _in_ticks(problem: Problem) -> tuple[Problem, float]:
-    """The same problem with a unit of time in which a plain step takes some thousands, and how many of it a millisecond has.
+    """Measure the problem's time in ticks, of which a plain step takes some thousands, and say how many a millisecond
+    has.
 
-    HiGHS takes prices below 1e-7 for nothing, and those of bytes in a step of a few milliseconds are. Times are multiplied by a
-    power of two, so none of them is rounded.
+    HiGHS takes prices below 1e-7 for nothing, and those of bytes in a step of a few milliseconds are. Times are
+    multiplied by a power of two, so none of them is rounded.
     """
     ticks = 2.0 ** (13 - math.frexp(plain_ms(problem))[1])
     regions = tuple(
@@ -118,7 +119,7 @@ def _in_ticks(problem: Problem) -> tuple[Problem, float]:
 
 
 def is_small(profile: StepProfile) -> bool:
-    """Whether its problems are solved exactly."""
+    """Say whether the problems of this profile are solved exactly."""
     return _size(profile) <= _SMALL
 
 
@@ -127,7 +128,7 @@ def _size(profile: StepProfile) -> int:
 
 
 def _ready(problem: Problem) -> tuple[Decision, Cost] | None:
-    """What needs no search: nothing managed, or every region recomputed, if it fits."""
+    """Find what needs no search: nothing managed, or every region recomputed, if it fits."""
     regions = problem.profile.regions
     decisions: list[Decision] = [tuple(recompute_all(region) for region in regions)]
     if all(region.may_be_plain for region in regions):
@@ -142,7 +143,7 @@ def _ready(problem: Problem) -> tuple[Decision, Cost] | None:
 
 
 def _is_plain(decision: Decision) -> bool:
-    """Nothing is faster."""
+    """Say whether nothing is managed. Then nothing is faster."""
     return all(chosen.is_plain for chosen in decision)
 
 

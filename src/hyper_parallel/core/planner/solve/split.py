@@ -31,7 +31,9 @@ _TIDY = 1e-4  # a plan with fewer different regions may take this part longer
 def split(
     case: Case, bases: Sequence[Base], swapped_bytes: Sequence[float], budget_bytes: int
 ) -> tuple[Decision, Cost] | None:
-    """The fastest of some ways to swap about as much as each region should; None where no way is within the budget."""
+    """Swap about as much of each region as it should, in some ways, and take the fastest; None where no way is within
+    the budget.
+    """
     best: tuple[Decision, Cost] | None = None
     for decision in _splits(case, bases, swapped_bytes, budget_bytes):
         cost = evaluate(case.problem, decision)
@@ -55,7 +57,10 @@ def _splits(case: Case, bases: Sequence[Base], swapped_bytes: Sequence[float], b
 def _carried(
     bases: Sequence[Base], swapped_bytes: Sequence[float], least: Sequence[int], slack_bytes: float, rounds_up: bool
 ) -> Decision:
-    """Where a choice made for an earlier region is off by no more than the slack, it is made again."""
+    """Choose what is swapped, region by region; what one swaps too much the next swaps less.
+
+    Where a choice made for an earlier region is off by no more than the slack, it is made again.
+    """
     decision = []
     used: dict[object, dict[tuple[int, ...], int]] = {}
     should = done = 0.0
@@ -86,7 +91,7 @@ def _used_before(
 
 
 def _least_swapped(case: Case, bases: Sequence[Base], budget_bytes: int) -> list[int]:
-    """For each region, what it and those before it must swap together, lest those after it cannot make up for it."""
+    """Count what each region and those before it must swap together, lest those after it cannot make up for it."""
     rooms = case.rooms(budget_bytes)
     extras = [*(base.region_bytes.extra_bytes for base in bases[1:]), 0]
     stored = 0
@@ -101,7 +106,8 @@ def _least_swapped(case: Case, bases: Sequence[Base], budget_bytes: int) -> list
 
 
 def tidied(problem: Problem, decision: Decision, budget_bytes: int) -> Decision:
-    """Without swaps that the budget does not ask for, and plain where a region does nothing else than a plain one.
+    """Take back swaps that the budget does not ask for, and leave a region plain that does nothing else than a plain
+    one.
 
     A step never gets slower by either. The solver sees no difference where the link has time to spare.
     """
@@ -124,7 +130,7 @@ def tidied(problem: Problem, decision: Decision, budget_bytes: int) -> Decision:
 
 
 def _saving(region: Region, decision: RegionDecision, room_bytes: int) -> tuple[RegionDecision, int]:
-    """With some of what is swapped saved instead, the largest first, and how much that is."""
+    """Save some of what is swapped instead, the largest first, and say how much that is."""
     ops, inputs = list(decision.ops), list(decision.inputs)
     swapped: list[tuple[int, list[Choice | None], int]] = [
         (op.num_bytes, ops, index) for index, op in enumerate(region.ops) if ops[index] == SWAP and SAVE in allowed(op)
@@ -148,9 +154,9 @@ def _plain_if_it_is(region: Region, decision: RegionDecision) -> RegionDecision:
 
 
 def nearest(sizes: Sequence[int], floor: float, target: float) -> list[int]:
-    """Indices of sizes whose sum is at least `floor`, and of these nearest to `target`; all where none is.
+    """Choose sizes whose sum is at least `floor` and nearest to `target`, by index; all of them where no sum is enough.
 
-    Exact where the sizes sum up to less than 2**18; above that, sums are rounded down to steps.
+    It is exact where the sizes sum up to less than 2**18; above that, sums are rounded down to steps.
     """
     total = sum(sizes)
     if floor >= total or not total:
