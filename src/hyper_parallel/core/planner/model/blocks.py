@@ -184,7 +184,7 @@ def _own(types: ModuleTypes, path: str, module: Module) -> Iterator[tuple[str, A
 
 
 def _members(types: ModuleTypes, path: str, container: object) -> list[tuple[str, Any]]:
-    """List a container's members of a class that is called, stands in it at least twice and has submodules of its own."""
+    """List the members of a class that is called, stands in the container at least twice and has submodules."""
     classes = Counter(type(child) for _, child in types.children(container))
     return [
         (f"{path}.{key}", child)

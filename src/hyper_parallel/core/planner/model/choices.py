@@ -152,7 +152,10 @@ def swapped_bytes(region: Region, decision: RegionDecision) -> int:
 
 
 def extra_bytes(region: Region, decision: RegionDecision) -> int:
-    """Count what is saved or swapped though plain autograd would not keep it: `backward_peak_bytes` does not have it."""
+    """Count what is saved or swapped though plain autograd would not keep it.
+
+    `backward_peak_bytes` does not have it.
+    """
     ops = sum(
         op.num_bytes - op.residual_bytes
         for op, choice in zip(region.ops, decision.ops, strict=True)

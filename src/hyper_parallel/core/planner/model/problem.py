@@ -224,7 +224,7 @@ def peak(problem: Problem, by_region: Sequence[RegionBytes], *, swaps: bool | No
 
 
 def room_for_copies(problem: Problem, by_region: Sequence[RegionBytes]) -> list[int]:
-    """Count what the budget leaves for copies in flight: in forward and turn together, then in each region's backward."""
+    """Count the room for copies in flight: first in forward and turn together, then in the backward of each region."""
     free = problem.budget_bytes - problem.margin_bytes - problem.profile.base_bytes
     forward, backward = [], []
     kept = 0

@@ -83,12 +83,11 @@ def as_allocated(
     again: Sequence[MeasuredSpan],
     decision: Sequence[RegionDecision],
 ) -> list[Region]:
-    """Give the regions their sizes as an allocator counts them that hands out blocks a little larger than it was asked
-    for.
+    """Give the regions their sizes as an allocator counts them.
 
-    How much larger is seen where forward ends: what the plain step (`spans`) holds there above its residuals, and the
-    one that runs blocks again (`again`, under `decision`) does not. All that is kept gets its share of it, so that
-    regions that were alike still are.
+    Some hand out blocks a little larger than they were asked for. How much larger is seen where forward ends: what the
+    plain step (`spans`) holds there above its residuals, and the one that runs blocks again (`again`, under `decision`)
+    does not. All that is kept gets its share of it, so that regions that were alike still are.
     """
     end = f"after {len(regions) - 1}"
     levels = [next((span.level_bytes for span in step if span.name == end), None) for step in (spans, again)]

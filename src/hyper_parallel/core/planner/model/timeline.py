@@ -335,8 +335,9 @@ def _never_changed() -> int:
 
 
 class _Steps:
-    """Runs steps of a model, one after the other, on one device with one engine, so that the engine learns as it does
-    in training.
+    """Runs steps of a model one after the other, on one device with one engine.
+
+    So the engine learns as it does in training.
     """
 
     def __init__(

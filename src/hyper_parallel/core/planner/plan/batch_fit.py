@@ -1,10 +1,12 @@
-"""Whether the batch of a step is within the one that a plan was made for. Looked at before every training step.
+"""Whether the batch of a step is within the one that a plan was made for. It is asked before every training step.
 
-One rule for the first step and all later ones. A tensor is within another if it has as many dims, none of them longer, and its elements are no larger;
-a batch is within another if each of its tensors is within the one in the same place. What is within needs no more memory, so it runs under the plan. What is
-not is told before it runs, or planned anew. By bytes alone nobody could tell: `[2, 4096]` has fewer than `[64, 256]`, and attention needs more for it.
+Worked example: planned for `input_ids int64[4, 512]`. `[4, 512]` is the SAME, `[3, 512]` and `[4, 128]` are SMALLER,
+`[8, 64]` is LARGER.
 
-Worked example: planned for `input_ids int64[4, 512]`. `[4, 512]` is the SAME, `[3, 512]` and `[4, 128]` are SMALLER, `[8, 64]` is LARGER.
+One rule holds for the first step and all later ones. A tensor is within another if it has as many dims, none of them
+longer, and its elements are no larger. A batch is within another if each of its tensors is within the one in the same
+place. What is within needs no more memory, so it runs under the plan. What is not is told before it runs, or planned
+anew. Bytes alone would not do: `[2, 4096]` has fewer than `[64, 256]`, and attention needs more for it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _WHAT = "A batch is larger than the one that the plan was made for, and its step
 
 
 class Fit(Enum):
-    """How a batch is to the plan's."""
+    """How a batch compares with the plan's."""
 
     SAME = "of the same look"
     SMALLER = "within it"
@@ -51,7 +53,7 @@ class _TensorMeta(NamedTuple):
 
 
 class _Judged(NamedTuple):
-    """`where`, `expected`, `got`: of the first tensor that is larger."""
+    """The judgement on one batch; `where`, `expected`, `got`: of the first tensor that is larger."""
 
     fit: Fit
     where: str = ""
@@ -60,9 +62,9 @@ class _Judged(NamedTuple):
 
 
 class PlannedBatch:
-    """The batch of a plan, against which others are held. `look`: as it is in the plan, or None if it does not say; `meta_of`: the framework's, for other
-    batches.
+    """The batch that a plan was made for, with which others are compared.
 
+    `meta`: what the plan says of it, or None if it does not say; `meta_of`: the framework's function for other batches;
     `forward`: what the model is called by, so that an argument is the same whether it comes by name or by place.
     """
 
@@ -73,6 +75,10 @@ class PlannedBatch:
         self._known: dict[Any, _Judged] = {}
 
     def judged(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Judged:
+        """Compare a batch with the plan's.
+
+        An answer is remembered by dtypes and shapes, since each step asks.
+        """
         if self._planned is None:
             return _Judged(Fit.SAME)
         key = _key(args), _key(kwargs)
@@ -96,7 +102,7 @@ class PlannedBatch:
         return _Judged(Fit.SAME if found == planned_metas else Fit.SMALLER)
 
     def _places(self, args: list[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, _TensorMeta]]:
-        """The tensors of a batch by the names of the arguments that they are in."""
+        """List the tensors of a batch by the names of the arguments that they are in."""
         named: Mapping[str, Any] = {**{str(number): argument for number, argument in enumerate(args)}, **kwargs}
         if self._signature is not None:
             try:
@@ -110,7 +116,7 @@ class PlannedBatch:
 
 
 class BatchCheck:
-    """What looks at the batch of each training step under a plan, before it runs.
+    """Compares the batch of each training step under a plan with the plan's, before the step runs.
 
     Attributes:
         tells: a batch that is larger is told, or counted; False: whoever manages the model plans anew for it
@@ -124,7 +130,9 @@ class BatchCheck:
         self._do = do
 
     def fit(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool) -> Fit:
-        """Of a forward with gradients. `is_training`: the mode of the model; in eval mode nobody trains, unless it was planned so.
+        """Compare the batch of a forward with gradients.
+
+        `is_training`: the mode of the model; in eval mode nobody trains, unless it was planned so.
 
         Raises:
             MismatchError: the batch is larger, and nobody asked to count that.
@@ -153,7 +161,7 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _as_arguments(meta: object) -> tuple[list[Any], dict[str, Any]]:
-    """The look of a batch, as a plan has it, as arguments and keywords."""
+    """Take a plan's batch apart into arguments and keywords."""
     if isinstance(meta, dict):
         if meta.keys() == {"args", "kwargs"} and isinstance(meta["args"], list) and isinstance(meta["kwargs"], dict):
             return meta["args"], meta["kwargs"]
@@ -176,7 +184,10 @@ def _tensors(where: str, meta: object) -> Iterator[tuple[str, _TensorMeta]]:
 
 
 def _key(value: Any) -> Any:
-    """Equal for batches of one look; made in each step, so it makes no words."""
+    """Make something equal for batches of the same dtypes and shapes.
+
+    It is made in each step, so it makes no words.
+    """
     if isinstance(value, Mapping):
         return tuple((name, _key(item)) for name, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -191,7 +202,10 @@ def _key(value: Any) -> Any:
 
 
 def tensor_fields(value: object) -> dict[str, Any]:
-    """The fields of a dataclass; of another object the attributes that are tensors. Empty for what is no object of a user's."""
+    """List the fields of a dataclass, or of another object the attributes that are tensors.
+
+    It is empty for what is no object of a user's.
+    """
     if isinstance(value, type) or callable(value):
         return {}
     if dataclasses.is_dataclass(value):

@@ -29,7 +29,10 @@ _FARTHEST = 8  # times the largest size that is known to fit: beyond, a predicti
 
 
 class Tried(NamedTuple):
-    """One size. `smallest_bytes`: the smallest peak that a plan can have there; None: a step did not fit in any way."""
+    """A size that was looked at.
+
+    `smallest_bytes`: the smallest peak that a plan can have there; None: a step did not fit in any way.
+    """
 
     n: int
     smallest_bytes: int | None
@@ -58,7 +61,7 @@ class Largest:
 
     @property
     def peak_bytes(self) -> int:
-        """Of real steps at this size."""
+        """The peak of real steps at this size."""
         return self.predicted_peak_bytes if self.plan.measured is None else self.plan.measured.peak_bytes
 
     def __str__(self) -> str:
@@ -115,10 +118,11 @@ def largest(
     keeps_output: bool = True,
     progress: bool | Progress = True,
 ) -> Largest:
-    """The largest `n` for which a step with `make_batch(n)` fits into the budget, and the plan for it.
+    """Find the largest `n` for which a step with `make_batch(n)` fits into the budget, and the plan for it.
 
-    A few sizes are profiled; from the smallest peak that a plan can have at each, the size that fits is predicted; it and the next one are
-    profiled as well, and the plan for it is proved with real steps. Nothing is changed until `plan.apply(model)`.
+    A few sizes are profiled. From the smallest peak that a plan can have at each, the size that fits is predicted; it
+    and the next one are profiled as well, and the plan for it is proved with real steps. Nothing is changed until
+    `plan.apply(model)`.
 
     Args:
         model: the model, on its device and in the mode it trains in.
@@ -195,7 +199,7 @@ class _Sizes:
         self._metas: dict[int, Any] = {}
 
     def profile(self, n: int) -> tuple[StepProfile, int] | None:
-        """The profile of a step of this size, and the bytes that are allowed; None: it does not fit in any way."""
+        """Profile a step of this size, and count the bytes that are allowed. None: it does not fit in any way."""
         with self._failures(n):
             profiled = self._profiled(n)
             if profiled is None:
@@ -209,18 +213,18 @@ class _Sizes:
             return profile, self._allowed(profile)
 
     def smallest_bytes(self, profile: StepProfile) -> int:
-        """The smallest peak that a plan can have."""
+        """Compute the smallest peak that a plan can have."""
         smallest = smallest_budget(profile, first_margin(profile))
         return min(smallest, profile.peak_bytes) if profile.is_plain_measured else smallest
 
     def may_fit(self, tried: Tried, profile: StepProfile, allowed_bytes: int) -> bool:
-        """Whether a size that does not fit by prediction is so close that only real steps can tell."""
+        """Say whether a size that does not fit by prediction is so close that only real steps can tell."""
         if tried.smallest_bytes is None:
             return False
         return tried.smallest_bytes - allowed_bytes <= first_margin(profile) + profile.activation_peak_bytes // 50
 
     def prove(self, n: int, profile: StepProfile, allowed_bytes: int, *, names_smallest: bool = True) -> MemoryPlan:
-        """The plan for this size after real steps under it.
+        """Run real steps under the plan for this size, and give that plan.
 
         Raises:
             BudgetError: no plan keeps the budget.
@@ -261,7 +265,7 @@ class _Sizes:
 
     @contextlib.contextmanager
     def _failures(self, n: int) -> Iterator[None]:
-        """What the user's code raises comes with the size."""
+        """Name the size where the user's code raises in this block."""
         try:
             yield
         except HyperParallelError:
@@ -278,7 +282,7 @@ class _Sizes:
 
 
 class _SizeSearch:
-    """Sizes between one that fits and one that does not, which come closer until they are neighbours.
+    """Two sizes, one that fits and one that does not, which come closer until they are neighbours.
 
     Invariant: fits is 0 or fits; fails is None, or does not fit and fits < fails.
     """
@@ -309,7 +313,7 @@ class _SizeSearch:
             return Largest(self.fits, plan, None if self.fails is None else self._tried[self.fails], tried)
 
     def _next_fits_after_all(self) -> bool:
-        """Whether the prediction was too careful about the next size."""
+        """Prove the next size, and say whether the prediction was too careful about it."""
         n = self.fails
         if n is None or n not in self._profiles or not self._sizes.may_fit(self._tried[n], *self._profiles[n]):
             return False
@@ -355,7 +359,7 @@ class _SizeSearch:
         self.fits = max((n for n in fitting if self.fails is None or n < self.fails), default=0)
 
     def _next(self) -> int:
-        """The size to look at: by prediction, and where that gets nowhere, in the middle."""
+        """Choose the size to look at next: by prediction, and where that gets nowhere, in the middle."""
         last = self._at_most if self.fails is None else self.fails - 1
         first = next((n for n in _FIRST if n not in self._tried and (last is None or n <= last)), None)
         if first is not None and self.fails is None:
@@ -372,7 +376,7 @@ class _SizeSearch:
         return guess
 
     def _predicted(self) -> int:
-        """The largest size whose smallest peak is within the budget, by what the nearest sizes took."""
+        """Predict the largest size whose smallest peak is within the budget, by what the nearest sizes took."""
         known = [tried for tried in self._tried.values() if tried.smallest_bytes is not None]
         known.sort(key=lambda tried: (abs(tried.n - self.fits), tried.n))
         points = [(float(tried.n), float(tried.smallest_bytes or 0)) for tried in known[:3]]
@@ -388,7 +392,7 @@ class _SizeSearch:
 
 
 def _extrapolated(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The curve through all points: constant, line or parabola."""
+    """Evaluate the curve through all points: constant, line or parabola."""
     total = 0.0
     for index, (own, value) in enumerate(points):
         weight = 1.0

@@ -50,7 +50,9 @@ class _Sized(NamedTuple):
 
 
 class ManagedModel:
-    """See the head of the file.
+    """A model on which the plan changes with the batch, by rules M.
+
+    It lives from `apply` or the first `run` to `remove`.
 
     Attributes:
         current: the plan that is on the model now
@@ -81,7 +83,7 @@ class ManagedModel:
         self._finalizer = weakref.finalize(model, self._open.close)
 
     def close(self) -> None:
-        """The model is as it was, but for the plan that is on it."""
+        """Leave the model as it was, but for the plan that is on it."""
         self._forward.remove()
         self._finalizer()
 
@@ -92,7 +94,7 @@ class ManagedModel:
     # -- forward --------------------------------------------------------------------------------------------------------
 
     def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model's forward is while the plan is applied."""
+        """Run in place of the model's forward while the plan is applied."""
         if self._is_planning or not self._planner.is_first_forward():
             return original(*args, **kwargs)
         batch = self._planner.batch_of(args, kwargs)
@@ -108,7 +110,7 @@ class ManagedModel:
         return self._until_it_fits(lambda: original(*args, **kwargs), state, lambda: batch, "forward")
 
     def _choose(self, batch: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """M1."""
+        """Put the plan on the model that M1 asks for."""
         model: Any = self._model()
         check = self.current.applied(model).check
         if check.fit(args, kwargs, is_training=self._planner.is_training(model)) is Fit.UNJUDGED:
@@ -142,7 +144,7 @@ class ManagedModel:
     # -- a whole step -----------------------------------------------------------------------------------------------------
 
     def run(self, step_fn: Callable[[], Any]) -> Any:
-        """M3: what `step_fn` gives."""
+        """Run a whole step by M3, and give what `step_fn` gives."""
         if self._run is not None:
             raise StateError("`plan.run` was called inside of `plan.run`.", do="Run one step at a time.")
         state = self._run = self._step_state(with_gradients=True)
@@ -168,6 +170,7 @@ class ManagedModel:
     def _until_it_fits(
         self, function: Callable[[], Any], state: StepState, inputs: Callable[[], Any], what: str
     ) -> Any:
+        """Call the function; where memory runs out, put everything back, plan anew and call it again."""
         said, num_plans = "", 0
         for tried in range(_MAX_PLANS + 1):
             result, failure = self._planner.attempt(function, self._device)

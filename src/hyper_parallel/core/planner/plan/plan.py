@@ -44,7 +44,10 @@ _PLAN_AGAIN = "Plan again, and save the new plan."
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a step under a plan takes. Bytes of everything alive at the highest point, base included."""
+    """What a step under a plan will take.
+
+    Bytes are of everything alive at the highest point, base included.
+    """
 
     peak_bytes: int
     step_ms: float
@@ -52,7 +55,10 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Measured:
-    """What steps under a plan took. `plain_step_ms`: what plain ones took that were run by turns with them; None: those of the profile count."""
+    """What steps under a plan took.
+
+    `plain_step_ms`: what plain ones took that were run by turns with them; None: those of the profile count.
+    """
 
     peak_bytes: int
     step_ms: float | None = None
@@ -61,7 +67,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class MadeWith:
-    """What a plan was made with beside the model and the batch, for making it anew. Not in the file: these are objects of the program."""
+    """What a plan was made with beside the model and the batch, for making it anew.
+
+    It is not in the file: these are objects of the program.
+    """
 
     loss_fn: Callable[[Any], Any] | None
     optimizer: Any
@@ -141,7 +150,7 @@ class MemoryPlan:
 
     @cached_property
     def host(self) -> HostNeed:
-        """What is swapped needs as much of the host's memory, pinned, or of a disk."""
+        """How much of the host's memory, pinned, or of a disk is needed for what is swapped."""
         return host_need(self.profile, self.decision, self.setting)
 
     def __str__(self) -> str:
@@ -281,7 +290,7 @@ class MemoryPlan:
         return managed
 
     def _on(self, model: Module) -> MemoryPlan:
-        """This plan, or the one made anew that is on the model in its place.
+        """Find the plan that is on the model: this one, or one made anew in its place.
 
         Raises:
             StateError: none is.
@@ -296,7 +305,7 @@ class MemoryPlan:
         return current
 
     def attach(self, model: Module, on_mismatch: str) -> Applied:
-        """Put this very plan on the model, and nothing around it; what carries it out."""
+        """Put this very plan on the model, and nothing around it; give what carries it out."""
         planner = planner_of(model, "MemoryPlan.apply")
         self._check_identity(planner.identity(model))
         identity = self.profile.identity
@@ -324,7 +333,7 @@ class MemoryPlan:
         return applied
 
     def applied(self, model: Module) -> Applied:
-        """What carries this very plan out on the model."""
+        """Give what carries this very plan out on the model."""
         return self._entry(model)[0]
 
     def _entry(self, model: Module) -> tuple[Applied, SwapSetting | None]:
@@ -347,7 +356,7 @@ class MemoryPlan:
                 setting.undo()
 
     def _configure(self) -> SwapSetting:
-        """The plan's windows; the user's tiers stay."""
+        """Configure the engine with the plan's windows; the user's tiers stay."""
         config = current_config()
         return configure_swap(
             host_budget=config.host_budget,
@@ -361,7 +370,7 @@ class MemoryPlan:
         )
 
     def _check_identity(self, found: Identity) -> None:
-        """`found` is compared as far as it says something."""
+        """Raise where `found`, as far as it says something, is not what the plan was made for."""
         own = self.profile.identity
         got = {name: value for name in _COMPARED if (value := getattr(found, name)) is not None}
         expected = {name: value for name in got if (value := getattr(own, name)) is not None}
@@ -378,8 +387,11 @@ class MemoryPlan:
             )
 
     def stats(self, model: Module) -> dict[str, int]:
-        """What was met that the plan does not know, or knows otherwise, since it was applied, and how often a plan was made anew for it; of the last time,
-        if it is not applied any more."""
+        """Count what was met that the plan does not know, or knows otherwise, since it was applied; and how often a
+        plan was made anew.
+
+        If the plan is not applied any more, these are the numbers of the last time.
+        """
         if model in self._last_stats and model not in self._applied and model not in self._managed:
             return dict(self._last_stats[model])
         counts = dict(self._on(model).applied(model).mismatches.counts)
@@ -409,8 +421,11 @@ class MemoryPlan:
         return plan
 
     def report(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page: memory over one step before and after, by choice and by block; copies with waits; step time under
-        other budgets (solved within 15 s); the tables per block and module."""
+        """Write one self-contained HTML page.
+
+        It shows memory over one step before and after, by choice and by block; copies with waits; step time under other
+        budgets (solved within 15 s); and the tables per block and module.
+        """
         from hyper_parallel.report.page import write_report
 
         write_report(self, path)
@@ -466,7 +481,7 @@ class MemoryPlan:
 
 
 def check_choices(*, on_mismatch: object = "error", on_oom: object = "error") -> None:
-    """What `apply` is told, before anything else is done.
+    """Check what `apply` is told, before anything else is done.
 
     Raises:
         ValueError: there is no such choice.

@@ -37,17 +37,17 @@ Parts = Sequence[str | Table]  # lines and tables, in the order in which they ar
 
 
 def text_of(parts: Parts) -> str:
-    """For a terminal."""
+    """Write lines and tables for a terminal."""
     return "\n".join(part if isinstance(part, str) else table(*part) for part in parts)
 
 
 def html_words(text: str) -> str:
-    """A line of prose: what stands between backticks is code."""
+    """Write a line of prose: what stands between backticks is code."""
     return re.sub(r"`(.+?)`", r"<code>\1</code>", escape(text))
 
 
 def html_of(parts: Parts) -> str:
-    """For a notebook: colours and fonts are its own."""
+    """Write lines and tables for a notebook: colours and fonts are its own."""
     found = []
     for part in parts:
         if isinstance(part, str):
@@ -63,7 +63,7 @@ def html_of(parts: Parts) -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """Columns of equal width; numbers (all but the first column) to the right."""
+    """Write columns of equal width; numbers (all but the first column) to the right."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(cells: list[str]) -> str:
@@ -76,7 +76,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def plan_parts(plan: MemoryPlan) -> Parts:
-    """What is saved, recomputed and swapped, per block; peak and time before and after."""
+    """Say what is saved, recomputed and swapped, per block; and peak and time before and after."""
     profile, predicted = plan.profile, plan.predicted
     base = profile.base_bytes
     lines: list[str | Table] = [
@@ -114,7 +114,7 @@ def plan_parts(plan: MemoryPlan) -> Parts:
 
 
 def notes_words(plan: MemoryPlan) -> list[str]:
-    """What is unusual about what was asked for."""
+    """Say what is unusual about what was asked for."""
     identity = plan.profile.identity
     words = []
     if identity.is_training is False and identity.framework == "mindspore":  # where a cell begins in this mode
@@ -130,7 +130,7 @@ def notes_words(plan: MemoryPlan) -> list[str]:
 
 
 def gap_words(plan: MemoryPlan) -> list[str]:
-    """How much better another choice could be by the prediction, where it could be seen in the table."""
+    """Say how much better another choice could be by the prediction, where it could be seen in the table."""
     if plan.gap < _SEEN_GAP:
         return []
     return [
@@ -139,7 +139,7 @@ def gap_words(plan: MemoryPlan) -> list[str]:
 
 
 def nothing_swapped_words(plan: MemoryPlan) -> str:
-    """Why a plan could not swap."""
+    """Say why a plan could not swap."""
     if _is_cpu(plan):
         return "Nothing is swapped: no directory is set for it, by `hp.configure_swap(disk_dir=...)` or `--swap-dir`."
     return "Nothing is swapped: there was no room to measure how fast the device copies."
@@ -150,21 +150,21 @@ def _is_cpu(plan: MemoryPlan) -> bool:
 
 
 def host_words(plan: MemoryPlan) -> str:
-    """What is needed elsewhere for what is swapped."""
+    """Say what is needed elsewhere for what is swapped."""
     tier, used, reserved = plan.host
     where = "pinned memory of the host" if tier == "host" else "files"
     return f"Swapped at once: {format_size(used)}, in {format_size(reserved)} of {where}."
 
 
 def time_words(plan: MemoryPlan) -> list[str]:
-    """What a reader of the table has to know about its times, a sentence each."""
+    """Say what a reader of the table has to know about its times, a sentence each."""
     by_turns = plan.measured is not None and plan.measured.plain_step_ms is not None
     words = [f"Measured steps took turns with plain ones, of {plan.plain_step_ms:.1f} ms."] if by_turns else []
     return [*words, *unlike_predicted(plan)]
 
 
 def unlike_predicted(plan: MemoryPlan) -> list[str]:
-    """Why the measured time is not the predicted one: nothing where they agree."""
+    """Say why the measured time is not the predicted one: nothing where they agree."""
     predicted, to_plain, is_cpu = plan.predicted_to_plain, plan.measured_to_plain, _is_cpu(plan)
     words = []
     if to_plain is None:
@@ -212,7 +212,7 @@ def _regions(plan: MemoryPlan) -> list[list[str]]:
 
 
 def _folded(rows: list[list[str]]) -> list[list[str]]:
-    """Neighbours with the same numbers as one row."""
+    """Fold neighbours with the same numbers into one row."""
     folded: list[list[str]] = []
     first = ""
     for row in rows:
@@ -225,7 +225,7 @@ def _folded(rows: list[list[str]]) -> list[list[str]]:
 
 
 def residual_parts(profile: StepProfile, kept: Sequence[tuple[str, str, str, int]] = ()) -> Parts:
-    """What backward needs, per module and op, summed over blocks that are alike; the largest first.
+    """List what backward needs, per module and op, summed over blocks that are alike; the largest first.
 
     `kept`: of blocks that the profile takes as one op: path, module in it, op, bytes. They come below their block.
     """
@@ -274,7 +274,10 @@ def residual_parts(profile: StepProfile, kept: Sequence[tuple[str, str, str, int
 
 
 def _again_ms(region: Region, index: int) -> float:
-    """What an op takes; a part of one takes its share of that, as all parts come together."""
+    """Give the time that an op takes to run again.
+
+    A part takes its share of its op's, as all parts come together.
+    """
     op, whole = region.ops[index], region.made_with(index)
     if op.part is None:
         return op.forward_ms
@@ -286,7 +289,7 @@ _SMALL_BYTES = 64 * 1024  # of one value: keeping it costs less than thinking ab
 
 
 def suits(num_bytes: int, count: int, recompute_ms: float | None, link: Link | None) -> Choice:
-    """Which choice costs least for values of one kind, each taken by itself: a plan weighs them against each other."""
+    """Choose what costs least for values of one kind, each taken by itself: a plan weighs them against each other."""
     if num_bytes < count * _SMALL_BYTES:
         return SAVE
     if recompute_ms is None:  # an input of the block: nothing that could be run again
@@ -302,7 +305,7 @@ def _name(region: Region) -> str:
 
 
 def _pattern(region: Region) -> str:
-    """A block's path with the number left out: blocks of one list are alike."""
+    """Leave the number out of a block's path: blocks of one list are alike."""
     return _pattern_of(region.path)
 
 

@@ -30,7 +30,10 @@ _RETRIES = 3
 
 
 class Branching:
-    """The best decision found so far for one case, and the bound below which there is none. It lives for one `solve`."""
+    """The best decision found so far for one case, and the bound below which there is none.
+
+    It lives for one `solve`.
+    """
 
     def __init__(self, case: Case, budget_bytes: int, clock: Clock) -> None:
         self.case = case

@@ -203,9 +203,10 @@ def prices(links: Sequence[PlaceRows], answer: Answer) -> list[Prices]:
 
 
 class Pricing:
-    """Finds for each region the managed base that is cheapest at given prices: all regions at once, in one call of HiGHS.
+    """Finds for each region the managed base that is cheapest at given prices.
 
-    The rows of one region have whole solutions nearly always, so this is hardly more than a linear program.
+    All regions are solved at once, in one call of HiGHS. The rows of one region have whole solutions nearly always, so
+    this is hardly more than a linear program.
     """
 
     def __init__(self, case: Case, budget_bytes: int) -> None:

@@ -17,7 +17,10 @@ from typing import NamedTuple
 
 
 class _CookieFunctions(ctypes.Structure):
-    """What a stream of `fopencookie` calls to read, write, seek and close. No function to write: what is written is gone."""
+    """What a stream of `fopencookie` calls.
+
+    There is no function to write, so what is written is gone.
+    """
 
     _fields_ = (
         ("read", ctypes.c_void_p),

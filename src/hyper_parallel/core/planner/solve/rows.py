@@ -17,8 +17,9 @@ from hyper_parallel.core.planner.solve.linear_model import INFINITY, Model
 
 @dataclass(frozen=True)
 class Case:
-    """A problem with one half of the question answered: something may be swapped and P4 is paid, or nothing is and it
-    is not.
+    """A problem with one half of the question answered.
+
+    Either something may be swapped and P4 is paid, or nothing is and it is not.
     """
 
     problem: Problem
@@ -41,7 +42,7 @@ class Case:
         return self.problem.in_flight_bytes(moment, region) if self.swaps else 0
 
     def rooms(self, budget_bytes: int) -> list[int]:
-        """Count for each region k what those before it may keep, with what k itself has extra; at the end: what all may
+        """Count for each region what those before it may keep, with what it has extra itself; last, what all may
         keep.
         """
         profile = self.problem.profile

@@ -86,11 +86,10 @@ def solve(problem: Problem, *, gap: float | None = None, time_limit_s: float = 1
 
 
 def _in_ticks(problem: Problem) -> tuple[Problem, float]:
-    """Measure the problem's time in ticks, of which a plain step takes some thousands, and say how many a millisecond
-    has.
+    """Measure the problem's time in ticks, of which a plain step takes some thousands.
 
-    HiGHS takes prices below 1e-7 for nothing, and those of bytes in a step of a few milliseconds are. Times are
-    multiplied by a power of two, so none of them is rounded.
+    With it comes how many of them a millisecond has. HiGHS takes prices below 1e-7 for nothing, and those of bytes in a
+    step of a few milliseconds are. Times are multiplied by a power of two, so none of them is rounded.
     """
     ticks = 2.0 ** (13 - math.frexp(plain_ms(problem))[1])
     regions = tuple(

@@ -31,8 +31,9 @@ _TIDY = 1e-4  # a plan with fewer different regions may take this part longer
 def split(
     case: Case, bases: Sequence[Base], swapped_bytes: Sequence[float], budget_bytes: int
 ) -> tuple[Decision, Cost] | None:
-    """Swap about as much of each region as it should, in some ways, and take the fastest; None where no way is within
-    the budget.
+    """Swap about as much of each region as it should, in some ways, and take the fastest.
+
+    None where no way is within the budget.
     """
     best: tuple[Decision, Cost] | None = None
     for decision in _splits(case, bases, swapped_bytes, budget_bytes):
@@ -106,8 +107,7 @@ def _least_swapped(case: Case, bases: Sequence[Base], budget_bytes: int) -> list
 
 
 def tidied(problem: Problem, decision: Decision, budget_bytes: int) -> Decision:
-    """Take back swaps that the budget does not ask for, and leave a region plain that does nothing else than a plain
-    one.
+    """Take back swaps that the budget does not ask for, and leave plain what does nothing else than a plain region.
 
     A step never gets slower by either. The solver sees no difference where the link has time to spare.
     """

@@ -34,7 +34,10 @@ _LARGER = "Plan with the largest batch that training has."
 
 
 class _HowBlockRuns(NamedTuple):
-    """How one call of a block is run. `choice`: what is done with all of it; None: it runs as it is."""
+    """How one call of a block is run.
+
+    `choice`: what is done with all of it; None: it runs as it is.
+    """
 
     choice: Choice | None
     swaps_inputs: bool
@@ -43,12 +46,13 @@ class _HowBlockRuns(NamedTuple):
 
 
 def _how(region: Any, decision: Any) -> _HowBlockRuns:
+    """Read from the decision how a call of a block is run."""
     choice = None if decision.is_plain else decision.ops[0] or RECOMPUTE
     return _HowBlockRuns(choice, SWAP in decision.inputs, region.ops[0].result_metas, region.path)
 
 
 class PlannedCall:
-    """What a block's wrapper calls: the calls of a step in turn, each in its own way."""
+    """Runs a planned block in place of its wrapper: the calls of a step in turn, each in its own way."""
 
     def __init__(self, calls: Sequence[_HowBlockRuns], mismatches: Mismatches) -> None:
         self._calls = list(calls)
@@ -58,7 +62,7 @@ class PlannedCall:
         self._fit = Fit.SAME
 
     def begin(self, fit: Fit) -> None:
-        """The next call is the first of a step, with a batch that fits so."""
+        """Start over: the next call is the first of a step, with a batch that compares with the plan's like this."""
         self._number = 0
         self._fit = fit
 
@@ -83,7 +87,10 @@ class PlannedCall:
         return result
 
     def _check(self, number: int, how: _HowBlockRuns, result: Any) -> None:
-        """Whether what a block gives looks as it did when it was planned; if not it is recomputed from now on."""
+        """Compare a block's results with those of the profile.
+
+        If they differ in dtype or shape, the block is recomputed from now on.
+        """
         found = metas_of(result)
         if found == how.result_metas:
             return
@@ -94,7 +101,10 @@ class PlannedCall:
 
 
 class StepBegins:
-    """What a planned model calls before its forward: the batch is looked at, and blocks count their calls from the first again."""
+    """Runs before a planned model's forward.
+
+    The batch is compared with the plan's, and blocks count their calls from the first again.
+    """
 
     def __init__(self, calls: Sequence[PlannedCall], check: BatchCheck) -> None:
         self._calls = calls
@@ -112,12 +122,12 @@ class StepBegins:
 
 
 def _is_forward() -> bool:
-    """Of a step: neither an evaluation nor a region's that runs again."""
+    """Say whether this is the forward of a step: neither an evaluation nor a region's that runs again."""
     return _pynative_executor.requires_grad() and not is_replaying()
 
 
 def metas_of(output: object) -> tuple[str, ...]:
-    """How the tensors that a block gives look."""
+    """List dtype and shape of the tensors that a block gives."""
     return tuple(tensor_meta(tensor) for tensor in tensors_of(output))
 
 
@@ -129,13 +139,15 @@ def _recomputed(module: Any, swaps_inputs: bool, args: tuple[Any, ...], kwargs: 
 
 
 def _keeps(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], bool]:
-    """Keep what the block was given: it is somebody else's."""
+    """Say which tensors stay on the device: what the block was given, since it is somebody else's."""
     given = {storage_address(tensor) for tensor in tensors_of((args, kwargs))}
     return lambda tensor: storage_address(tensor) in given
 
 
 class Applied:
-    """A plan on a model; `remove` undoes it. `batch`: the plan's, with which the batch of each step is compared; `was_training`: the mode it was planned in.
+    """A plan on a model, from `attach` to `remove`.
+
+    `batch`: the plan's, with which the batch of each step is compared; `was_training`: the mode it was planned in.
 
     Attributes:
         begins: is called when a step begins

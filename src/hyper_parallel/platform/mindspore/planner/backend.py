@@ -1,4 +1,7 @@
-"""The memory planner's MindSpore part, as the core asks for it. What comes later is refused in `check_alone`, before anything is done."""
+"""The memory planner's MindSpore part, as the core asks for it.
+
+What comes later is refused in `check_alone`, before anything is done.
+"""
 
 from __future__ import annotations
 

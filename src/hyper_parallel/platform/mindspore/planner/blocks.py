@@ -35,7 +35,7 @@ check_ran = functools.partial(blocks.check_ran, _TYPES)
 
 
 def find_blocks(model: nn.Cell, regions: Sequence[str | type[nn.Cell]] | None = None) -> dict[str, nn.Cell]:
-    """Paths and cells, in the order of the model; none inside another.
+    """Find the cells that become regions: paths and cells, in the order of the model; none inside another.
 
     Raises:
         ValueError: nothing is found, a pattern matches nothing, or a block is wrapped already.

@@ -21,7 +21,10 @@ _CPU_BYTES = 4 * 1024**2
 
 
 def measure_link(device: str) -> Any:
-    """A `Link`; None where nothing can be swapped: no directory is configured on a CPU."""
+    """Measure the link of a device.
+
+    None where nothing can be swapped: no directory is configured on a CPU.
+    """
     found = swap_engines.engine_of(device)
     if found is None:
         return None

@@ -1,7 +1,8 @@
 """What a step may change of a model, noted before it and put back.
 
-Python's own state and generators are noted whole, and all tensors are copied to the host: MindSpore shows neither writes by index nor `set_data` as ops, and
-counts no writes on the CPU. Steps begin alike, so that the first shows which parameters they write. Gradients are results here, not fields of parameters.
+Python's own state and generators are noted whole, and all tensors are copied to the host: MindSpore shows neither
+writes by index nor `set_data` as ops, and counts no writes on the CPU. Steps begin alike, so that the first shows which
+parameters they write. Gradients are results here, not fields of parameters.
 
 What cannot be set back is the state in the kernel of a reused `nn.Dropout`.
 """
@@ -30,7 +31,9 @@ _HOOKS = tuple(name for name in vars(nn.Cell()) if "hook" in name)
 
 
 class ModelState:
-    """A model between steps, and what its steps lead to beside it. `put_back` can be called after each of several steps, `end` after the last.
+    """A model between steps, and what its steps lead to beside it.
+
+    `put_back` can be called after each of several steps, `end` after the last.
 
     Args:
         others: what belongs to a step as well: the loss function.
@@ -66,7 +69,7 @@ class ModelState:
 
     @contextlib.contextmanager
     def next_step(self) -> Iterator[None]:
-        """A step: the first that comes to its end shows which parameters are written."""
+        """Open a block for a step: the first that comes to its end shows which parameters are written."""
         yield
         if self._written is None:
             self._written = [noted for noted in self._parameters if noted.is_other()]
@@ -79,7 +82,7 @@ class ModelState:
             vars(cell)[name] = value
 
     def end(self) -> None:
-        """After the last step, when everything that planning has put on the model is off again.
+        """Put everything back after the last step, when all that planning has put on the model is off again.
 
         Raises:
             StateError: something could not be put back.
@@ -160,7 +163,7 @@ def _has_cells(value: Any) -> bool:
 
 
 def _numbers(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """On the CPU it shares the tensor's memory."""
+    """Read a tensor as an array. On the CPU it shares the tensor's memory."""
     with unseen(), _no_grad():
         plain = aliased(tensor)
         numbers: np.ndarray[Any, Any] = (plain.float() if plain.dtype == bfloat16 else plain).asnumpy()
@@ -168,7 +171,7 @@ def _numbers(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _same(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
-    """Bit for bit: not-a-number is itself."""
+    """Compare bit for bit: not-a-number is itself."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return bool(np.array_equal(_bytes_of(left), _bytes_of(right)))

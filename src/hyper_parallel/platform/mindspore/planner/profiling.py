@@ -73,7 +73,10 @@ class BlockCall:
 
 
 class ProfiledModel:
-    """What the planner asks the framework about one model, batch and loss."""
+    """One model, batch and loss, with which the planner runs real steps.
+
+    It lives for one call of the planner.
+    """
 
     def __init__(
         self,
@@ -95,7 +98,10 @@ class ProfiledModel:
         self.extra_bytes = reserve_bytes + _optimizer_bytes(model, optimizer, self.device)
 
     def base_bytes(self) -> int:
-        """Parameters, buffers, the batch, optimizer state, and the gradients that a step makes; on an accelerator these count as they come."""
+        """Count parameters, buffers, the batch, optimizer state, and the gradients that a step makes.
+
+        On an accelerator these count as they come.
+        """
         if not is_cpu(self.device):
             return int(mindspore.runtime.memory_allocated()) + self.extra_bytes
         alive = {storage_address(tensor): storage_bytes(tensor) for tensor in self._outside()}
@@ -103,17 +109,20 @@ class ProfiledModel:
         return sum(alive.values()) + gradients + self.extra_bytes
 
     def _outside(self) -> list[Tensor]:
-        """What is alive before and after a step."""
+        """List what is alive before and after a step."""
         return [*self.model.get_parameters(), *self.model.buffers(), *tensors_of(self.batch)]
 
     def suggested_blocks(self, inside: str | None = None) -> list[str]:
-        """What could be planned instead of a block, or beside all of them: patterns for `regions=`."""
+        """List what could be planned instead of a block, or beside all of them: patterns for `regions=`."""
         return suggested(self.model, self.blocks, inside)
 
     # -- measuring ------------------------------------------------------------------------------------------------------
 
     def step(self, meter: Any = None) -> float:
-        """One step that begins like every other; marked as "start", "turn" and "end" where a meter is given."""
+        """Run one step that begins like every other.
+
+        "start", "turn" and "end" are marked where a meter is given.
+        """
         with self.preserved() as block, block as state, state.next_step():
             if meter is None:
                 return run_step(self.model, self.batch, self.loss_fn)
@@ -123,25 +132,28 @@ class ProfiledModel:
             return loss
 
     def preserved(self) -> contextlib.AbstractContextManager[contextlib.AbstractContextManager[ModelState]]:
-        """For several steps in a row: within a block, which it gives, and afterwards, as `preserved` says."""
+        """Open a block for several steps in a row, and leave everything as `preserved` says."""
         return contextlib.nullcontext(preserved(self.model, self.batch, self.loss_fn))
 
     def agreed(self, profile: object) -> Any:
-        """Each rank plans by its own profile."""
+        """Give the profile back: each rank plans by its own."""
         return profile
 
     def free_bytes(self) -> int:
         return free_bytes(self.device)
 
     def look_for_writes(self) -> None:
-        """Nothing: `preserved` has copies of what steps may write."""
+        """Do nothing: `preserved` has copies of what steps may write."""
 
     def peaks_within(self, num_steps: int, *, num_before: int) -> int:
-        """The highest point of some steps after others, as the model is now, above where they began."""
+        """Measure the highest point of some steps after others, as the model is now, above where they began."""
         return max([self.peak_bytes() for _ in range(num_before + num_steps)][num_before:])
 
     def peak_bytes(self) -> int:
-        """The highest point of one step above where it began, as the model is now; nothing is changed by it."""
+        """Measure the highest point of one step above where it began.
+
+        The model is taken as it is now, and nothing is changed by it.
+        """
         with self.preserved() as block, block:
             meter = memory_meter(self.device, self._outside())
             with meter.running():
@@ -158,7 +170,7 @@ class ProfiledModel:
         return self.step_ms()
 
     def step_ms(self, num_steps: int = NUM_TIMED) -> float:
-        """The median time of a step, as the model is now."""
+        """Measure the median time of a step, as the model is now."""
         with self.preserved() as block, block:
             times = []
             for _ in range(num_steps):
@@ -168,7 +180,7 @@ class ProfiledModel:
             return statistics.median(times)
 
     def profile(self, progress: Progress | None = None) -> Any:
-        """A `StepProfile` of the plain step."""
+        """Run the steps that the head of the file lists, and make a profile of them."""
         report_progress = progress or (lambda what: None)
         base_bytes = self.base_bytes()
         with self.preserved() as block, block:
@@ -229,7 +241,7 @@ class ProfiledModel:
         return marks.calls, meter.spans()
 
     def _marked(self, meter: Any, marks: _Marks, blocks: dict[str, nn.Cell]) -> None:
-        """One step with marks where blocks, or the wrappers around them, begin and end."""
+        """Run one step with marks where blocks, or the wrappers around them, begin and end."""
         handles = [handle for path, block in blocks.items() for handle in marks.watch(path, block)]
         try:
             self.step(meter)
@@ -239,7 +251,10 @@ class ProfiledModel:
 
     @contextlib.contextmanager
     def _wrapped(self, function: Callable[..., Any]) -> Iterator[dict[str, nn.Cell]]:
-        """Within: every block is run by `function(block, *args, **kwargs)`; the wrappers that do it, by path."""
+        """Run every block by `function(block, *args, **kwargs)` while this is open.
+
+        It gives the wrappers that do it, by path.
+        """
         wrappers = {path: CheckpointWrapper(block, checkpoint_fn=function) for path, block in self.blocks.items()}
         replace(TREE, self.model, {self.blocks[path]: wrapper for path, wrapper in wrappers.items()})
         try:
@@ -248,7 +263,11 @@ class ProfiledModel:
             replace(TREE, self.model, {wrapper: self.blocks[path] for path, wrapper in wrappers.items()})
 
     def kept_by_op(self) -> list[tuple[str, str, str, int]]:
-        """What autograd keeps of each block: its path, the cell in it and the op that made a storage, and the bytes of that. Takes one step."""
+        """List what autograd keeps of each block.
+
+        With the block's path come the cell in it and the op that made a storage, and the bytes of that. It takes one
+        step.
+        """
         found: list[tuple[str, str, str, int]] = []
         paths = {id(block): path for path, block in self.blocks.items()}
 
@@ -288,7 +307,7 @@ class ProfiledModel:
         return found
 
     def _note_swappable(self, calls: list[BlockCall], min_bytes: int) -> None:
-        """A step that notes which storages of what autograd saves in a block are large enough to be swapped."""
+        """Run a step that notes which storages of what autograd saves in a block are large enough to be swapped."""
         left = iter(calls)
 
         def run(block: nn.Cell, *args: Any, **kwargs: Any) -> Any:
@@ -333,7 +352,10 @@ class ProfiledModel:
 
 
 class _Marks:
-    """Hooks that tell a meter where calls of blocks begin and end. In backward a block begins where its output's gradient is known."""
+    """Hooks that tell a meter where calls of blocks begin and end.
+
+    In backward a block begins where its output's gradient is known.
+    """
 
     def __init__(self, meter: Any) -> None:
         self.calls: list[BlockCall] = []
@@ -377,7 +399,10 @@ def _num_forwards(times: Times) -> int:
 
 
 def _note_given(calls: Iterable[BlockCall]) -> list[int]:
-    """What each call was given and no other one; the sizes of what several are given, and somebody holds anyway."""
+    """Note what each call was given and no other one.
+
+    It gives the sizes of what several are given, and somebody holds anyway.
+    """
     calls = list(calls)
     counts = Counter(key for call in calls for key in call.given)
     shared = {}
@@ -391,7 +416,7 @@ def _note_given(calls: Iterable[BlockCall]) -> list[int]:
 
 
 def _differences(spans: list[MeasuredSpan], again: list[MeasuredSpan]) -> list[int]:
-    """How many bytes less each block has kept in the second of two steps."""
+    """Count how many bytes less each block has kept in the second of two steps."""
     levels = [{span.name: span.level_bytes for span in step} for step in (spans, again)]
     found: list[int] = []
     while f"after {len(found)}" in levels[0]:
@@ -404,7 +429,7 @@ def _differences(spans: list[MeasuredSpan], again: list[MeasuredSpan]) -> list[i
 def _region(
     call: BlockCall, index: int, times: Times, times_again: Times, kept_bytes: int, min_bytes: int | None
 ) -> Any:
-    """One call of a block as the planner sees it, with one op for all of it; its peaks come later.
+    """Turn one call of a block into a region, with one op for all of it; its peaks come later.
 
     `min_bytes`: the smallest storage that is swapped; None where nothing is.
     """
@@ -451,7 +476,10 @@ def _min_bytes(device: str) -> int:
 
 
 def _optimizer_bytes(model: nn.Cell, optimizer: object, device: str) -> int:
-    """What an optimizer holds beside the parameters of the model: MindSpore's make their state when they are made."""
+    """Count what an optimizer holds beside the parameters of the model.
+
+    MindSpore's make their state when they are made.
+    """
     if optimizer is None:
         return 0
     if not isinstance(optimizer, nn.Cell):

@@ -16,7 +16,7 @@ from hyper_parallel.platform.mindspore.planner.steps import device_of, tensors_o
 
 
 def identity(model: nn.Cell, batch: object = None, blocks: Iterable[str] | None = None) -> Identity:
-    """What a plan is made for; without a batch, of the model alone."""
+    """Say what a plan is made for; without a batch, of the model alone."""
     return Identity(
         framework="mindspore",
         version=str(mindspore.__version__),
@@ -30,7 +30,7 @@ def identity(model: nn.Cell, batch: object = None, blocks: Iterable[str] | None 
 
 
 def meta_of(batch: object) -> Any:
-    """A batch with the look of each tensor in its place; what is no tensor is named by its type."""
+    """Put dtype and shape in place of each tensor of a batch; what is no tensor is named by its type."""
     if isinstance(batch, Tensor):
         return tensor_meta(batch)
     if isinstance(batch, dict):
@@ -44,22 +44,22 @@ def meta_of(batch: object) -> Any:
 
 
 def check_model(model: object, call: str) -> None:
-    """Raises TypeError where it is none."""
+    """Raise TypeError where it is no cell."""
     check_module(model, nn.Cell, call)
 
 
 def forward_of(model: nn.Cell) -> Callable[..., Any]:
-    """What a batch is the arguments of, after the model itself."""
+    """Give the function that a batch is the arguments of, after the model itself."""
     return type(model).construct
 
 
 def batch_bytes(batch: object) -> int:
-    """Bytes of all tensors of a batch."""
+    """Count the bytes of all tensors of a batch."""
     return sum(int(tensor.nbytes) for tensor in tensors_of(batch))
 
 
 def tensor_meta(tensor: Tensor) -> str:
-    """How a tensor looks, in words: "float32[2, 8]"."""
+    """Say a tensor's dtype and shape in words: "float32[2, 8]"."""
     return f"{str(tensor.dtype).lower()}{list(tensor.shape)}"
 
 

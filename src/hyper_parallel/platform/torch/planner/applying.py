@@ -42,9 +42,10 @@ _LARGER = (
 
 
 class PlannedPolicy(RegionPolicy):
-    """The policy of one region. What it is asked about an op and does not know is recomputed, and counted.
+    """The policy of one region: it answers by the plan.
 
-    `ahead_bytes`: what the region leaves room for in its backward, to be loaded for others; None: the engine decides.
+    What it is asked about an op and does not know is recomputed, and counted. `ahead_bytes`: what the region leaves
+    room for in its backward, to be loaded for others; None: the engine decides.
     """
 
     is_pure = True  # it answers by the key alone
@@ -89,11 +90,14 @@ class PlannedPolicy(RegionPolicy):
     def answer(
         self, context: PolicyContext, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CheckpointPolicy:
-        """Asked about views alone: all else is asked by `planned_answer`."""
+        """Answer for views alone: about all else `planned_answer` is asked."""
         return self._of_view(op)
 
     def planned_answer(self, op: Any, module: str, where: Occurrence, output: Any) -> Answer:
-        """`module`: its path below the block; `where`: which call of that this is, and which of the op in that call."""
+        """Answer for an op by its place.
+
+        `module`: its path below the block; `where`: which call of that this is, and which of the op in that call.
+        """
         name = self._names.get(op)
         if name is None:
             name = self._names[op] = "" if traits_of(op).is_view else str(op)
@@ -115,12 +119,13 @@ class PlannedPolicy(RegionPolicy):
         return self._policies[choice]
 
     def _of_view(self, op: Any) -> CheckpointPolicy:
-        """No plan has choices for views: none is kept, and none is asked about again."""
+        """Answer for a view: no plan has choices for views, so none is kept, and none is asked about again."""
         self._names[op] = ""
         self.answers[id(op)] = self._default  # `_names` holds the op, so that no other gets its id
         return self._default
 
     def _is_as_profiled(self, key: Key, output: Any) -> bool:
+        """Say whether an op's results have the dtypes and shapes of the profile."""
         expected = self._result_metas.get(key)
         if expected is None:
             return True
@@ -138,7 +143,7 @@ class PlannedPolicy(RegionPolicy):
         return False
 
     def check_all_met(self) -> None:
-        """The first call with a batch like the plan's is over: has all that was planned been met?"""
+        """Note what was planned and not met, when the first call with a batch like the plan's is over."""
         if self.met is None or not self.is_compared:
             return
         met, self.met = self.met, None
@@ -154,7 +159,7 @@ class PlannedPolicy(RegionPolicy):
 
 
 class PlannedCall:
-    """What a block's wrapper calls: the calls of a step in turn, each with its own decision."""
+    """Runs a planned block in place of its wrapper: the calls of a step in turn, each with its own decision."""
 
     def __init__(
         self,
@@ -186,7 +191,7 @@ class PlannedCall:
         self._is_larger = False  # the batch of this step, than the plan's
 
     def begin(self, fit: Fit) -> None:
-        """The next call is the first of a step, with a batch that fits so."""
+        """Start over: the next call is the first of a step, with a batch that compares with the plan's like this."""
         self._number = 0
         self._is_larger = fit is Fit.LARGER
         for policy, _ in filter(None, self._calls):
@@ -222,7 +227,10 @@ class PlannedCall:
 
 
 class StepBegins:
-    """What a planned model calls before its forward: the batch is looked at, and blocks count their calls from the first again."""
+    """Runs before a planned model's forward.
+
+    The batch is compared with the plan's, and blocks count their calls from the first again.
+    """
 
     def __init__(self, calls: Sequence[PlannedCall], check: BatchCheck) -> None:
         self._calls = calls
@@ -240,19 +248,22 @@ class StepBegins:
 
 
 def _is_forward() -> bool:
-    """Of a step: neither an evaluation nor a region's that runs again."""
+    """Say whether this is the forward of a step: neither an evaluation nor a region's that runs again."""
     return torch.is_grad_enabled() and not is_replaying()
 
 
 class AutocastCheck:
-    """What blocks were profiled under, to tell why they do something else now. `autocast`: its dtype, "off", or None if nobody knows."""
+    """The autocast that blocks were profiled under, to tell why they do something else now.
+
+    `autocast`: its dtype, "off", or None if nobody knows.
+    """
 
     def __init__(self, device: torch.device, autocast: str | None) -> None:
         self._device = device
         self._autocast = autocast
 
     def check(self, error: MismatchError) -> None:
-        """Called where a block is.
+        """Look for the error's cause around the block that is being called.
 
         Raises:
             StateError: what is around it explains the error.
@@ -277,11 +288,14 @@ class AutocastCheck:
 
 
 class Applied:
-    """A plan on a model; `remove` undoes it. `batch`: the plan's, with which the batch of each step is compared; `was_training`: the mode it was planned in.
+    """A plan on a model, from `attach` to `remove`.
 
-    `ahead_bytes`: see `Setting`. `by_framework`: blocks that are recomputed whole are so by the framework's own checkpoint, which knows no ops and so costs the
-    host less. `is_unwatched`: where nothing is swapped, forwards run without a dispatch mode once they were seen. Without a word on it, each is so on an
-    accelerator where nothing is swapped. `autocast`: see `AutocastCheck`.
+    `batch`: the plan's, with which the batch of each step is compared; `was_training`: the mode it was planned in.
+    `ahead_bytes`: see `Setting`. `autocast`: see `AutocastCheck`.
+
+    `by_framework`: blocks that are recomputed whole are so by the framework's own checkpoint, which knows no ops and so
+    costs the host less. `is_unwatched`: where nothing is swapped, forwards run without a dispatch mode once they were
+    seen. Where these two are None, both are so on an accelerator where nothing is swapped.
 
     Attributes:
         begins: is called when a step begins
@@ -361,7 +375,7 @@ class Applied:
 
 
 def forget_forward_pre_hook(model: nn.Module, hook: Any) -> None:
-    """Also where Ctrl-C came before anybody had its handle."""
+    """Take a hook off the model, also where Ctrl-C came before anybody had its handle."""
     for key in [key for key, known in model._forward_pre_hooks.items() if known is hook]:
         del model._forward_pre_hooks[key]
         model._forward_pre_hooks_with_kwargs.pop(key, None)
@@ -381,6 +395,7 @@ def unwrap(model: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:
 
 
 def words(path: str, key: Key) -> str:
+    """Say where an op is: "layers.3.mlp, aten.exp.default"."""
     module, call, name, occurrence = key
     place = f"{path}.{module}" if module else path
     number = "" if occurrence == 0 else f" (number {occurrence + 1} there)"
@@ -388,6 +403,7 @@ def words(path: str, key: Key) -> str:
 
 
 def _metas(output: Any) -> list[str]:
+    """List dtype and shape of the tensors in an op's output: "float32[2, 8]"."""
     if isinstance(output, torch.Tensor):
         return [tensor_meta(output.dtype, output.shape)]
     if isinstance(output, (list, tuple)):

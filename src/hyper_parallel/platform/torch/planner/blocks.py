@@ -28,7 +28,7 @@ check_ran = functools.partial(blocks.check_ran, _TYPES)
 
 
 def find_blocks(model: nn.Module, regions: Sequence[str | type[nn.Module]] | None = None) -> dict[str, nn.Module]:
-    """Paths and modules, in the order of the model; none inside another.
+    """Find the modules that become regions: paths and modules, in the order of the model; none inside another.
 
     Raises:
         ValueError: nothing is found, a pattern matches nothing, a block is wrapped already, or see `check_called`.
@@ -72,6 +72,8 @@ def check_called(model: nn.Module, paths: Iterable[str]) -> None:
 
 
 def _switch_off(model: nn.Module) -> str:
-    """What switches gradient checkpointing off: newer versions of Hugging Face's models have another name for it."""
+    """Name what switches gradient checkpointing off: newer versions of Hugging Face's models have another name for
+    it.
+    """
     new = "activation_checkpointing_disable"
     return new if hasattr(model, new) else "gradient_checkpointing_disable"

@@ -24,7 +24,7 @@ class MemoryMeter(Protocol):
 
 
 class CpuMemory:
-    """From the profiler's allocator events, which count every byte of the CPU's allocator."""
+    """Measures memory by the profiler's allocator events, which count every byte of the CPU's allocator."""
 
     _PREFIX = "hyper_parallel mark "
 
@@ -53,7 +53,10 @@ class CpuMemory:
                 module._prepare_profiler = prepare
 
     def _refuse_another(self, *_given: Any, **_named: Any) -> None:
-        """Before PyTorch ends this one for it, without a word, or the process with it, where it begins in backward."""
+        """Raise before PyTorch ends this profiler for another one, without a word.
+
+        Where that one begins in backward, the process would end with it.
+        """
         raise StateError(
             "The model's step begins a profiler while memory is measured with one.",
             expected="no profiler: on a CPU memory is measured with PyTorch's own, of which there is one at a time",
@@ -85,7 +88,7 @@ class CpuMemory:
         return spans
 
     def _events(self) -> Iterator[tuple[int, bool, int]]:
-        """Time, whether it is a mark, and bytes or the mark's number."""
+        """Go through the events: time, whether it is a mark, and bytes or the mark's number."""
         cpu = torch.autograd.DeviceType.CPU
         for event in self._profile.kineto_results.events():
             name = event.name()
@@ -97,7 +100,10 @@ class CpuMemory:
 
 
 class DeviceMemory:
-    """From the counters of an accelerator's allocator. It counts in the order of the host, as the allocator itself does."""
+    """Measures memory by the counters of an accelerator's allocator.
+
+    It counts in the order of the host, as the allocator itself does.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -132,7 +138,7 @@ def memory_meter(device: torch.device) -> CpuMemory | DeviceMemory:
 
 
 class Clock:
-    """Milliseconds between marks: events of an accelerator's stream, or the host's time."""
+    """Measures milliseconds between marks: by events of an accelerator's stream, or by the host's time."""
 
     def __init__(self, device: torch.device) -> None:
         self._handle = None if device.type == "cpu" else getattr(torch, device.type)
@@ -152,7 +158,7 @@ class Clock:
         return (end - begin) * 1e3 if self._handle is None else float(begin.elapsed_time(end))
 
     def spans(self) -> dict[str, float]:
-        """Name of a mark -> milliseconds until the next."""
+        """List the milliseconds from each mark to the next, by the name of the first."""
         if self._handle is not None:
             self._handle.synchronize()
         pairs = zip(self._marks, self._marks[1:], strict=False)

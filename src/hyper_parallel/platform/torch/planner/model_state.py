@@ -1,8 +1,9 @@
 """What a step may change of a model beside gradients, noted before it and put back.
 
-Python's own state and generators are noted whole, and buffers are copied. Of all other tensors, the weights first of all, a copy would be too much: an op
-that writes one copies it just before, while `watching` is on. Steps begin alike, so that one step shows what all of them write. What writes past the ops
-(NumPy, a kernel of one's own) is found by sums over the bytes.
+Python's own state and generators are noted whole, and buffers are copied. Of all other tensors, the weights first of
+all, a copy would be too much: an op that writes one copies it just before, while `_Watch` is on. Steps begin alike, so
+that one step shows what all of them write. What writes past the ops (NumPy, a kernel of one's own) is found by sums
+over the bytes.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class ModelState:
 
     @contextlib.contextmanager
     def next_step(self) -> Iterator[None]:
-        """A step: in the first that comes to its end, what ops write is copied before."""
+        """Open a block for a step: in the first that comes to its end, what ops write is copied before."""
         if self.is_watched:
             yield
             return
@@ -108,7 +109,7 @@ class ModelState:
         ]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that is not copied beforehand."""
+        """List all that is not copied beforehand."""
         return [noted.tensor for noted in self._tensors]
 
     def check_unwritten(self) -> None:
@@ -133,7 +134,7 @@ class ModelState:
         self._random.restore()
 
     def end(self) -> None:
-        """After the last step, when everything that planning has put on the model is off again.
+        """Put everything back after the last step, when all that planning has put on the model is off again.
 
         Raises:
             StateError: something could not be put back.
@@ -191,7 +192,7 @@ class _Tensor:
         return self._copy is None and _version(self.tensor) != self._version
 
     def is_other(self) -> bool:
-        """Whether it has other values than its copy."""
+        """Say whether it has other values than its copy."""
         return self._copy is not None and not torch.equal(self._memory.to("cpu"), self._copy)
 
     def put_back(self) -> None:
@@ -275,7 +276,10 @@ def _check_initialized(model: nn.Module) -> None:
 
 
 def _lists(module: nn.Module) -> list[dict[Any, Any]]:
-    """Hooks and modules in a module, which nothing of planning's is among any more at the end."""
+    """List the hooks and modules of a module.
+
+    When planning has ended nothing of planning's may be among them.
+    """
     return [module._modules, *(hooks for name in _HOOKS if isinstance(hooks := getattr(module, name, None), dict))]
 
 
@@ -303,7 +307,7 @@ def _place(tensor: torch.Tensor) -> Any:
 
 
 def _sums(tensors: Iterable[_Tensor]) -> list[int]:
-    """One number for the bytes of each: no memory is taken for it."""
+    """Sum up the bytes of each tensor, to one number: no memory is taken for it."""
     sums = [_sum(noted.memory) for noted in tensors]
     devices: dict[Any, list[int]] = {}
     for index, total in enumerate(sums):

@@ -16,7 +16,10 @@ from hyper_parallel.platform.torch.regions.values import Argument, Constant, Fre
 
 
 def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, min_bytes: int | None) -> list[Any]:
-    """The ops of a call; one of which a part is chosen by itself, with its parts after it: see `_parts`."""
+    """Turn a call's recorded ops into those of a profile.
+
+    After an op whose residuals are chosen one by one come its parts: see `_parts`.
+    """
     places: dict[Any, int] = {}  # of values, among the planner's ops
     last: list[int] = []  # by the number of a recorded op: its last part, or itself
     ops: list[Any] = []
@@ -66,10 +69,10 @@ def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, m
 
 
 def _parts(op: Any, made: list[Any], noted: RecordedCall, min_bytes: int | None) -> list[Any]:
-    """The residuals that are chosen one by one.
+    """List the residuals that are chosen one by one.
 
-    Those among what compiled code made, if there is more than one to swap: that is all of a block at once. And those of an op that also makes what
-    backward does not need: of a dropout the mask is kept, and not its result.
+    Those among what compiled code made, if there is more than one to swap: that is all of a block at once. And those of
+    an op that also makes what backward does not need: of a dropout the mask is kept, and not its result.
     """
     if op.targets or not all(value in noted.current for value in made):
         return []
@@ -82,6 +85,7 @@ def _parts(op: Any, made: list[Any], noted: RecordedCall, min_bytes: int | None)
 
 
 def _choices(made: list[Any], noted: RecordedCall, min_bytes: int | None) -> tuple[Choice, ...]:
+    """List what can be done with what an op made."""
     if not sum(value.num_bytes for value in made) or not all(value in noted.current for value in made):
         return (RECOMPUTE,)
     is_large = min_bytes is not None and max(value.num_bytes for value in made) >= min_bytes
@@ -91,7 +95,7 @@ def _choices(made: list[Any], noted: RecordedCall, min_bytes: int | None) -> tup
 
 
 def _renumbered(op: Any, last: list[int]) -> Any:
-    """With the planner's numbers where a recorded op's were: a value is gone after an op and all of its parts."""
+    """Put the profile's numbers where a recorded op's were: a storage is gone after an op and all of its parts."""
     makes = (
         value if value.freed_after is None else dataclasses.replace(value, freed_after=last[value.freed_after])
         for value in op.makes
@@ -100,7 +104,7 @@ def _renumbered(op: Any, last: list[int]) -> Any:
 
 
 def _metas(outputs: object) -> list[str]:
-    """How results of an op look: "float32[2, 8]"."""
+    """List dtype and shape of an op's results: "float32[2, 8]"."""
     if isinstance(outputs, Fresh):
         return [signature.tensor_meta(outputs.view.dtype, outputs.view.size)]
     if isinstance(outputs, (list, tuple)) and not isinstance(outputs, (Argument, Constant)):
@@ -109,7 +113,7 @@ def _metas(outputs: object) -> list[str]:
 
 
 def op_times(noted: RecordedCall) -> list[float]:
-    """Milliseconds of each recorded op; views and the like, which the record leaves out, are passed over."""
+    """Measure each recorded op in milliseconds; views and the like, which the record leaves out, are passed over."""
     record, times = noted.record, noted.times
     if record is None or times is None:
         return []

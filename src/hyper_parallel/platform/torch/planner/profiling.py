@@ -70,7 +70,7 @@ Progress = Callable[[str], None]
 
 
 class HowBlocksRun(Enum):
-    """How blocks run while a step is measured; the first that fits is taken."""
+    """How blocks run while a step is measured; the first way that fits the device is taken."""
 
     PLAIN = "as they are"
     RECOMPUTE = "every block run again"
@@ -78,7 +78,10 @@ class HowBlocksRun(Enum):
 
 
 class ProfiledModel:
-    """What the planner asks the framework about one model, batch and loss."""
+    """One model, batch and loss, with which the planner runs real steps.
+
+    It lives for one call of the planner.
+    """
 
     def __init__(
         self,
@@ -104,7 +107,7 @@ class ProfiledModel:
     # -- what is alive when forward begins ------------------------------------------------------------------------------
 
     def base_bytes(self) -> int:
-        """Parameters, gradients, buffers, optimizer state, the batch; on an accelerator all that the process has allocated.
+        """Count parameters, gradients, buffers, optimizer state, the batch; on an accelerator all that the process has.
 
         And the output of the step before, once one was seen, if the training loop has it still.
         """
@@ -126,42 +129,52 @@ class ProfiledModel:
         return sum(storages.values()) + sum(map(_num_bytes, trained)) + self.extra_bytes
 
     def suggested_blocks(self, inside: str | None = None) -> list[str]:
-        """What could be planned instead of a block, or beside all of them: patterns for `regions=`."""
+        """List what could be planned instead of a block, or beside all of them: patterns for `regions=`."""
         return suggested(self.model, self.blocks, inside)
 
     # -- measuring ------------------------------------------------------------------------------------------------------
 
     def step(self, meter: Any = None) -> float:
-        """One step that begins like every other; marked as "start", "turn" and "end" where a meter is given."""
+        """Run one step that begins like every other.
+
+        "start", "turn" and "end" are marked where a meter is given.
+        """
         with self.preserved() as block, block as state, state.next_step():
             keeps = self._keeps_output and meter is not None
             return run_step(self.model, self.batch, self.loss_fn, self._kept_output, meter, keeps=keeps)
 
     def preserved(self) -> preserved:
-        """For several steps in a row: within a block, which it gives, and afterwards, as `preserved` says."""
+        """Open a block for several steps in a row, and leave everything as `preserved` says."""
         return preserved(self.model, self.batch, self.loss_fn)
 
     def kept_by_op(self) -> list[tuple[str, str, str, int]]:
-        """Nothing: a profile has ops of its own here."""
+        """List nothing: a profile has ops of its own here."""
         return []
 
     def look_for_writes(self) -> None:
-        """Before a plan is on the model: a step that shows what steps write, if none has and the plain one fits the device."""
+        """Run a step that shows what steps write, if none has shown it and the plain one fits the device.
+
+        It runs before a plan is on the model.
+        """
         with self.preserved() as block, block as state:
             if not state.is_watched:
                 attempt(self.step, self.device)
 
     def peaks_within(self, num_steps: int, *, num_before: int) -> int | None:
-        """The highest point of some steps after others, as the model is now, above where they began; None: memory ran out."""
+        """Measure the highest point of some steps after others, as the model is now, above where they began.
+
+        None: memory ran out.
+        """
         self._empty_cache()
         found = attempt(lambda: [self.peak_bytes() for _ in range(num_before + num_steps)], self.device)[0]
         peaks = self._of_all(None if found is None else max(found[num_before:]))
         return None if None in peaks else max(peaks)
 
     def agreed(self, profile: Any) -> Any:
-        """What ranks plan by that hold parts of one model: see `common_profile`. Model and batch in it are this rank's.
+        """Agree with the ranks that hold parts of one model on one profile: see `common_profile`.
 
-        They take all their steps together: a plan that one of them refuses is to be refused by all, after as many steps.
+        Model and batch in it are this rank's. Such ranks take all their steps together: a plan that one of them refuses
+        is to be refused by all, after as many steps.
         """
         common = common_profile(self._of_all(profile))
         if common is None:
@@ -170,16 +183,16 @@ class ProfiledModel:
         return dataclasses.replace(common, identity=profile.identity)
 
     def free_bytes(self) -> int:
-        """What the device has left; of ranks that plan together, that with the least."""
+        """Count what the device has left; of ranks that plan together, that with the least."""
         return min(self._of_all(free_bytes(self.device)))
 
     @functools.cached_property
     def _groups(self) -> list[Any]:
-        """Those in which a step of the model communicates, as far as its parameters tell."""
+        """The groups of ranks in which a step of the model communicates, as far as its parameters tell."""
         return [] if self.is_alone else groups_of(self.model)
 
     def _of_all(self, value: object) -> list[Any]:
-        """The value of each rank that plans together with this one, in their order."""
+        """Collect the value of each rank that plans together with this one, in their order."""
         values = {0 if self.is_alone else dist.get_rank(): value}
         for group in self._groups:
             found: list[Any] = [None] * dist.get_world_size(group)
@@ -188,7 +201,10 @@ class ProfiledModel:
         return [values[rank] for rank in sorted(values)]
 
     def peak_bytes(self) -> int:
-        """The highest point of one step above where it began, as the model is now; nothing is changed by it."""
+        """Measure the highest point of one step above where it began.
+
+        The model is taken as it is now, and nothing is changed by it.
+        """
         with self.preserved() as block, block:
             if self._keeps_output and self._kept_output.sizes is None:
                 self.step()  # how much the one before left
@@ -199,7 +215,10 @@ class ProfiledModel:
 
     @property
     def tells_time(self) -> bool:
-        """Whether the time of a few steps tells anything: on a CPU it is noise, and ranks would draw different conclusions from their own."""
+        """Say whether the time of a few steps tells anything.
+
+        On a CPU it is noise, and ranks would draw different conclusions from their own.
+        """
         return self.device.type != "cpu" and self.is_alone
 
     @property
@@ -207,11 +226,11 @@ class ProfiledModel:
         return is_alone()
 
     def step_ms_within(self) -> float | None:
-        """`step_ms`; None: memory ran out."""
+        """Measure `step_ms`. None: memory ran out."""
         return attempt(self.step_ms, self.device)[0]
 
     def step_ms(self, num_steps: int = NUM_TIMED) -> float:
-        """The median time of a step, as the model is now."""
+        """Measure the median time of a step, as the model is now."""
         with self.preserved() as block, block:
             times = []
             for _ in range(num_steps):
@@ -221,7 +240,7 @@ class ProfiledModel:
             return statistics.median(times)
 
     def profile(self, progress: Progress | None = None) -> Any:
-        """A `StepProfile` of the plain step."""
+        """Run the steps that the head of the file lists, and make a profile of them."""
         report_progress = progress or (lambda what: None)
         base_bytes = self._without_output_bytes()
         compile_visibly(self.model)
@@ -283,7 +302,9 @@ class ProfiledModel:
     def _steps(
         self, report_progress: Progress
     ) -> tuple[HowBlocksRun, list[dict[str, float]], list[MeasuredSpan] | None]:
-        """The first way of running a step that fits the device; by the clock, and by the allocator if it is the plain one.
+        """Measure steps in the first way of running them that fits the device.
+
+        They are timed, and their memory is measured if the way is the plain one.
 
         Raises:
             BudgetError: none does.
@@ -316,7 +337,10 @@ class ProfiledModel:
 
     @contextlib.contextmanager
     def _run_in(self, way: HowBlocksRun) -> Iterator[list[nn.Module]]:
-        """Within: blocks are run again in backward, unless the way is the plain one; the wrappers that do it."""
+        """Run blocks again in backward while the block is open, unless the way is the plain one.
+
+        It gives the wrappers that do it.
+        """
         if way is HowBlocksRun.PLAIN:
             yield []
             return
@@ -329,7 +353,10 @@ class ProfiledModel:
             unwrap(self.model, wrapped)
 
     def _find_reached(self, wrappers: Iterable[nn.Module] = ()) -> None:
-        """A step that tells which outputs of blocks backward comes to: a branch may be detached, or not lead to the loss."""
+        """Run a step that tells which outputs of blocks backward comes to.
+
+        A branch may be detached, or not lead to the loss.
+        """
         reached = _Reached()
         handles = [block.register_forward_hook(reached.watch) for block in wrappers or self.blocks.values()]
         try:
@@ -352,19 +379,26 @@ class ProfiledModel:
         return meter.spans()
 
     def _empty_cache(self) -> None:
-        """Before memory is measured: of what other steps left there, a block that is up to 1 MiB too large would be used, and counted, as it is."""
+        """Empty the allocator's cache before memory is measured.
+
+        A block that other steps left there may be up to 1 MiB too large for what uses it, and would be counted as it
+        is.
+        """
         if self.device.type != "cpu":
             getattr(torch, self.device.type).empty_cache()
 
     def _measured_again(self, regions: list[Any], decision: list[Any]) -> tuple[list[MeasuredSpan], float]:
-        """A step in which every block is run again, by the allocator; and by the clock, on an accelerator, when regions know their ops."""
+        """Measure a step in which every block is run again.
+
+        Its memory is measured, and on an accelerator its time, when regions know their ops.
+        """
         with self._again(regions, decision, by_framework=False, is_unwatched=False) as wrappers:
             self.step()
             spans = self._measured(wrappers)
             return spans, 0.0 if self.device.type == "cpu" else self.step_ms()
 
     def _step_ms_again(self, regions: list[Any], decision: list[Any], **ways: Any) -> float:
-        """The time of a step in which every block is run again in this way."""
+        """Measure the time of a step in which every block is run again in this way."""
         with self._again(regions, decision, **ways):
             self.step()  # what has not been seen yet is watched
             self.step()
@@ -382,9 +416,10 @@ class ProfiledModel:
     def _host_cost(
         self, regions: list[Any], decision: list[Any], step_ms: float, again_ms: float
     ) -> tuple[list[Any], HostCost]:
-        """What regions cost beside the ops that they run again, where an accelerator waits for the host; and the regions with what ops take then.
+        """Measure what regions cost beside the ops that they run again, where an accelerator waits for the host.
 
-        The framework's own checkpoint waits, too, where ops are small or need an answer from the device: that is what running them again costs.
+        The regions come back with what their ops take then. The framework's own checkpoint waits, too, where ops are
+        small or need an answer from the device: that is what running them again costs.
         """
         computed_ms = sum(map(recompute_ms, regions, decision))
         noise_ms = _NOISE_SHARE * step_ms
@@ -402,7 +437,7 @@ class ProfiledModel:
         return regions, HostCost(region_ms, without_copies_ms)
 
     def _marked(self, meter: object, wrappers: Iterable[nn.Module] = ()) -> None:
-        """One step with marks where blocks, or the wrappers around them, begin and end."""
+        """Run one step with marks where blocks, or the wrappers around them, begin and end."""
         marks = _Marks(meter, self._reached)
         # Not on a block inside a wrapper: a module with hooks gets all of its values when it runs again.
         handles = [handle for block in wrappers or self.blocks.values() for handle in marks.watch(block)]
@@ -415,7 +450,7 @@ class ProfiledModel:
                 handle.remove()
 
     def _held_storages(self) -> set[int]:
-        """What is there before the step and after it, whatever blocks are given of it."""
+        """List the storages that are there before the step and after it, whatever blocks are given of them."""
         held = (*self.model.parameters(), *self.model.buffers(), *tensors_of(self.batch))
         return {local_tensor(tensor).untyped_storage()._cdata for tensor in held}
 
@@ -432,7 +467,10 @@ class ProfiledModel:
 
 
 class _Reached:
-    """Hooks that note for each call of a block the first of its outputs that a gradient comes to; None: backward does not come to this call."""
+    """Hooks that note for each call of a block the first of its outputs that a gradient comes to.
+
+    None: backward does not come to this call.
+    """
 
     def __init__(self) -> None:
         self.outputs: list[int | None] = []
@@ -453,9 +491,9 @@ class _Reached:
 
 
 class _Marks:
-    """Hooks that tell a meter where calls of blocks begin and end. In backward a block begins where its output's gradient is known.
+    """Hooks that tell a meter where calls of blocks begin and end.
 
-    `reached`: see `_Reached`.
+    In backward a block begins where its output's gradient is known. `reached`: see `_Reached`.
     """
 
     def __init__(self, meter: Any, reached: Sequence[int | None]) -> None:
@@ -495,7 +533,7 @@ def _min_bytes(device: torch.device) -> int:
 def _region(
     noted: RecordedCall, index: int, times: dict[str, float], device: torch.device, has_link: bool, min_bytes: int
 ) -> Any:
-    """One call of a block as the planner sees it; its peaks come later."""
+    """Turn one call of a block into a region; its peaks come later."""
     record = noted.record
     if record is None or noted.times is None:
         raise ArgumentError("A block was not recorded.", where=noted.path)
@@ -523,7 +561,7 @@ def _region(
 
 
 def _with_slower_ops(regions: list[Any], times: float) -> list[Any]:
-    """The regions with so many times what running an op again takes."""
+    """Multiply what running an op again takes."""
     return [
         dataclasses.replace(
             region, ops=tuple(dataclasses.replace(op, forward_ms=op.forward_ms * times) for op in region.ops)
@@ -533,13 +571,13 @@ def _with_slower_ops(regions: list[Any], times: float) -> list[Any]:
 
 
 def _shared_input_bytes(calls: list[RecordedCall]) -> tuple[int, ...]:
-    """Of each storage that several calls are given."""
+    """Count the bytes of each storage that several calls are given."""
     shared = {value.ref.cdata: value.num_bytes for call in calls for value in call.shared}
     return tuple(shared.values())
 
 
 def _note_bytes(record: Any, device: torch.device) -> int:
-    """States of generators that a region notes: at its begin, and before each random op."""
+    """Count the states of generators that a region notes: at its begin, and before each random op."""
     if device.type != "cpu":
         return 0  # they are kept on the host
     num_states = 1 + sum(op.state is not None for op in record.ops)
@@ -551,7 +589,7 @@ def _is_activation(value: Any, noted: RecordedCall, device: torch.device) -> boo
 
 
 def _run_again(region: Any, *, swaps_inputs: bool) -> Any:
-    """The decision to keep inputs only, or not even these."""
+    """Decide to keep inputs only, or not even these."""
     decision = recompute_all(region)
     if not swaps_inputs:
         return decision
@@ -562,7 +600,7 @@ def _run_again(region: Any, *, swaps_inputs: bool) -> Any:
 
 
 def _without_replay(regions: list[Any], decision: list[Any]) -> list[Any]:
-    """Regions whose backward was measured with the blocks run again, with the time of a plain backward."""
+    """Take the time of running again out of the backward of regions that were measured with it."""
     return [
         dataclasses.replace(region, backward_ms=max(region.backward_ms - recompute_ms(region, chosen), 0.0))
         for region, chosen in zip(regions, decision, strict=True)
@@ -570,7 +608,7 @@ def _without_replay(regions: list[Any], decision: list[Any]) -> list[Any]:
 
 
 def _with_computed_peak(profile: Any) -> Any:
-    """By the rules that every plan is judged by: nobody has seen the plain step."""
+    """Compute the peak of the plain step, which nobody has seen, by the rules that every plan is judged by."""
     decision = tuple(plain(region) for region in profile.regions)
     return dataclasses.replace(profile, peak_bytes=evaluate(Problem(profile, 0, 0, 0), decision).peak_bytes)
 

@@ -15,7 +15,10 @@ from hyper_parallel.platform.torch.planner.steps import Arguments, device_of, te
 
 
 def identity(model: nn.Module, batch: object = None, blocks: Iterable[str] | None = None) -> Identity:
-    """What a plan is made for; without a batch, of the model alone. Which autocast a step runs under is seen in the step."""
+    """Say what a plan is made for; without a batch, of the model alone.
+
+    Which autocast a step runs under is seen in the step.
+    """
     return Identity(
         framework="torch",
         version=str(torch.__version__),
@@ -30,22 +33,22 @@ def identity(model: nn.Module, batch: object = None, blocks: Iterable[str] | Non
 
 
 def check_model(model: object, call: str) -> None:
-    """Raises TypeError where it is none."""
+    """Raise TypeError where it is no module of PyTorch."""
     check_module(model, nn.Module, call)
 
 
 def forward_of(model: nn.Module) -> Callable[..., Any]:
-    """What a batch is the arguments of, after the model itself."""
+    """Give the function that a batch is the arguments of, after the model itself."""
     return type(model).forward
 
 
 def batch_bytes(batch: object) -> int:
-    """Of all tensors in it."""
+    """Count the bytes of all tensors of a batch."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(batch))
 
 
 def meta_of(batch: Any) -> Any:
-    """A batch with the look of each tensor in its place; what is no tensor is named by its type."""
+    """Put dtype and shape in place of each tensor of a batch; what is no tensor is named by its type."""
     if isinstance(batch, Arguments):
         return {"args": meta_of(list(batch.args)), "kwargs": meta_of(batch.kwargs)}
     if isinstance(batch, torch.Tensor):
@@ -61,7 +64,7 @@ def meta_of(batch: Any) -> Any:
 
 
 def tensor_meta(dtype: torch.dtype, shape: torch.Size) -> str:
-    """How a tensor looks, in words: "float32[2, 8]"."""
+    """Say a tensor's dtype and shape in words: "float32[2, 8]"."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
@@ -77,6 +80,6 @@ def _look(parameter: torch.Tensor) -> str:
 
 
 def autocast_now(device: torch.device) -> str:
-    """Its dtype, or "off"."""
+    """Say the dtype of the autocast that is on, or "off"."""
     is_on = torch.is_autocast_enabled(device.type)
     return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.") if is_on else "off"

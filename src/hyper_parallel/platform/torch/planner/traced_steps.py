@@ -32,7 +32,10 @@ _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
 class OpTimes(TorchDispatchMode):
-    """Lies outside of the regions' own modes: it sees what they really run."""
+    """Times the ops of a region.
+
+    It lies outside of the regions' own modes, so it sees what they really run.
+    """
 
     supports_higher_order_operators = True
 
@@ -55,7 +58,7 @@ class OpTimes(TorchDispatchMode):
 
 
 class RecordedCall:
-    """What one call of a block did.
+    """What one call of a block did in the step that was recorded.
 
     Attributes:
         ran_again: backward came to it, and needed what an op makes
@@ -87,7 +90,9 @@ class RecordedCall:
         return [value for value in dict.fromkeys(known) if value is not None]
 
     def forget_needed(self) -> None:
-        """Backward does not come to this call: nothing of it is kept until then, whatever autograd saves."""
+        """Forget what backward needs of a call that it does not come to: nothing of it is kept, whatever autograd
+        saves.
+        """
         self.needed, self.needed_inputs = set(), set()
 
     @property
@@ -115,7 +120,10 @@ class _RecordedFrame(Frame):
 
 
 class _RecordedOps(TorchDispatchMode):
-    """Notes after which op a value was gone. Lies inside of the region's mode, so that it sees each op before the region does."""
+    """Notes after which op a value was gone.
+
+    It lies inside of the region's mode, so that it sees each op before the region does.
+    """
 
     supports_higher_order_operators = True
 
@@ -138,7 +146,10 @@ class _RecordedOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def note_made(self) -> None:
-        """By the ops since the last look. An op that writes in place ends what was there: the memory is counted once."""
+        """Note what the ops since the last call made.
+
+        An op that writes in place ends what was there: the memory is counted once.
+        """
         ops = self._record.ops
         for op in ops[self._num_seen :]:
             for _, written in op.targets:
@@ -158,7 +169,9 @@ class _RecordedOps(TorchDispatchMode):
 def recording(
     model: nn.Module, blocks: dict[str, nn.Module], device: torch.device, *, swaps_inputs: bool = False
 ) -> Iterator[list[RecordedCall]]:
-    """Within: every call of a block is a region that is noted in the list, in the order of the calls."""
+    """Make every call of a block a region that is noted in the list, in the order of the calls, while the block is
+    open.
+    """
     calls: list[RecordedCall] = []
     counts: dict[str, int] = {}
     options = Options(swap_inputs=swaps_inputs)
@@ -193,7 +206,7 @@ def _bound(run: Any, path: str) -> Any:
 
 
 def _watched(block: nn.Module, noted: RecordedCall) -> Any:
-    """A call of the block, with a look at what is still alive before each op."""
+    """Wrap a call of the block, so that before each op it is noted what is still alive."""
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         if noted.is_over or noted.record is None:  # it runs again in backward: all is known by then
