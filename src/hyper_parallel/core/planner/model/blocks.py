@@ -145,7 +145,8 @@ def check_ran(types: ModuleTypes, model: Module, blocks: dict[str, Any], *, num_
     other = other_reference(types, model, blocks.values()) if num_seen < num_ran else None
     if other is not None or (num_ran and not num_seen):
         raise ArgumentError(
-            "Blocks run, but the model does not call them by the names that they have in it: it holds them by another reference, such as a Python list.",
+            "Blocks run, but the model does not call them by the names that they have in it: "
+            "it holds them by another reference, such as a Python list.",
             expected="calls of " + ", ".join(list(blocks)[:3]) + " by these names",
             got=f"{num_ran - num_seen} of {num_ran} calls by another reference" + (f", `{other}`" if other else ""),
             where=type(model).__name__,

@@ -194,8 +194,8 @@ def check(region: Region, decision: RegionDecision) -> None:
     """Raise where the decision cannot be carried out.
 
     Raises:
-        ArgumentError: a choice that the op or input does not have, a residual that nobody provides, or an op that would run
-            again without what it reads.
+        ArgumentError: a choice that the op or input does not have, a residual that nobody provides, or an op that would
+            run again without what it reads.
     """
     if (len(decision.ops), len(decision.inputs)) != (len(region.ops), len(region.inputs)):
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""What a decision means for the memory of a region: which of its bytes are held until when, and what the swap engine gets.
+"""What a decision means for the memory of a region: what is held until when, and what the swap engine gets.
 
 Pure bookkeeping, before any step runs; what it takes for granted is in the list of `timeline`, which runs the steps.
 """

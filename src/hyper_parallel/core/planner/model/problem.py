@@ -32,7 +32,8 @@ class Problem:
         region_overhead_ms: what a region that is neither plain nor recomputed whole costs beside the ops it runs again
         margin_bytes: added to every peak
         copies_meet: whether offloads may still be under way in backward; see P4
-        turn_is_clear: whether the last region's forward ends with all offloads, so that none is under way in the turn; see P4
+        turn_is_clear: whether the last region's forward ends with all offloads, so that none is under way in the turn;
+            see P4
     """
 
     profile: StepProfile

@@ -1,7 +1,7 @@
 """What was measured of one step: regions, their ops, bytes and milliseconds. See the README for the words.
 
-Everything here is plain data. What was measured goes to JSON and back unchanged (`step_as_dict`, `step_from_dict`); what it was measured of is in a
-file as `plan_file` has it.
+Everything here is plain data. What was measured goes to JSON and back unchanged (`step_as_dict`, `step_from_dict`);
+what it was measured of is in a file as `plan_file` has it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class StorageFacts:
     Attributes:
         num_bytes: of the whole storage; 0 for one that somebody outside holds anyway (a mask that all blocks share)
         is_residual: plain autograd keeps it for backward
-        freed_after: the op (by index in the region) after which nothing but autograd holds it; None: alive when the region ends
+        freed_after: the op (by index in the region) after which nothing but autograd holds it; None: alive when the
+            region ends
     """
 
     num_bytes: int
@@ -57,8 +58,9 @@ class ProfiledOp:
         temporary_bytes: what it allocates beside its results while it runs
         choices: what can be done with it; never empty
         result_metas: dtype and shape of each result, to recognise it: "float32[2, 8]"
-        part: not None: no op of its own but one residual of the op it reads, by its place among all of them; it comes right after that op and its
-            other parts. It has a choice of its own, but for one thing: what runs again makes all of its parts again
+        part: not None: no op of its own but one residual of the op it reads, by its place among all of them; it comes
+            right after that op and its other parts. It has a choice of its own, but for one thing: what runs again
+            makes all of its parts again
     """
 
     module: str
@@ -101,8 +103,8 @@ class Region:
         call: which call of that module in the step
         forward_ms, backward_ms: of a plain run
         forward_peak_bytes: highest point of its plain forward above what was alive when it began
-        backward_peak_bytes: highest point of its backward (run again or not) above what is alive when it begins, not counting
-            its own residuals in that; so these are in it
+        backward_peak_bytes: highest point of its backward (run again or not) above what is alive when it begins, not
+            counting its own residuals in that; so these are in it
         before_ms: what runs in forward between the region before and this one
         before_peak_bytes: highest point of that, counted as `forward_peak_bytes`, in which it is
         after_ms: what runs in backward between this one and the region before
@@ -194,9 +196,11 @@ class StepProfile:
         host: None: nobody has measured it, so that real steps do not ask for it either
         min_swap_bytes: a smaller storage stays on the device, whatever is chosen for it
         shared_input_bytes: of each storage that several regions are given
-        keeps_output: whether the loop has the model's output in backward and in the next forward; None: nobody said, so it has not
+        keeps_output: whether the loop has the model's output in backward and in the next forward; None: nobody said, so
+            it has not
         written: names of the parameters that a step writes, which a step that is repeated has to put back
-        is_plain_measured: False: a plain step did not fit the device, so its peak and times were computed from one that recomputes
+        is_plain_measured: False: a plain step did not fit the device, so its peak and times were computed from one that
+            recomputes
     """
 
     regions: tuple[Region, ...]
@@ -259,7 +263,7 @@ def step_from_dict(data: dict[str, Any]) -> StepProfile:
 
 _MOST = 2**53  # bytes, or ms: more than any machine has, and a float still has each of them
 _PLAIN = {"str": str, "bool": bool, "dict": dict, "Choice": str}  # which word is a choice is told where it stands
-# Plan files have other words for these, and so has what is said of a damaged one: whoever reads it has the file before him.
+# Plan files have other words for these. What is said of a damaged file has them, too: it speaks of what is in the file.
 _IN_FILES = {"ProfiledOp": "Op", "StorageFacts": "Value", "result_metas": "looks"}
 _Data = TypeVar("_Data")
 

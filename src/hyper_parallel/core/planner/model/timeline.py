@@ -2,18 +2,19 @@
 
 What a profile does not say is taken to be like this, and the numbers are as good as that:
 
-- An op takes memory for its results and temporaries when it starts, and gives back the temporaries when it ends. Who reads an op reads all
-  of its results.
-- What a region leaves behind (`freed_after=None`) is held until the next region begins, or the turn. The inputs of a region are there when
-  it begins, and are its own: nothing is counted both there and in the region before.
+- An op takes memory for its results and temporaries when it starts, and gives back the temporaries when it ends. Who
+  reads an op reads all of its results.
+- What a region leaves behind (`freed_after=None`) is held until the next region begins, or the turn. The inputs of a
+  region are there when it begins, and are its own: nothing is counted both there and in the region before.
 - What runs between regions has its memory (`outside_bytes`) from its own start in forward to its own end in backward.
-- A managed region holds its arguments, what the policy saved, and the residuals that it will recompute until its forward ends (README of
-  core/activation_checkpoint, "What holds what"). A residual that is swapped leaves when its op is done; what only the replay needs, and
-  inputs, leave when the forward ends.
+- A managed region holds its arguments, what the policy saved, and the residuals that it will recompute until its
+  forward ends (README of core/activation_checkpoint, "What holds what"). A residual that is swapped leaves when its op
+  is done; what only the replay needs, and inputs, leave when the forward ends.
 - The replay comes first in a region's backward: inputs, then op by op what is taken and what runs again.
-- Then backward goes through the ops from the last to the first; each takes as large a part of `backward_ms` as it took of the forward. A residual is
-  asked for at the last op that reads it, and given back when backward has passed the op that made it. What else the region has, and what
-  `backward_peak_bytes` has beside residuals, is in use until its backward is over.
+- Then backward goes through the ops from the last to the first; each takes as large a part of `backward_ms` as it took
+  of the forward. A residual is asked for at the last op that reads it, and given back when backward has passed the op
+  that made it. What else the region has, and what `backward_peak_bytes` has beside residuals, is in use until its
+  backward is over.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from hyper_parallel.core.swap.engine import Limits, SwapEngine
 from hyper_parallel.core.swap.slot import Group, Handle, Slot
 from hyper_parallel.core.swap.states import SlotState
 
-# -- what comes out -------------------------------------------------------------------------------------------------------
+# -- what comes out ----------------------------------------------------------------------------------------------------
 
 
 class Moment(NamedTuple):
@@ -150,7 +151,7 @@ def _merged(rows: Iterator[tuple[float, tuple[int, ...]]]) -> list[tuple[float, 
     return merged
 
 
-# -- a step -------------------------------------------------------------------------------------------------------------------
+# -- a step ------------------------------------------------------------------------------------------------------------
 
 
 class _TimelineRegion:

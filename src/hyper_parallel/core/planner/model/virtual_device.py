@@ -1,17 +1,22 @@
-"""A device that exists in numbers only: streams are clocks, copies take as long as the link says, memory is a count of bytes.
+"""A device that exists in numbers only: streams are clocks, and memory is a count of bytes.
 
-It implements `core/swap/device.py`, so the real engine runs on it and decides what it would decide on hardware. Rules of its clock:
+Copies take as long as the link says. It implements `core/swap/device.py`, so the real engine runs on it and decides
+what it would decide on hardware. Rules of its clock:
 
-C1. A stream is one number, the moment at which all it was given is done. What it is given starts then and takes a known time.
-C2. An event is that number when it was recorded; a stream that waits for one later than its own moves on to it. Nothing that is given
-    later changes the time of an event, since a stream works in order.
-C3. The host is in step with compute: its clock is the compute stream's, less `host_lead_ms`. An event, or a moment, is done for the host when it
-    is not later than that clock; `join` and `sync` bring the host's clock to where compute is. A host that runs ahead (on CUDA it does, up to
-    the depth of the launch queue) sees copies done later, so the engine holds sources longer; infinity means that it sees none done
-    before the next `sync`. Time spent by the host itself is nothing.
-C4. Memory is taken and given back in the order of the host's calls, which is that of compute, and is dated with compute's clock.
-C5. A copy takes its bytes over the speed of its direction. The part of it during which the other direction is busy with what it was
-    given before goes at `Link.both_bytes_per_ms`. The later of two copies pays; what is under way keeps its time (C2).
+C1. A stream is one number, the moment at which all it was given is done. What it is given starts then and takes a known
+    time.
+C2. An event is that number when it was recorded; a stream that waits for one later than its own moves on to it. Nothing
+    that is given later changes the time of an event, since a stream works in order.
+C3. The host is in step with compute: its clock is the compute stream's, less `host_lead_ms`. An event, or a moment, is
+    done for the host when it is not later than that clock; `join` and `sync` bring the host's clock to where compute
+    is. A host that runs ahead (on CUDA it does, up to the depth of the launch queue) sees copies done later, so the
+    engine holds sources longer; infinity means that it sees none done before the next `sync`. Time spent by the host
+    itself is nothing.
+C4. Memory is taken and given back in the order of the host's calls, which is that of compute, and is dated with
+    compute's clock.
+C5. A copy takes its bytes over the speed of its direction. The part of it during which the other direction is busy with
+    what it was given before goes at `Link.both_bytes_per_ms`. The later of two copies pays; what is under way keeps its
+    time (C2).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What the planner asks of a framework. Each framework has one object that does it: `BACKEND` in its folder `planner`.
 
-Example: `planner_of(model, "plan_memory").profiled(model, batch, loss_fn)` is a `ProfiledModel`, whose `profile()` runs a few real steps.
+Example: `planner_of(model, "plan_memory").profiled(model, batch, loss_fn)` is a `ProfiledModel`, whose `profile()` runs
+a few real steps.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ Forward: TypeAlias = Callable[..., Any]
 
 
 class ProfiledModel(Protocol):
-    """A model and a batch, with which real steps are run. It lives for one call of the planner, and holds both as long."""
+    """A model and a batch, with which real steps are run.
+
+    It lives for one call of the planner, and holds both as long.
+    """
 
     model: Module
     batch: Batch

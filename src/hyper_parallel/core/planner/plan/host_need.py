@@ -40,7 +40,8 @@ def host_need(profile: StepProfile, decision: Decision, setting: Setting) -> Hos
     timeline = timeline_under(profile, decision, setting)
     blocks = [copy.num_bytes for copy in timeline.copies if copy.direction == "offload"]
     if any(SWAP in chosen.inputs for chosen in decision):
-        # A region that swaps its inputs swaps those, too, that others are given: they are somebody else's on the device, and once on the host.
+        # A region that swaps its inputs swaps those, too, that others are given: they are somebody else's on the
+        # device, and once on the host.
         shared = [num_bytes for num_bytes in profile.shared_input_bytes if num_bytes >= profile.min_swap_bytes]
         blocks += shared
         used_bytes = timeline.host_bytes + sum(shared)

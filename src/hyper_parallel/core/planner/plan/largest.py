@@ -81,11 +81,16 @@ class Largest:
         else:
             end = f"n = {self.next.n} would need at least {format_size(self.next.smallest_bytes)}"
         rows = [
-            [str(tried.n), "-" if tried.smallest_bytes is None else format_size(tried.smallest_bytes), "yes" if tried.fits else "no"]
+            [
+                str(tried.n),
+                "-" if tried.smallest_bytes is None else format_size(tried.smallest_bytes),
+                "yes" if tried.fits else "no",
+            ]
             for tried in self.tried
-        ]  # fmt: skip
+        ]
         return [
-            f"The largest n is {self.n}: a step needs {format_size(self.peak_bytes)} (predicted: {format_size(self.predicted_peak_bytes)}) "
+            f"The largest n is {self.n}: a step needs {format_size(self.peak_bytes)} "
+            f"(predicted: {format_size(self.predicted_peak_bytes)}) "
             f"of {format_size(self.plan.budget_bytes)}; {end}.",
             "",
             Table(["n", "smallest peak", "fits"], rows),
@@ -126,14 +131,16 @@ def largest(
 
     Args:
         model: the model, on its device and in the mode it trains in.
-        make_batch: gives a batch of size n, be that its length or its number of samples: a tensor, a tuple of arguments, or a dict of keywords.
+        make_batch: gives a batch of size n, be that its length or its number of samples: a tensor, a tuple of
+            arguments, or a dict of keywords.
         budget: bytes or a size such as "24GiB", or "auto". As in `plan_memory`, but for percentages: these depend on n.
         at_most: where sizes end, for example with the positions that the model knows.
         loss_fn, regions, optimizer, reserve, keeps_output, progress: as in `plan_memory`.
 
     Raises:
         BudgetError (a ValueError): not even `make_batch(1)` fits; the smallest peak is named, and what it is made of.
-        ValueError, TypeError: something in the arguments cannot be used; `make_batch` or the model failed at a size, which is named.
+        ValueError, TypeError: something in the arguments cannot be used; `make_batch` or the model failed at a size,
+            which is named.
 
     Example:
         >>> import torch
@@ -159,9 +166,18 @@ def largest(
     check_loss_fn(loss_fn)
     check_flag(keeps_output, "keeps_output")
     sizes = _Sizes(
-        planner_of(model, "largest"), model, make_batch, budget, loss_fn,
-        {"regions": regions, "optimizer": optimizer, "reserve_bytes": reserve_bytes(reserve), "keeps_output": keeps_output},
-    )  # fmt: skip
+        planner_of(model, "largest"),
+        model,
+        make_batch,
+        budget,
+        loss_fn,
+        {
+            "regions": regions,
+            "optimizer": optimizer,
+            "reserve_bytes": reserve_bytes(reserve),
+            "keeps_output": keeps_output,
+        },
+    )
     with progress_of(progress, "the largest n", num_steps=60) as report_progress:
         sizes.report_progress = report_progress
         found = _SizeSearch(sizes, _checked(at_most)).run()
@@ -186,8 +202,14 @@ class _Sizes:
     """What is known about the sizes of a model's batches, and how to learn more."""
 
     def __init__(
-        self, planner: PlannerBackend, model: Any, make_batch: Callable[[int], Any], budget: int | str, loss_fn: Any, options: dict[str, Any]
-    ) -> None:  # fmt: skip
+        self,
+        planner: PlannerBackend,
+        model: Any,
+        make_batch: Callable[[int], Any],
+        budget: int | str,
+        loss_fn: Any,
+        options: dict[str, Any],
+    ) -> None:
         self.report_progress: Progress = lambda what: None
         self._planner = planner
         self._model = model

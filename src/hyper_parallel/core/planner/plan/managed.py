@@ -2,13 +2,15 @@
 
 Rules:
 
-M1. A model has the plan it was given, and one for each batch that no plan was made for or that ran out of memory. A forward runs under the smallest of
-    them whose batch this one is within (`batch_fit`); where there is none, one is made before the model runs. In a forward that is neither retried nor
-    part of `run`, a batch that is larger is an error, as without any of this.
-M2. A forward that runs out is undone (random generators, buffers, modes), planned anew for its own inputs within the same budget, and run again. That is
-    exact: whatever is saved, swapped or recomputed, the values are the same bit for bit.
-M3. `run` does so with a whole step, gradients included. What an optimizer has changed cannot be undone, so it steps afterwards.
-    A step is repeated in the autocast that its forward ran under.
+M1. A model has the plan it was given, and one for each batch that no plan was made for or that ran out of memory. A
+    forward runs under the smallest of them whose batch this one is within (`batch_fit`); where there is none, one is
+    made before the model runs. In a forward that is neither retried nor part of `run`, a batch that is larger is an
+    error, as without any of this.
+M2. A forward that runs out is undone (random generators, buffers, modes), planned anew for its own inputs within the
+    same budget, and run again. That is exact: whatever is saved, swapped or recomputed, the values are the same bit for
+    bit.
+M3. `run` does so with a whole step, gradients included. What an optimizer has changed cannot be undone, so it steps
+    afterwards. A step is repeated in the autocast that its forward ran under.
 M4. While a plan is being made the model runs as it is: nothing here looks at its forwards.
 """
 
@@ -91,7 +93,7 @@ class ManagedModel:
     def plans(self) -> list[MemoryPlan]:
         return [sized.plan for sized in self._plans]
 
-    # -- forward --------------------------------------------------------------------------------------------------------
+    # -- forward -------------------------------------------------------------------------------------------------------
 
     def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run in place of the model's forward while the plan is applied."""
@@ -141,7 +143,7 @@ class ManagedModel:
         batch = PlannedBatch(identity.batch, planner.meta_of, planner.forward_of(self._model()))
         return _Sized(identity.batch_bytes or 0, plan, batch)
 
-    # -- a whole step -----------------------------------------------------------------------------------------------------
+    # -- a whole step --------------------------------------------------------------------------------------------------
 
     def run(self, step_fn: Callable[[], Any]) -> Any:
         """Run a whole step by M3, and give what `step_fn` gives."""
@@ -227,7 +229,8 @@ class ManagedModel:
                 return planned(profile, allowed, profiled)
             except BudgetError as error:
                 raise BudgetError(
-                    "No plan fits this batch into the budget; it is larger than those that were planned, or memory ran out.",
+                    "No plan fits this batch into the budget; "
+                    "it is larger than those that were planned, or memory ran out.",
                     smallest_bytes=error.smallest_bytes,
                     expected=error.expected,
                     got=f"{allowed} ({format_size(allowed)}) for a batch of {self._planner.meta_of(batch)}",

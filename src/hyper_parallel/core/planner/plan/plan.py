@@ -111,7 +111,7 @@ class MemoryPlan:
         self._last_stats: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
         self._applied: weakref.WeakKeyDictionary[Any, tuple[Applied, SwapSetting | None]] = weakref.WeakKeyDictionary()
 
-    # -- what it says ---------------------------------------------------------------------------------------------------
+    # -- what it says --------------------------------------------------------------------------------------------------
 
     @property
     def is_empty(self) -> bool:
@@ -193,22 +193,26 @@ class MemoryPlan:
             "profile": {**plan_file.profile_as_dict(self.profile), "facts": {}},
         }
 
-    # -- on a model -----------------------------------------------------------------------------------------------------
+    # -- on a model ----------------------------------------------------------------------------------------------------
 
     def apply(self, model: Module, *, on_mismatch: str = "error", on_oom: str = "error") -> MemoryPlan:
-        """Let `model` train inside the budget from now on; `remove` undoes it. Its names and parameters stay as they are.
+        """Let `model` train inside the budget from now on; `remove` undoes it.
+
+        Its names and parameters stay as they are.
 
         Args:
             model: the model that was planned, or one with the same parameters.
-            on_mismatch: a batch that is larger than the plan's in any dim is an "error" before it runs, in any step; so is, in the first step with a
-                batch like the plan's, an op that was planned and does not come, or comes with another shape or dtype. With "recompute" these
-                are recomputed and counted in `stats`.
-            on_oom: with "replan", a batch that is larger is planned before it runs, within the same budget; and a forward that runs out of memory is
-                planned again for its own arguments and repeated; its result is the same bit for bit. For the backward, too: `run`.
+            on_mismatch: a batch that is larger than the plan's in any dim is an "error" before it runs, in any step; so
+                is, in the first step with a batch like the plan's, an op that was planned and does not come, or comes
+                with another shape or dtype. With "recompute" these are recomputed and counted in `stats`.
+            on_oom: with "replan", a batch that is larger is planned before it runs, within the same budget; and a
+                forward that runs out of memory is planned again for its own arguments and repeated; its result is the
+                same bit for bit. For the backward, too: `run`.
 
         Raises:
             ValueError: the model is another one; the first difference is named.
-            StateError: this plan, or another one, is applied to it already; or "replan" where several ranks train together.
+            StateError: this plan, or another one, is applied to it already; or "replan" where several ranks train
+                together.
         """
         check_choices(on_mismatch=on_mismatch, on_oom=on_oom)
         planner_of(model, "MemoryPlan.apply")
@@ -237,13 +241,15 @@ class MemoryPlan:
             managed.close()
 
     def run(self, step_fn: Callable[[], Any], *, model: Module = None) -> Any:
-        """One step, made to fit: if memory runs out, everything is put back, planned again for this batch, and repeated.
+        """Run one step, made to fit: if memory runs out, all is put back, planned again for this batch, and repeated.
 
-        Random generators, buffers and gradients are put back, so the result is what it would have been with enough memory, bit for bit.
-        Gradients that are there already when it begins are copied to the host for that; after `zero_grad(set_to_none=True)` there are none.
+        Random generators, buffers and gradients are put back, so the result is what it would have been with enough
+        memory, bit for bit. Gradients that are there already when it begins are copied to the host for that; after
+        `zero_grad(set_to_none=True)` there are none.
 
         Args:
-            step_fn: runs forward and backward, and can be called again; what it gives is given back. The optimizer steps afterwards.
+            step_fn: runs forward and backward, and can be called again; what it gives is given back. The optimizer
+                steps afterwards.
             model: which one, if the plan is applied to several.
 
         Raises:
@@ -400,7 +406,7 @@ class MemoryPlan:
         return counts
 
     def verify(self, model: Module, batch: object, *, loss_fn: Callable[[Any], Any] | None = None) -> MemoryPlan:
-        """Run steps under the plan and compare: the plan with what was measured, solved again if it was above the budget.
+        """Run steps under the plan and give it with what they took; solved again if that was above the budget.
 
         The model is left as it was, with the plan applied only if it was before.
         """
@@ -430,7 +436,7 @@ class MemoryPlan:
 
         write_report(self, path)
 
-    # -- as a file ------------------------------------------------------------------------------------------------------
+    # -- as a file -----------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, with what it was made for."""

@@ -25,9 +25,11 @@ _KINDS = {
     "decision": ("tuple[dict, ...]", "a list of tables"),
     "profile": ("dict", "a table"),
 }
-# What a plan was made for, in a file: one flat table, and nowhere else. A framework leaves out what it does not have; the batch is any JSON.
+# What a plan was made for, in a file: one flat table, and nowhere else. A framework leaves out what it does not have;
+# the batch is any JSON.
 _FACTS = {
-    "framework": "str", "version": "str", "model": "str", "parameters": "dict", "device": "str", "autocast": "str", "training": "bool",
+    "framework": "str", "version": "str", "model": "str", "parameters": "dict", "device": "str", "autocast": "str",
+    "training": "bool",
     "loads_by_region": "bool", "turn_is_clear": "bool", "region_overhead_ms": "float", "unwatched_overhead_ms": "float",
     "min_swap_bytes": "int", "batch_bytes": "int", "shared_input_bytes": "tuple[int, ...]", "blocks": "tuple[str, ...]",
     "keeps_output": "bool", "written": "tuple[str, ...]",

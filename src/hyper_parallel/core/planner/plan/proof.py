@@ -31,7 +31,8 @@ _NUM_TURNS = 3
 _MAX_TRIES = 5  # of solving again with what was measured
 _TOO_SLOW = 1.04  # real steps to predicted ones: more than what clocks and temperature do
 _NEAR = 1.02  # of two measured plans: which is the faster may be otherwise tomorrow
-# Where all regions together take the host more than this share of a step, steps of one plan were seen to differ by so much within minutes.
+# Where all regions together take the host more than this share of a step, steps of one plan were seen to differ by so
+# much within minutes.
 _HOST_SHARE, _HOST_DRIFT = 0.05, 1.1
 
 
@@ -41,8 +42,8 @@ def planned(
     """Make the plan for a budget, and prove it if there is a real model.
 
     Raises:
-        BudgetError: nothing fits; the smallest peak it names was proved as well, if there is a model, unless `names_smallest` says that nobody wants to
-            know. Then nobody wants to know how fast the plan is either.
+        BudgetError: nothing fits; the smallest peak it names was proved as well, if there is a model, unless
+            `names_smallest` says that nobody wants to know. Then nobody wants to know how fast the plan is either.
     """
     times = names_smallest
     try:
@@ -245,7 +246,8 @@ def solved(
     if profile.peak_bytes <= allowed_bytes and profile.is_plain_measured:
         predicted = Predicted(profile.peak_bytes, profile.step_ms)
         return MemoryPlan(profile, plain_decision, candidates(profile)[0], allowed_bytes, predicted)
-    # Where the plain step was seen to run out of memory, no room above what it would take is of any use: the margin counts from there.
+    # Where the plain step was seen to run out of memory, no room above what it would take is of any use: the margin
+    # counts from there.
     chosen = choose(
         profile if swaps else dataclasses.replace(profile, link=None),
         min(allowed_bytes, profile.peak_bytes),
@@ -308,8 +310,8 @@ def _proved(plan: MemoryPlan, profiled: ProfiledModel, *, times: bool = True) ->
         if peak_bytes is not None and peak_bytes <= plan.budget_bytes:
             plan.measured = measured
             return plan
-        # What was not foreseen is added to the margin, and a little more: it will not be quite the same next time. Where memory ran out
-        # nobody knows how much that was.
+        # What was not foreseen is added to the margin, and a little more: it will not be quite the same next time.
+        # Where memory ran out nobody knows how much that was.
         if peak_bytes is None:
             margin += (min(plan.budget_bytes, plan.profile.peak_bytes) - plan.base_bytes) * 2**tried // 16
             _logger.info("a step ran out of memory; planning again")
@@ -323,7 +325,8 @@ def _proved(plan: MemoryPlan, profiled: ProfiledModel, *, times: bool = True) ->
                 plan = solved(plan.profile, plan.budget_bytes, margin_bytes=margin, **ways)
                 break
             except BudgetError:
-                # A margin for what copies did is none that others need: those that count them twice (P4), and those that make none.
+                # A margin for what copies did is none that others need: those that count them twice (P4), and those
+                # that make none.
                 if not careful or not any(chosen.swaps for chosen in plan.decision):
                     raise
                 ways, margin = careful.pop(0), first_margin(plan.profile)

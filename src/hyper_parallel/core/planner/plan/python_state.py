@@ -1,18 +1,21 @@
 """What objects have as Python's own (numbers, lists, generators), noted and put back.
 
-A forward may move what its modules have as attributes: a counter, a list that it appends to, a generator of its own. When it runs again in backward it
-finds them as it found them the first time, and afterwards they are as if it had run once.
+A forward may move what its modules have as attributes: a counter, a list that it appends to, a generator of its own.
+When it runs again in backward it finds them as it found them the first time, and afterwards they are as if it had run
+once.
 
     then = PythonState([module], TORCH, holds=False)   # before the forward
     ...
     with as_then(then):                                # the forward again
         module(x)
 
-Planning notes more: `reach=` is how many objects deep it goes, into slots and from functions to what they close over and their globals as well, since its steps are not to have been at all.
-An iterator that it meets has a place that cannot be set back, so that `check_no_iterators` refuses it. One of a Python class has its place in its attributes.
+Planning notes more: `reach=` is how many objects deep it goes, into slots and from functions to what they close over
+and their globals as well, since its steps are not to have been at all. An iterator that it meets has a place that
+cannot be set back, so that `check_no_iterators` refuses it. One of a Python class has its place in its attributes.
 
-`holds=False` is for a note that lives as long as a graph does. It holds no tensor and nothing that could lead to one: only numbers, texts and
-containers of these. Everything else it knows weakly, and what is gone by then stays as it is. A note that holds all puts the very same objects back.
+`holds=False` is for a note that lives as long as a graph does. It holds no tensor and nothing that could lead to one:
+only numbers, texts and containers of these. Everything else it knows weakly, and what is gone by then stays as it is. A
+note that holds all puts the very same objects back.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ _BUSY = frozenset({"_thread", "threading", "queue", "_queue", "socket", "asyncio
 _LEFT = object()  # in place of a value that is not put back
 _MISSING = object()
 _ENDLESS = -1
-# What led to a value: None, or that of what has it; then an attribute's name, or the first object itself; True for what is in a container by this key.
+# What led to a value: None, or that of what has it; then an attribute's name, or the first object itself; True for what
+# is in a container by this key.
 _Where = tuple[Any, ...]
 _Slots = dict[str, types.MemberDescriptorType]
 
@@ -80,7 +84,8 @@ class Framework(NamedTuple):
 class PythonState:
     """The attributes of some objects at one moment, with what these lead to: containers, generators, plain objects.
 
-    Plain objects are those of a class of the user's; of what is `reach` of them away only containers and generators are noted.
+    Plain objects are those of a class of the user's; of what is `reach` of them away only containers and generators are
+    noted.
 
     Attributes:
         tensors: those that were met, where it holds all
@@ -162,7 +167,8 @@ def check_no_iterators(state: PythonState, names: Mapping[int, str]) -> None:
             expected="lists, numbers, generators of random numbers: all that can be set back",
             got=describe(iterator),
             where=_in_words(where, names),
-            do="Let the module keep a list and an index, or give what it takes as an argument. Keep elsewhere what no step takes from.",
+            do="Let the module keep a list and an index, or give what it takes as an argument. "
+            "Keep elsewhere what no step takes from.",
         )
 
 

@@ -134,7 +134,8 @@ def gap_words(plan: MemoryPlan) -> list[str]:
     if plan.gap < _SEEN_GAP:
         return []
     return [
-        f"Not proved to be the best: another choice for these windows could be predicted faster, by at most {plan.gap:.1%}."
+        "Not proved to be the best: another choice for these windows could be predicted faster, "
+        f"by at most {plan.gap:.1%}."
     ]
 
 
@@ -181,7 +182,8 @@ def unlike_predicted(plan: MemoryPlan) -> list[str]:
 
 
 def _difference(to_plain: float, predicted: float) -> str:
-    return f"{'Slower' if to_plain > predicted else 'Faster'} than predicted: {to_plain:.2f} of plain, not {predicted:.2f}."
+    word = "Slower" if to_plain > predicted else "Faster"
+    return f"{word} than predicted: {to_plain:.2f} of plain, not {predicted:.2f}."
 
 
 def _why_slower(plan: MemoryPlan, is_cpu: bool) -> str:
@@ -267,7 +269,8 @@ def residual_parts(profile: StepProfile, kept: Sequence[tuple[str, str, str, int
             ]  # fmt: skip
     computed = "" if profile.is_plain_measured else " (computed: it does not fit the device)"
     head = (
-        f"Residuals of {len(profile.regions)} blocks: {format_size(total)}. Peak of the plain step: {format_size(profile.peak_bytes)}{computed}, "
+        f"Residuals of {len(profile.regions)} blocks: {format_size(total)}. "
+        f"Peak of the plain step: {format_size(profile.peak_bytes)}{computed}, "
         f"of which {format_size(profile.base_bytes)} are alive when forward begins; {profile.step_ms:.1f} ms."
     )
     return [head, "", Table(["kept by", "times", "bytes", "part", "recompute ms", "suits"], rows)]

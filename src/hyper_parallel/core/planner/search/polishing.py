@@ -1,7 +1,8 @@
 """A choice made better on the timeline: what one region does is tried for another, as long as there is time.
 
-The solver does not see that what a region swaps comes in bursts, so its answer waits here and there where another order of the same decisions
-would not, or where one block more could be swapped. Blocks are alike, and what was chosen for one can be carried out in another.
+The solver does not see that what a region swaps comes in bursts, so its answer waits here and there where another order
+of the same decisions would not, or where one block more could be swapped. Blocks are alike, and what was chosen for one
+can be carried out in another.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import TypeAlias
 from hyper_parallel.core.planner.model.choices import Decision, RegionBytes, RegionDecision, bytes_of
 from hyper_parallel.core.planner.model.profile import StepProfile, alike
 
-# Of a decision, what each of its regions puts on device, link and clock, and the time to beat: the time of a step; None: it does not fit, or is not faster.
+# Of a decision, what each of its regions puts on device, link and clock, and the time to beat: the time of a step;
+# None: it does not fit, or is not faster.
 Judge = Callable[[Decision, list[RegionBytes], float], float | None]
 
 
@@ -65,7 +67,10 @@ class _Exchange:
 
 
 class _Search:
-    """Invariant: `_decision` takes `_step_ms`. `_kinds`: numbers of regions that are alike, and what any of them was seen to do."""
+    """Invariant: `_decision` takes `_step_ms`.
+
+    `_kinds`: numbers of regions that are alike, and what any of them was seen to do.
+    """
 
     def __init__(self, profile: StepProfile, known: Sequence[Decision], step_ms: float, judge: Judge) -> None:
         self._regions = profile.regions

@@ -1,8 +1,9 @@
 """One region as the solver sees it: what may be stored, what then runs again, and that as rows of a model.
 
-A **base** says which results of a region are stored and which run again, and leaves open which of the stored ones are swapped.
-Bases are few and worth a whole number each; the bytes swapped of a base are nearly continuous, since a region has dozens of
-tensors to choose from (`solver_split`). Most of the speed of the solver comes from keeping these two apart.
+A **base** says which results of a region are stored and which run again, and leaves open which of the stored ones are
+swapped. Bases are few and worth a whole number each; the bytes swapped of a base are nearly continuous, since a region
+has dozens of tensors to choose from (`split`). Most of the speed of the solver comes from keeping these two
+apart.
 """
 
 from __future__ import annotations

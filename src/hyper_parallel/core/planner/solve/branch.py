@@ -1,13 +1,13 @@
 """How one case is solved: exactly where it is small, else by bases, with a bound.
 
 1. The model with a variable for each op, without whole numbers, gives a bound and prices.
-2. At these prices the cheapest base of each region is found, the model of all bases found so far gives new prices, and so on
-   until it is as good as the bound: a handful of rounds.
-3. Regions are fixed to a base, those first that are nearly decided, and the model is solved again; the last few regions are
-   solved with whole numbers. What comes out is split into tensors and evaluated.
+2. At these prices the cheapest base of each region is found, the model of all bases found so far gives new prices, and
+   so on until it is as good as the bound: a handful of rounds.
+3. Regions are fixed to a base, those first that are nearly decided, and the model is solved again; the last few regions
+   are solved with whole numbers. What comes out is split into tensors and evaluated.
 
-Work is bounded by counts, not by the clock, so that a slower machine finds the same plan; the clock only ends what would take
-far longer than planned.
+Work is bounded by counts, not by the clock, so that a slower machine finds the same plan; the clock only ends what
+would take far longer than planned.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Two forms of one problem: with a variable for each op (`whole`), and with one for each base of a pool (`chosen`).
 
-The first has all answers and is large; without whole numbers it gives the bound. The second has the answers that can be made of
-the bases in the pool, is small, and is solved with whole numbers. Prices of the one say which bases the other lacks.
+The first has all answers and is large; without whole numbers it gives the bound. The second has the answers that can be
+made of the bases in the pool, is small, and is solved with whole numbers. Prices of the one say which bases the other
+lacks.
 """
 
 from __future__ import annotations

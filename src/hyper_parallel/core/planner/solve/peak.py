@@ -1,8 +1,8 @@
 """The smallest peak there is, exactly.
 
-In time nothing is to be gained here, so everything is swapped that can be, or nothing. What is left is a choice between keeping
-less and having less extra (P1, P2). Given a peak, each region in turn keeps as little as it can within it: what it keeps is all
-that the regions after it see. The smallest peak for which this works is found by bisection.
+In time nothing is to be gained here, so everything is swapped that can be, or nothing. What is left is a choice between
+keeping less and having less extra (P1, P2). Given a peak, each region in turn keeps as little as it can within it: what
+it keeps is all that the regions after it see. The smallest peak for which this works is found by bisection.
 """
 
 from __future__ import annotations

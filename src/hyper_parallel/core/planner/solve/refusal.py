@@ -75,13 +75,17 @@ def advice(profile: StepProfile, budget_bytes: int, peak: Peak | None, suggest: 
     paths = {region.path for region in profile.regions}
     if peak is not None and peak.base_bytes >= budget_bytes:
         return (
-            f"Raise the budget: {format_size(peak.base_bytes)} are parameters, gradients, optimizer state and batch, which no plan makes smaller. "
+            f"Raise the budget: {format_size(peak.base_bytes)} are parameters, gradients, optimizer state and batch, "
+            "which no plan makes smaller. "
             "Or use an optimizer with less state, or train fewer parameters."
         )
     if len(paths) == 1:
         (path,) = paths
         patterns = (suggest(path) if suggest is not None else []) or ["encoder.layer.*"]
-        return f"Raise the budget, or name smaller blocks, such as {_regions(patterns)}: {path} is the only one, and is planned as a whole."
+        return (
+            f"Raise the budget, or name smaller blocks, such as {_regions(patterns)}: "
+            f"{path} is the only one, and is planned as a whole."
+        )
     if peak is None:
         return f"Raise the budget, or {_SMALLER}."
     parts = {
@@ -99,13 +103,19 @@ def advice(profile: StepProfile, budget_bytes: int, peak: Peak | None, suggest: 
             if pattern.endswith(".*") or peak.region is not None
         ]
         if lists:
-            return f"Most is kept outside of the blocks. Name what holds it: {_regions(lists)}. Or raise the budget, or {_SMALLER}."
+            return (
+                f"Most is kept outside of the blocks. Name what holds it: {_regions(lists)}. "
+                f"Or raise the budget, or {_SMALLER}."
+            )
     if largest == "own" and peak.region is not None:
         patterns = suggest(profile.regions[peak.region].path) if suggest is not None else []
         if patterns:
             return f"Smaller blocks may need less: {_regions(patterns)}. Or raise the budget, or {_SMALLER}."
     if largest in ("own", "outside") and peak.region is None:
-        return f"Most is taken {_BETWEEN}, where nothing is planned: {_SMALLER}, compute the loss in parts, or raise the budget."
+        return (
+            f"Most is taken {_BETWEEN}, where nothing is planned: "
+            f"{_SMALLER}, compute the loss in parts, or raise the budget."
+        )
     if profile.link is None and (largest == "kept" or peak.kept_bytes >= peak.num_bytes - budget_bytes):
         kept = f"{format_size(peak.kept_bytes)} are what blocks keep of their inputs"
         return f"{kept}, which can be swapped: `hp.configure_swap(disk_dir=...)`. Or raise the budget, or {_SMALLER}."

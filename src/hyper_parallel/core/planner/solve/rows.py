@@ -1,7 +1,8 @@
 """The rules of the peak and of time as rows of a model. What they mean is said once, in `problem.evaluate`.
 
-Times are counted from when they would be in a plain step, so that all of them are waiting times and of one size. Every maximum
-of the rules becomes two rows: each time is at least either side, and the least step makes it no later than it must be.
+Times are counted from when they would be in a plain step, so that all of them are waiting times and of one size. Every
+maximum of the rules becomes two rows: each time is at least either side, and the least step makes it no later than it
+must be.
 """
 
 from __future__ import annotations

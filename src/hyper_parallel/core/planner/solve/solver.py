@@ -54,8 +54,8 @@ def solve(problem: Problem, *, gap: float | None = None, time_limit_s: float = 1
     """Find the fastest decision within the budget, or one that is nearly as fast and a bound that says how nearly.
 
     Args:
-        gap: how much slower than the bound is good enough. Without it, a small problem is solved exactly and a large one to
-            0.05 % or as far as a fixed effort goes.
+        gap: how much slower than the bound is good enough. Without it, a small problem is solved exactly and a large
+            one to 0.05 % or as far as a fixed effort goes.
         time_limit_s: when to stop in any case.
 
     Raises:

@@ -1,7 +1,7 @@
 """Which of the stored tensors are swapped, once it is known how many bytes of each region should be.
 
-No set of tensors has exactly the bytes that were asked for. What one region swaps too much, the next swaps less, so that the sum
-over all regions so far stays close to what it should be: window and prefetch limit even out the rest.
+No set of tensors has exactly the bytes that were asked for. What one region swaps too much, the next swaps less, so
+that the sum over all regions so far stays close to what it should be: window and prefetch limit even out the rest.
 """
 
 from __future__ import annotations

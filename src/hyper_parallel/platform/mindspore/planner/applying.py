@@ -1,7 +1,7 @@
-"""Carrying a plan out on a model: each block that the plan does not leave plain is wrapped, and its calls are run as was chosen.
+"""Carrying a plan out on a model: each block that is not left plain is wrapped, and its calls run as was chosen.
 
-A choice is for a whole call of a block: on the CPU MindSpore's primitives (`nn.Dense` is one) run in every recomputation, whatever was saved,
-so that there is nothing to choose op by op.
+A choice is for a whole call of a block: on the CPU MindSpore's primitives (`nn.Dense` is one) run in every
+recomputation, whatever was saved, so that there is nothing to choose op by op.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class MindSporePlanner:
     def attempt(self, function: Callable[[], R], device: Device) -> tuple[R | None, str | None]:
         return steps.attempt(function, cast(str, device))
 
-    # -- what planning anew takes, which `check_alone` refuses ------------------------------------------------------------
+    # -- what planning anew takes, which `check_alone` refuses ---------------------------------------------------------
 
     def patch_forward(self, model: nn.Cell, handler: Callable[..., Any]) -> backend.Removable:
         _later()

@@ -2,8 +2,9 @@
 
 A meter is told of a mark (`"forward 3"`) and gives a reading for each span from one mark to the next.
 
-MindSpore's allocator on the CPU tells nothing (`memory_allocated` is 0), and tensors do not tell when their memory goes. What is known exactly is
-what is held for backward, and what an op reads and makes: so that is what is counted, at each op of forward and backward.
+MindSpore's allocator on the CPU tells nothing (`memory_allocated` is 0), and tensors do not tell when their memory
+goes. What is known exactly is what is held for backward, and what an op reads and makes: so that is what is counted, at
+each op of forward and backward.
 """
 
 from __future__ import annotations

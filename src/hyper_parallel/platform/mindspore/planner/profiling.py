@@ -6,7 +6,8 @@
 4. steps in which every block is run again, by the clock and by the meter;
 5. where something can be swapped, a step that tells which storages of a block are large enough for it.
 
-A block is one thing here: what it keeps is the difference between 3 and 4, and what running it again takes that between 2 and 4.
+A block is one thing here: what it keeps is the difference between 3 and 4, and what running it again takes that between
+2 and 4.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class BlockCall:
     """What was seen of one call of a block.
 
     Attributes:
-        given: address of each storage it was given -> bytes; each is alive when the next call begins, or was of no use to anybody
+        given: address of each storage it was given -> bytes; each is alive when the next call begins, or was of no use
+            to anybody
         given_bytes: of those that no other call was given
         result_metas: dtype and shape of its results
         swappable: sizes of the storages that autograd saved in it and that are large enough
@@ -116,7 +118,7 @@ class ProfiledModel:
         """List what could be planned instead of a block, or beside all of them: patterns for `regions=`."""
         return suggested(self.model, self.blocks, inside)
 
-    # -- measuring ------------------------------------------------------------------------------------------------------
+    # -- measuring -----------------------------------------------------------------------------------------------------
 
     def step(self, meter: Any = None) -> float:
         """Run one step that begins like every other.
@@ -216,7 +218,8 @@ class ProfiledModel:
             regions=tuple(regions),
             base_bytes=base_bytes,
             peak_bytes=base_bytes + max(span.peak_bytes for span in spans),
-            # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the noise in them.
+            # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the
+            # noise in them.
             step_ms=turn_ms + sum(region.before_ms + region.forward_ms + region.backward_ms for region in regions),
             turn=Turn(turn_ms, turn_bytes),
             link=link,

@@ -243,7 +243,8 @@ class StepBegins:
                 call.begin(fit)
 
     def __reduce__(self) -> Any:
-        # The blocks of a copy are plain and can be loaded without this package, and so can this hook, which does nothing whatever it is given.
+        # The blocks of a copy are plain and can be loaded without this package, and so can this hook, which does
+        # nothing whatever it is given.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
@@ -332,7 +333,8 @@ class Applied:
         check_unplanned(planned_blocks(model), by_path)
         check_called(model, [path for path in by_path if path in blocks])
         for path, indices in by_path.items():
-            # Where something is swapped the last block tells the engine that backward has begun: a region that saves all.
+            # Where something is swapped the last block tells the engine that backward has begun: a region that saves
+            # all.
             is_announced = swaps and len(regions) - 1 in indices
             decisions = [decision[index] for index in indices]
             # Where a larger batch is not refused, blocks that the plan leaves alone are run again as well.

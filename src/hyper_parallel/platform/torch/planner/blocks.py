@@ -45,7 +45,8 @@ def check_called(model: nn.Module, paths: Iterable[str]) -> None:
     """Refuse a model in which something else decides how the blocks at these paths are called.
 
     Raises:
-        ValueError: what is around them is compiled, so that Python is not asked when they run; or gradient checkpointing is on.
+        ValueError: what is around them is compiled, so that Python is not asked when they run; or gradient
+            checkpointing is on.
     """
     blocks = set(paths)
     around = {".".join(path.split(".")[:length]) for path in blocks for length in range(path.count(".") + 1)}
@@ -67,7 +68,8 @@ def check_called(model: nn.Module, paths: Iterable[str]) -> None:
                 expected="blocks that run once, in forward",
                 got=f"{type(module).__name__} with gradient_checkpointing=True",
                 where=name or "the model",
-                do=f"Switch it off before planning: `model.{_switch_off(model)}()`; for a Trainer, leave out the option of that name.",
+                do=f"Switch it off before planning: `model.{_switch_off(model)}()`; "
+                "for a Trainer, leave out the option of that name.",
             )
 
 

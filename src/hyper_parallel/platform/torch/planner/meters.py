@@ -42,7 +42,8 @@ class CpuMemory:
                 do="Plan before `torch.profiler.profile` begins, or after it has ended.",
             )
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells the terminal when it starts and stops
-        # Without `torch.profiler.profile` around it, which makes a Python object of every op: that took ten times as long as the step.
+        # Without `torch.profiler.profile` around it, which makes a Python object of every op: that took ten times as
+        # long as the step.
         with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as self._profile:
             module: Any = torch.autograd.profiler
             prepare = module._prepare_profiler

@@ -38,7 +38,9 @@ _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(v
 
 
 class ModelState:
-    """A model between steps, and what its steps lead to beside it. `put_back` can be called after each of several steps.
+    """A model between steps, and what its steps lead to beside it.
+
+    `put_back` can be called after each of several steps.
 
     Args:
         others: what belongs to a step as well: the loss function.
@@ -119,7 +121,8 @@ class ModelState:
                 raise StateError(
                     "Memory ran out after parameters were changed, so that the step cannot be repeated."
                     if isinstance(noted.tensor, nn.Parameter)
-                    else "Memory ran out after the step had changed one of its inputs in place, so that it cannot be repeated.",
+                    else "Memory ran out after the step had changed one of its inputs in place, "
+                    "so that it cannot be repeated.",
                     expected="a function that runs forward and backward",
                     got=f"one that changes {noted.name}",
                     do="Step the optimizer after `plan.run`; plan with a batch as large as this one.",
@@ -150,7 +153,8 @@ class ModelState:
         ]
         if changed:
             raise StateError(
-                "A step changed what planning cannot put back: no op shows that it was written (NumPy, or a kernel of one's own, did).",
+                "A step changed what planning cannot put back: "
+                "no op shows that it was written (NumPy, or a kernel of one's own, did).",
                 expected="values as before",
                 got=f"others in {changed[0].name}" + (f" and {len(changed) - 1} more" if len(changed) > 1 else ""),
                 do="Load the values again, and plan with the writing switched off, or done by PyTorch's ops.",
@@ -222,8 +226,8 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # PyTorch would put a wrapper around the handler, which loads its compiler at the first op of a step. Frames of that
-        # stay for the collector, and with them the batch.
+        # PyTorch would put a wrapper around the handler, which loads its compiler at the first op of a step. Frames of
+        # that stay for the collector, and with them the batch.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,6 +1,7 @@
 """How much an optimizer will hold, counted where it has its state already and told beforehand where it has none.
 
-Of a kind that is not known, stand-ins take a step: for each group of parameters one of each shape, on the host if the optimizer works there.
+Of a kind that is not known, stand-ins take a step: for each group of parameters one of each shape, on the host if the
+optimizer works there.
 """
 
 from __future__ import annotations

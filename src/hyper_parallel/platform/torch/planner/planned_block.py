@@ -17,8 +17,8 @@ from hyper_parallel.platform.torch.wrappers.activation_wrapper import Activation
 class PlannedBlock(ActivationWrapper):
     """A block whose calls a plan decides about.
 
-    A plan is on one model, and is taken off that one. So a copy, and what is loaded from a file, is the block without the plan; a file can be
-    loaded without this package.
+    A plan is on one model, and is taken off that one. So a copy, and what is loaded from a file, is the block without
+    the plan; a file can be loaded without this package.
     """
 
     def __init__(self, block: nn.Module, call: Callable[..., Any]) -> None:

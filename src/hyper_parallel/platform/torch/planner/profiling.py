@@ -6,8 +6,8 @@
 4. a step with every block as a region: its ops, what they read and make, what backward needs, how long each takes;
 5. a step by the allocator in which every block is run again.
 
-Where a plain step does not fit the device, 1 to 3 are steps in which every block is run again (its inputs are swapped, too, if even that
-does not fit), and what a plain step would take is computed from them.
+Where a plain step does not fit the device, 1 to 3 are steps in which every block is run again (its inputs are swapped,
+too, if even that does not fit), and what a plain step would take is computed from them.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ProfiledModel:
         self._reached: list[int | None] = []  # for each call of a block: see `_Reached`
         self.extra_bytes = reserve_bytes + optimizer_bytes(optimizer, self.device, is_reserved=reserve_bytes > 0)
 
-    # -- what is alive when forward begins ------------------------------------------------------------------------------
+    # -- what is alive when forward begins -----------------------------------------------------------------------------
 
     def base_bytes(self) -> int:
         """Count parameters, gradients, buffers, optimizer state, the batch; on an accelerator all that the process has.
@@ -132,7 +132,7 @@ class ProfiledModel:
         """List what could be planned instead of a block, or beside all of them: patterns for `regions=`."""
         return suggested(self.model, self.blocks, inside)
 
-    # -- measuring ------------------------------------------------------------------------------------------------------
+    # -- measuring -----------------------------------------------------------------------------------------------------
 
     def step(self, meter: Any = None) -> float:
         """Run one step that begins like every other.
@@ -259,7 +259,8 @@ class ProfiledModel:
         times = {name: statistics.median(step_times[name] for step_times in timed) for name in common}
         self._check_calls(calls, times)
         for index, call in enumerate(calls):
-            # Without a mark it may have run again nevertheless: a hook is lost on a view that the next block writes into.
+            # Without a mark it may have run again nevertheless: a hook is lost on a view that the next block writes
+            # into.
             if f"backward {index}" not in times and not call.ran_again:
                 call.forget_needed()
         note_shared(calls, self._held_storages())
@@ -275,7 +276,8 @@ class ProfiledModel:
             regions = as_allocated(regions, spans, again, decision)
         regions, turn_bytes = with_peaks(regions, spans, again, decision)
         turn_ms = times.get(f"after {len(calls) - 1}", 0.0) + times.get("turn", 0.0)
-        # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the noise in them.
+        # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the noise
+        # in them.
         step_ms = turn_ms + sum(region.before_ms + region.forward_ms + region.backward_ms for region in regions)
         regions, host = self._host_cost(regions, decision, step_ms, again_ms)
         profile = StepProfile(
@@ -462,7 +464,8 @@ class ProfiledModel:
                 "The model does not run the same blocks in each step.",
                 expected=f"{marked} calls of blocks, as in the step before",
                 got=str(len(calls)),
-                do="Switch off what skips blocks at random (layer drop), or runs them again in backward (torch.utils.checkpoint).",
+                do="Switch off what skips blocks at random (layer drop), "
+                "or runs them again in backward (torch.utils.checkpoint).",
             )
 
 

@@ -54,7 +54,8 @@ def meta_of(batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return tensor_meta(batch.dtype, torch.Size([batch.numel()]) if batch.is_nested else batch.shape)
     if isinstance(batch, dict) or hasattr(batch, "keys"):
-        return {str(key): meta_of(batch[key]) for key in batch.keys()}  # noqa: SIM118 - not all that have keys are dicts
+        # Not all that have keys are dicts.
+        return {str(key): meta_of(batch[key]) for key in batch.keys()}  # noqa: SIM118
     if isinstance(batch, (list, tuple)):
         return [meta_of(item) for item in batch]
     if isinstance(batch, (str, int, float, bool, type(None))):

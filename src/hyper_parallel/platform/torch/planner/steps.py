@@ -112,7 +112,8 @@ class _Preserved(_PreservedAgain):
                 "An optimizer steps inside of the model's forward or backward: planning would train the model.",
                 expected="a step that leaves the parameters as they are",
                 got=f"{type(optimizer).__name__}.step()",
-                do="Plan before the optimizer is tied to the backward, or tie it with `register_post_accumulate_grad_hook`: that waits while planning.",
+                do="Plan before the optimizer is tied to the backward, or tie it with "
+                "`register_post_accumulate_grad_hook`: that waits while planning.",
             )
 
 
@@ -247,7 +248,8 @@ def check_alone(what: str) -> None:
     """
     if not is_alone():
         raise StateError(
-            f"{what} is for a process that trains alone: the other ranks would wait for this one in their next collective.",
+            f"{what} is for a process that trains alone: "
+            "the other ranks would wait for this one in their next collective.",
             expected="one rank",
             got=f"{dist.get_world_size()} of them",
             do="Plan for the longest batch on all ranks: plan_memory, or largest.",
@@ -296,7 +298,8 @@ class _Forward:
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise StateError(
-            'A model cannot be copied or saved whole while a plan with on_oom="replan", or one that `run` was called on, is applied.',
+            'A model cannot be copied or saved whole while a plan with on_oom="replan", '
+            "or one that `run` was called on, is applied.",
             do="Call `plan.remove(model)` first, or save `model.state_dict()`.",
         )
 
@@ -345,9 +348,12 @@ def loss_of(output: object, loss_fn: LossFn | None) -> torch.Tensor:
 
 
 class KeptOutput:
-    """What a model gave, as a training loop has it: in `out = model(batch)` it is there until the next forward has given another.
+    """What a model gave, as a training loop has it.
 
-    Of the step before only the sizes are known; their memory is taken anew, so that each step stands for itself and an allocator's meter sees it go.
+    In `out = model(batch)` it is there until the next forward has given another.
+
+    Of the step before only the sizes are known; their memory is taken anew, so that each step stands for itself and an
+    allocator's meter sees it go.
 
     Attributes:
         sizes: of what the output has for itself; None before a step was seen

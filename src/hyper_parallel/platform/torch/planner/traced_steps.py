@@ -1,4 +1,6 @@
-"""One step with every block run as a region that keeps nothing: which ops it has, what they read and make, what backward needs.
+"""One step with every block run as a region that keeps nothing, to see its ops.
+
+It tells what they read and make, and what of that backward needs.
 
 The region's own record is read, so that the plan speaks of exactly the ops that a policy will be asked about.
 """
@@ -64,7 +66,8 @@ class RecordedCall:
         ran_again: backward came to it, and needed what an op makes
         needed, needed_inputs: values that backward needs, of those an op made and of the arguments
         current: values that nothing in the region has written over
-        shared: arguments that other calls are given, too, or that were there before the step: somebody holds them anyway
+        shared: arguments that other calls are given, too, or that were there before the step: somebody holds them
+            anyway
         freed_after: value -> the op after which nothing held it any more
         autocast: what the block was called under
     """
