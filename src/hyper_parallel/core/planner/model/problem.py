@@ -1,4 +1,4 @@
-"""The question that the solver is given, and what an answer to it costs. See the README for rules P1-P4 and T1-T4.
+"""The question that the solver is given, and what an answer to it costs. See the README beside it for rules P and T.
 
 `evaluate` is the one meaning of these rules. The solver states them again as inequalities; it is held to this file by
 evaluating whatever it finds, and by a comparison with brute force in the tests.

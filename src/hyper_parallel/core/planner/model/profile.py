@@ -1,4 +1,4 @@
-"""What was measured of one step: regions, their ops, bytes and milliseconds. See the README for the words.
+"""What was measured of one step: regions, their ops, bytes and milliseconds. See `../README.md` for the words.
 
 Everything here is plain data. What was measured goes to JSON and back unchanged (`step_as_dict`, `step_from_dict`);
 what it was measured of is in a file as `plan_file` has it.

@@ -105,10 +105,10 @@ def _within(plan: MemoryPlan, profiled: ProfiledModel, *, times: bool = True) ->
 
 
 def _fastest(plan: MemoryPlan, profiled: ProfiledModel) -> MemoryPlan:
-    """Take the plan, or a faster one: where the host is the slower one, rules do not tell, and real steps have the last
-    word.
+    """Take the plan, or a faster one, as real steps say.
 
-    So it is only where the profile says how much that is (`host`), be it 0.
+    Rules do not tell where the host is the slower one. So other plans are tried only where the profile says how much
+    that is (`host`), be it 0.
     """
     rivals = [plan]
     is_known = plan.profile.host is not None

@@ -199,7 +199,7 @@ def add_region_rows(
     is_exact: bool = False,
     has_whole: bool = False,
 ) -> RegionRows:
-    """Add the rows of one region: the rules "How a choice is carried out" of `../README.md`.
+    """Add the rows of one region: the rules "How a choice is carried out" of `../model/README.md`.
 
     An op whose storing alone would be more than `most_extra_bytes` is not stored: without whole numbers, a part of it
     would be.
