@@ -101,9 +101,9 @@ def explain(
     regions: Sequence[Any] | None = None,
     progress: bool | Progress = True,
 ) -> Explanation:
-    """Which residuals the model keeps: per module and op, how many bytes, and what recomputing them would cost.
+    """Show which residuals the model keeps: per module and op, how many bytes, and what recomputing them would cost.
 
-    Plans nothing.
+    It plans nothing.
 
     Example:
         >>> import torch
@@ -143,7 +143,7 @@ class Explanation:
         return text_of(residual_parts(self.profile, self._kept))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything that was measured, for JSON."""
+        """Give everything that was measured, for JSON."""
         return profile_as_dict(self.profile)
 
 
@@ -156,7 +156,7 @@ def check_options(
     verify: bool,
     progress: bool | Progress,
 ) -> None:
-    """Those of `plan_memory` that can be checked without a model.
+    """Check the options of `plan_memory` that can be checked without a model.
 
     Raises:
         ValueError, TypeError: one cannot be used.

@@ -177,7 +177,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Link:
-    """Bytes per millisecond, each way; `both`: each way while both are busy."""
+    """How fast copies go: bytes per millisecond, each way; `both`: each way while both are busy."""
 
     out_bytes_per_ms: float
     in_bytes_per_ms: float

@@ -304,7 +304,7 @@ class VirtualDevice:
         self._copy("load", block, stream, self._offload)
 
     def _copy(self, direction: Direction, block: VirtualBlock, stream: VirtualStream, other: VirtualStream) -> None:
-        # C5
+        # Rule C5: what the other direction was given before slows this copy down.
         start_ms = stream.now_ms
         fast, slow = self._bytes_per_ms[direction], self._both_bytes_per_ms[direction]
         shared_ms = max(other.now_ms - start_ms, 0.0)  # plant: both-directions

@@ -99,7 +99,7 @@ class Largest:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Give everything, for JSON."""
         return {
             "n": self.n,
             "predicted_peak_bytes": self.predicted_peak_bytes,

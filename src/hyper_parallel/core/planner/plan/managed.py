@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _logger = get_logger("planner")
 _MAX_PLANS = 4  # for one batch, each with less for activations than the one before
-_LESS = 0.9
+_LESS = 0.9  # of the room for activations, for each plan before it that ran out as well
 
 WORDS = (
     'on_oom="replan" plans a forward anew that runs out of memory; this was the backward. '

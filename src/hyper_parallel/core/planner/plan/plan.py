@@ -78,7 +78,7 @@ class MadeWith:
 
 
 class MemoryPlan:
-    """Made by `plan_memory`, or loaded. `print(plan)` shows it.
+    """A plan for one model and one budget, made by `plan_memory` or loaded. `print(plan)` shows it.
 
     Attributes:
         profile: the plain step that was measured
@@ -115,7 +115,7 @@ class MemoryPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the model fits as it is: applying changes nothing."""
+        """True where the model fits as it is: applying changes nothing."""
         return all(chosen.is_plain for chosen in self.decision)
 
     @property
@@ -174,7 +174,7 @@ class MemoryPlan:
         return html_of(plan_parts(self))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON; what is asked for most comes first."""
+        """Give everything, for JSON; what is asked for most comes first."""
         return {
             "budget_bytes": self.budget_bytes,
             "plain": {"peak_bytes": self.profile.peak_bytes, "step_ms": self.profile.step_ms},
@@ -283,7 +283,9 @@ class MemoryPlan:
         return managed.run(step_fn)
 
     def replans(self, model: Module) -> list[MemoryPlan]:
-        """The plans that were made anew for this model since the plan was applied, by the size of their batches."""
+        """List the plans that were made anew for this model since the plan was applied, by the size of their
+        batches.
+        """
         self._on(model)
         return [plan for plan in self._managed[model].plans if plan is not self] if model in self._managed else []
 
@@ -444,7 +446,9 @@ class MemoryPlan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> MemoryPlan:
-        """A plan that was saved. Whether it fits a model is checked when it is applied, and for a batch by `check`.
+        """Load a plan that was saved.
+
+        Whether it fits a model is checked when it is applied, and for a batch by `check`.
 
         Raises:
             FileNotFoundError, DamagedFileError: there is no plan in the file.
@@ -478,7 +482,7 @@ class MemoryPlan:
             ) from error
 
     def check(self, model: Module, batch: object) -> None:
-        """Whether the plan was made for this model and a batch that looks like this one.
+        """Raise where the plan was not made for this model and a batch that looks like this one.
 
         Raises:
             ValueError: it was not; the first difference is named.

@@ -26,7 +26,7 @@ _MOST_ROUNDS = 15
 _ENOUGH = 2e-5  # so near to the bound, no more bases are looked for
 _WORTH = 1e-5  # nor where a round made this little difference
 _SHARE_FIXED = 0.4  # of the regions that are left, in each step of a dive
-_RETRIES = 3
+_RETRIES = 3  # with a smaller budget, where an answer comes out a few bytes too large
 
 
 class Branching:

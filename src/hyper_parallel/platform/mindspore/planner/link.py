@@ -15,7 +15,7 @@ from hyper_parallel.platform.mindspore.swap import engines as swap_engines
 from hyper_parallel.platform.mindspore.swap.device import flat
 from hyper_parallel.platform.mindspore.swap.storages import unseen
 
-_NUM_COPIES = 5
+_NUM_COPIES = 5  # the first does not count: it makes what the others find
 _DEVICE_BYTES = 256 * 1024**2
 _CPU_BYTES = 4 * 1024**2
 

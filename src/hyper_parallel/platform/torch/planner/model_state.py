@@ -26,7 +26,7 @@ from hyper_parallel.platform.torch.regions.compiled_code import is_compiled
 from hyper_parallel.platform.torch.regions.local_parts import local_tensor
 from hyper_parallel.platform.trees import leaves
 
-_SMALL_BYTES = 1 << 16
+_SMALL_BYTES = 1 << 16  # for a step that may be repeated, so small a tensor is copied in any case
 _REACH = 3  # objects in objects of the user's that are noted
 _FRAMEWORK = (
     "torch.distributed",

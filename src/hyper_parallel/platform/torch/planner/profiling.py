@@ -65,7 +65,8 @@ from hyper_parallel.platform.torch.wrappers.replacement import TREE
 
 _logger = get_logger("planner")
 NUM_TIMED = 3
-_NOISE_SHARE = 0.03  # of a step
+# Steps differ by so much of a step without a reason: less than that is not put down to regions.
+_NOISE_SHARE = 0.03
 Progress = Callable[[str], None]
 
 
