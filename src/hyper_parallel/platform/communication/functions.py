@@ -114,7 +114,7 @@ class Functions:
                 whole = apply(AllGather, data.reshape((1, *data.shape)), 0, group, call)
                 return total * product_of_others(transport, whole, group), None, None, None
 
-        class Exchange(function):  # type: ignore[misc]
+        class ExchangeFn(function):  # type: ignore[misc]
             """Exchange equal splits."""
 
             @staticmethod
@@ -126,7 +126,7 @@ class Functions:
 
             @staticmethod
             def backward(ctx: Any, grad: Any) -> Any:
-                return apply(Exchange, grad, *ctx.arguments), None, None, None
+                return apply(ExchangeFn, grad, *ctx.arguments), None, None, None
 
         class ExchangeRows(function):  # type: ignore[misc]
             """Exchange uneven splits. With `is_lazy` the first use of the result waits."""
@@ -176,7 +176,7 @@ class Functions:
                 sent = transport.cat(stacked(transport, grad, num_ranks_of(transport, group), concat_dim), 0)
                 call = "differentiable_async_a2a_wait"
                 if box is None:
-                    received = apply(Exchange, sent, tuple(sent.shape), group, call)
+                    received = apply(ExchangeFn, sent, tuple(sent.shape), group, call)
                     return joined(transport, received, split_dim), None, None, None, None, None
                 buffer, handle = launch_equal_exchange(transport, sent, sent.shape, group, call)
                 entry = (handle, buffer)
@@ -207,7 +207,7 @@ class Functions:
         self.reduce_scatter_extreme = ReduceScatterExtreme
         self.all_reduce = AllReduce
         self.all_reduce_other = AllReduceOther
-        self.exchange = Exchange
+        self.exchange = ExchangeFn
         self.exchange_rows = ExchangeRows
         self.pair = Pair
         self.finish_exchange = FinishExchange

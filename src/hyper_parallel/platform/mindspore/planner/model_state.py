@@ -20,7 +20,7 @@ from mindspore import Parameter, Tensor, bfloat16, nn, ops
 from mindspore.graph.api import _no_grad
 
 from hyper_parallel._base.errors import StateError
-from hyper_parallel.core.planner.plan.python_state import PythonState, check_no_iterators, is_iterator
+from hyper_parallel.core.regions.python_state import PythonState, check_no_iterators, is_iterator
 from hyper_parallel.platform.mindspore.regions.attributes import MINDSPORE, cells_in
 from hyper_parallel.platform.mindspore.regions.random_ops import SeedState
 from hyper_parallel.platform.mindspore.swap.storages import aliased, storage_address, unseen

@@ -15,8 +15,7 @@ from mindspore.graph.api import _no_grad
 
 from hyper_parallel._base.errors import StateError, describe
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
-from hyper_parallel.core.regions.policy import RegionPolicy
-from hyper_parallel.core.regions.questions import PolicyContext
+from hyper_parallel.core.regions.policy import PolicyContext, RegionPolicy
 from hyper_parallel.platform.mindspore.regions.cell_paths import num_casting_cells
 from hyper_parallel.platform.mindspore.regions.random_ops import seeds_of, stand_in
 from hyper_parallel.platform.mindspore.regions.recording import (

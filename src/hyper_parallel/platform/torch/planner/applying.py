@@ -20,8 +20,7 @@ from hyper_parallel.core.planner.model.choices import RECOMPUTE, SAVE, SWAP, Cho
 from hyper_parallel.core.planner.model.mismatches import MismatchError, Mismatches
 from hyper_parallel.core.planner.plan.batch_fit import UNKNOWN_BATCH, BatchCheck, Fit, PlannedBatch
 from hyper_parallel.core.regions.module_calls import Occurrence
-from hyper_parallel.core.regions.policy import Answer, RegionPolicy
-from hyper_parallel.core.regions.questions import PolicyContext
+from hyper_parallel.core.regions.policy import Answer, PolicyContext, RegionPolicy
 from hyper_parallel.platform.torch.planner.blocks import COMPILE_BLOCKS, check_called
 from hyper_parallel.platform.torch.planner.planned_block import PlannedBlock, planned_blocks
 from hyper_parallel.platform.torch.planner.signature import autocast_now, tensor_meta

@@ -20,7 +20,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel._base.errors import ArgumentError, StateError
-from hyper_parallel.core.planner.plan.python_state import PythonState, check_no_iterators, is_iterator
+from hyper_parallel.core.regions.python_state import PythonState, check_no_iterators, is_iterator
 from hyper_parallel.platform.torch.regions.attributes import TORCH
 from hyper_parallel.platform.torch.regions.compiled_code import is_compiled
 from hyper_parallel.platform.torch.regions.local_parts import local_tensor

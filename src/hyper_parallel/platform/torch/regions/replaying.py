@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from hyper_parallel._base.errors import StateError, describe
-from hyper_parallel.core.regions.policy import RegionPolicy
-from hyper_parallel.core.regions.questions import PolicyContext
+from hyper_parallel.core.regions.policy import PolicyContext, RegionPolicy
 from hyper_parallel.platform.torch.regions.checksums import find_difference, storage_checksum
 from hyper_parallel.platform.torch.regions.local_parts import (
     PLAIN_TYPES,
