@@ -50,7 +50,7 @@ import hyper_parallel as hp
 from activation import commit
 from hyper_parallel import policies as p
 from hyper_parallel.core.planner.model.choices import RECOMPUTE, SWAP
-from hyper_parallel.core.planner.model.profile import Op
+from hyper_parallel.core.planner.model.profile import ProfiledOp
 from hyper_parallel.core.swap.disk_stream import DiskStream
 from hyper_parallel.platform.torch.planner.profiling import ProfiledModel
 
@@ -64,7 +64,7 @@ MODES: dict[str, Mode] = {
     "region, recompute": each(hp.checkpoint_wrapper),
     "region, save(matmuls)": each(functools.partial(hp.checkpoint_wrapper, policy_fn=p.save(p.matmuls))),
 }
-PLANS: dict[str, Callable[[Op], str]] = {
+PLANS: dict[str, Callable[[ProfiledOp], str]] = {
     "plan, recompute": lambda op: RECOMPUTE,
     "plan, swap matmuls": lambda op: SWAP if is_matmul(op) else RECOMPUTE,
 }

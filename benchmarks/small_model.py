@@ -31,7 +31,7 @@ import hyper_parallel as hp
 from activation import commit
 from hyper_parallel import policies as p
 from hyper_parallel.core.planner.model.choices import RECOMPUTE, SAVE, SWAP
-from hyper_parallel.core.planner.model.profile import Op, StepProfile
+from hyper_parallel.core.planner.model.profile import ProfiledOp, StepProfile
 from hyper_parallel.core.planner.plan.plan import MemoryPlan, Predicted
 from hyper_parallel.core.planner.search.settings import Setting
 from hyper_parallel.core.planner.solve.block import base_of
@@ -48,12 +48,12 @@ MODES: dict[str, Mode | None] = {
 }
 
 
-def is_matmul(op: Op) -> bool:
+def is_matmul(op: ProfiledOp) -> bool:
     return any(word in op.name for word in ("mm", "attention"))
 
 
 # What a plan keeps of an op; all else that can be is recomputed.
-PLANS: dict[str, Callable[[Op], str]] = {
+PLANS: dict[str, Callable[[ProfiledOp], str]] = {
     "plan, recompute but for one norm": lambda op: (
         SAVE if "layer_norm" in op.name and op.module == "ln_1" else RECOMPUTE
     ),
@@ -63,7 +63,7 @@ PLANS: dict[str, Callable[[Op], str]] = {
 }
 
 
-def plan_by_hand(profile: StepProfile, choice: Callable[[Op], str]) -> MemoryPlan:
+def plan_by_hand(profile: StepProfile, choice: Callable[[ProfiledOp], str]) -> MemoryPlan:
     """Of what each op should do, what can be carried out. The last block swaps nothing."""
     decision = []
     for region in profile.regions:

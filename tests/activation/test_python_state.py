@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
-from hyper_parallel.core.planner.plan.python_state import PythonState, as_then
 from hyper_parallel.core.regions.policy import RegionPolicy
+from hyper_parallel.core.regions.python_state import PythonState, as_then
 from hyper_parallel.platform.torch.regions.attributes import TORCH
 from hyper_parallel.platform.torch.regions.unwatched_region import UnwatchedRegion
 from hyper_parallel.platform.torch.wrappers.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper

@@ -45,7 +45,7 @@ from support.tally import TalliesCalls
 def test_random_programs_give_what_they_give_without_regions(on_disk: Swapping) -> None:
     """Reliability: a gradient differs under a policy. Outputs, gradients, buffers and generators, bit for bit."""
     runner, met, reports, num_wrong = Runner(checkpoint), Counter[str](), [], 0
-    seeds = share(10_000, 1_000)
+    seeds = share(10_000, 300)
     for seed in seeds:
         program = draw(seed)
         met.update(program.features())
@@ -77,7 +77,7 @@ def test_recorded_ops_that_run_without_their_function_give_the_same(on_disk: Swa
         num_runs["done"] += 1
         return found
 
-    seeds = share(10_000, 500)
+    seeds = share(10_000, 120)
     with mock.patch.object(recomputation, "run_recorded", counting):
         for seed in seeds:
             runner, program = ModuleRunner(checkpoint), draw(seed)
@@ -182,7 +182,7 @@ def test_a_recomputation_that_does_not_differ_raises_nothing_when_values_are_com
     """No false alarm: the same programs without a difference, with `check="values"`."""
     runner, wrong = Runner(checkpoint), []
     with on_disk.configured(check="values"):
-        for seed in share(2_000, 150):
+        for seed in share(2_000, 60):
             wrong += [found for found in [report(runner, draw(50_000 + seed))] if found is not None]
             assert len(wrong) < 3, "\n\n".join(wrong)
     assert wrong == [], "\n\n".join(wrong)
@@ -260,9 +260,9 @@ def small_program(seed: int, what: str) -> Program:
 
 @pytest.mark.parametrize("what", ["op", "policy call", "engine call"])
 def test_an_exception_anywhere_leaks_nothing_and_the_next_step_is_right(on_disk: Swapping, what: str) -> None:
-    """Reliability: exception in forward, backward, hook or copy. Every n in fifty programs; ten in every run."""
+    """Reliability: exception in forward, backward, hook or copy. Every n in fifty programs; four in every run."""
     runner, phases = Runner(checkpoint), Counter[str]()
-    for seed in share(50, 10):
+    for seed in share(50, 4):
         program = small_program(seed, what)
         plain = runner.run(program, managed=False)
         n = 0

@@ -21,7 +21,7 @@ from hyper_parallel.platform.torch.regions import attributes, frame, placeholder
 from hyper_parallel.platform.torch.regions.checkpoint import checkpoint  # noqa: E402
 from hyper_parallel.platform.torch.regions.op_traits import traits_of  # noqa: E402
 from hyper_parallel.platform.torch.regions.values import KnownOp, Value  # noqa: E402
-from hyper_parallel.platform.torch.wrappers import quiet_calls as quiet_swap  # noqa: E402
+from hyper_parallel.platform.torch.wrappers import quiet_calls  # noqa: E402
 from support.swapping import Swapping  # noqa: E402
 
 
@@ -29,13 +29,13 @@ from support.swapping import Swapping  # noqa: E402
 def packs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often the hooks of swap wrappers were called."""
     counts: Counter[str] = Counter()
-    pack = saved_tensors._Recorder.pack
+    pack = saved_tensors.SavedTensorSwap.pack
 
     def counted(self: Any, tensor: torch.Tensor) -> Any:
         counts["pack"] += 1
         return pack(self, tensor)
 
-    monkeypatch.setattr(saved_tensors._Recorder, "pack", counted)
+    monkeypatch.setattr(saved_tensors.SavedTensorSwap, "pack", counted)
     return counts
 
 
@@ -170,12 +170,12 @@ def test_objects_that_may_change_keep_the_hooks(packs: Counter[str]) -> None:
 
 
 def test_a_wrapper_that_is_gone_leaves_nothing() -> None:
-    before = len(quiet_swap._nothing_found)
+    before = len(quiet_calls._nothing_found)
     wrapped = swap_wrapper(block())
     wrapped(torch.randn(2, 4, requires_grad=True)).sum().backward()
-    assert len(quiet_swap._nothing_found) == before + 1
+    assert len(quiet_calls._nothing_found) == before + 1
     del wrapped
-    assert len(quiet_swap._nothing_found) == before
+    assert len(quiet_calls._nothing_found) == before
 
 
 # -- regions ------------------------------------------------------------------------------------------------------------------

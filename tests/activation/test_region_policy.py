@@ -17,8 +17,14 @@ import hyper_parallel
 from hyper_parallel import policies as p
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
-from hyper_parallel.core.regions.policy import NO_ANSWERS, RegionPolicy, RulePolicy, UserPolicy, region_policy
-from hyper_parallel.core.regions.questions import PolicyContext
+from hyper_parallel.core.regions.policy import (
+    NO_ANSWERS,
+    PolicyContext,
+    RegionPolicy,
+    RulePolicy,
+    UserPolicy,
+    region_policy,
+)
 
 SAVE, DEFAULT = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 HERE = PolicyContext(False, "layers.0", 0, None)

@@ -31,8 +31,8 @@ def run(request: pytest.FixtureRequest, framework: str, monkeypatch: pytest.Monk
 
 
 def check(found: list[dict[str, bool]]) -> None:
-    for rank, each in enumerate(found):
-        assert all(each.values()), f"rank {rank}: {[name for name, is_right in each.items() if not is_right]}"
+    for rank, outcomes in enumerate(found):
+        assert all(outcomes.values()), f"rank {rank}: {[name for name, is_right in outcomes.items() if not is_right]}"
 
 
 @pytest.mark.parametrize("rows", [8, 5], ids=["even", "uneven"])

@@ -154,8 +154,16 @@ def test_placements_and_layouts_convert_into_each_other() -> None:
         (lambda: Layout.from_placements(SMALL, (Shard(0),), 2), ValueError, "Expected 2 placements, got 1"),
         (lambda: Layout.from_placements(SMALL, (Shard(2), Shard(0)), 2), ValueError, "no such dim[\\s\\S]*'dp'"),
         (lambda: Layout.from_placements(SMALL, (Shard(-3), Shard(0)), 2), ValueError, "no such dim"),
-        (lambda: Layout.from_placements(SMALL, (None, Shard(0)), 2), TypeError, "placement is missing"),  # type: ignore[arg-type]
-        (lambda: Layout.from_placements(SMALL, ([], Shard(0)), 2), TypeError, "placement is missing"),  # type: ignore[arg-type]
+        (
+            lambda: Layout.from_placements(SMALL, (None, Shard(0)), 2),  # type: ignore[arg-type]
+            TypeError,
+            "placement is missing",
+        ),
+        (
+            lambda: Layout.from_placements(SMALL, ([], Shard(0)), 2),  # type: ignore[arg-type]
+            TypeError,
+            "placement is missing",
+        ),
         (lambda: SMALL.layout("dp").axes_of(1), ValueError, "no such dim"),
         (lambda: SMALL.layout("dp").without_partial("pp"), ValueError, "no such axis"),
         (lambda: check_same_mesh(SMALL.layout("dp"), MESH.layout("dp")), ValueError, "different meshes"),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import hyper_parallel.platform
+import hyper_parallel.core.dtensor.mesh
 from hyper_parallel import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.mesh import current_mesh
 from hyper_parallel.core.shard.local_parts import mesh_coordinate
@@ -52,7 +52,7 @@ class FakePlatform:
 def process(monkeypatch: pytest.MonkeyPatch):
     def become(rank: int, world_size: int) -> FakePlatform:
         platform = FakePlatform(rank, world_size)
-        monkeypatch.setattr(hyper_parallel.platform.selection, "communicating_platform", lambda: platform)
+        monkeypatch.setattr(hyper_parallel.core.dtensor.mesh, "communicating_platform", lambda: platform)
         return platform
 
     return become
@@ -242,8 +242,8 @@ result = sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "mi
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch):
     def become(started: int | None, device_type: str | None) -> None:
-        monkeypatch.setattr(hyper_parallel.platform.selection, "started_world_size", lambda: started)
-        monkeypatch.setattr(hyper_parallel.platform.selection, "device_type_here", lambda: device_type)
+        monkeypatch.setattr(hyper_parallel.core.dtensor.mesh, "started_world_size", lambda: started)
+        monkeypatch.setattr(hyper_parallel.core.dtensor.mesh, "device_type_here", lambda: device_type)
 
     return become
 

@@ -19,8 +19,8 @@ def on_ranks(function: str, *arguments: Any, ranks: int = 4) -> list[Any]:
 
 
 def check(found: list[dict[str, bool]]) -> None:
-    for rank, each in enumerate(found):
-        assert all(each.values()), f"rank {rank}: {[name for name, is_right in each.items() if not is_right]}"
+    for rank, outcomes in enumerate(found):
+        assert all(outcomes.values()), f"rank {rank}: {[name for name, is_right in outcomes.items() if not is_right]}"
 
 
 @pytest.mark.parametrize("driver", ["value_and_grad", "tape"])

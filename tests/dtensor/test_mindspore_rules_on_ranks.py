@@ -1,4 +1,4 @@
-"""Every rule that MindSpore's operators have, on real ranks: values and gradients beside the same operator on whole tensors."""
+"""Every rule of MindSpore's operators on real ranks: values and gradients beside the same operator on whole tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Redistribution on simulated ranks: every pair of layouts is right and frugal, and the plans are the ones that are meant."""
+"""Redistribution on simulated ranks.
+
+Every pair of layouts is right and frugal, and the plans are the ones that are meant.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,10 @@ FAMILIES = [
 
 
 def busiest_rank_bound(source: Layout, target: Layout, shape: tuple[int, ...]) -> float:
-    """What the rank that must receive most must receive: what it lacks of its box, (n-1) boxes per reduce-scatter, 2 (n-1)/n per all-reduce."""
+    """Count what the rank that must receive most must receive.
+
+    That is what it lacks of its box, (n-1) boxes per reduce-scatter, 2 (n-1)/n per all-reduce.
+    """
     reduced = [axis for run in partial_work(source, target).runs for axis in run]
     scattered = math.prod(source.mesh.size(axis) for axis in reduced if target.dim_of(axis) is not None)
     everywhere = math.prod(source.mesh.size(axis) for axis in reduced if target.dim_of(axis) is None)
@@ -114,8 +120,9 @@ def test_every_pair_of_layouts_is_right_and_receives_nearly_the_fewest_bytes(fam
             assert sum(received.values()) == 0, plan
             continue
         ratios.append(sum(received.values()) / least_of_all)
-        # Where a sum is made out of pieces in another order, the bound that lets any rank of the axis have an element is not always met
-        # (4 of 7,557 pairs on 2x3x2, uneven: 2.5); these receive less than what they lack of their boxes.
+        # Where a sum is made out of pieces in another order, the bound that lets any rank of the axis have an element
+        # is not always met (4 of 7,557 pairs on 2x3x2, uneven: 2.5); these receive less than what they lack of their
+        # boxes.
         lacking = least_received_by_each(source, target, shape).sum()
         assert ratios[-1] <= 2 + 1e-9 or (target.partial and ratios[-1] <= 3 and sum(received.values()) <= lacking), (
             plan
@@ -124,7 +131,8 @@ def test_every_pair_of_layouts_is_right_and_receives_nearly_the_fewest_bytes(fam
         assert busiest[-1] <= 2 + 1e-9, plan
     if ratios:
         print(
-            f"{len(ratios)} pairs that communicate; of the fewest bytes {np.mean(ratios):.3f} on average, {max(ratios):.2f} at most"
+            f"{len(ratios)} pairs that communicate; of the fewest bytes {np.mean(ratios):.3f} on average, "
+            f"{max(ratios):.2f} at most"
         )
         assert np.mean(ratios) <= 1.2
         assert np.mean(busiest) <= 1.2
@@ -154,13 +162,11 @@ def test_the_gradient_of_every_redistribution_is_that_of_one_device(family: Fami
         for rank in family.mesh.ranks:
             assert np.array_equal(found[rank], expected[rank] / gradient_divisor(source)), (source, target)
 
-        # The loss is linear in the tensor, so moving the local tensors by `change` moves it by their product with the gradient, and a
-        # tensor that several ranks hold is moved once.
+        # The loss is linear in the tensor, so moving the local tensors by `change` moves it by their product with the
+        # gradient, and a tensor that several ranks hold is moved once.
         change = distribute(random_values(shape, generator), source, generator)
         after = execute(plan_redistribution(source, target, shape), change).locals
-        moved = sum(
-            (found[rank] * change[rank]).sum() for rank in family.mesh.ranks if _is_first_replica(source, rank)
-        )  # fmt: skip
+        moved = sum((found[rank] * change[rank]).sum() for rank in family.mesh.ranks if _is_first_replica(source, rank))
         assert moved == (gradient * global_value(after, target, shape)).sum(), (source, target)
 
 
@@ -277,7 +283,8 @@ def test_what_can_be_sliced_after_a_reduction_is_not_received_first() -> None:
 
 
 def test_the_busiest_rank_does_not_reduce_everything_alone() -> None:
-    # One row goes to the first of eight ranks. It would receive seven rows; all-reduced, everybody receives less than two.
+    # One row goes to the first of eight ranks. It would receive seven rows; all-reduced, everybody receives less than
+    # two.
     source, target = MESH_2X4.layout(None, None, partial=("a", "b")), MESH_2X4.layout(("a", "b"), None)
     plan = plan_redistribution(source, target, (1, 4), 1)
     assert kinds(plan) == ["all-reduce", "slice"]

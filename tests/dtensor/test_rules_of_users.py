@@ -1,4 +1,7 @@
-"""Rules that users write: as a class, as an equation, as one-axis strategies; registration and its errors (PyTorch, one process and four)."""
+"""Rules that users write: as a class, as an equation, as one-axis strategies; registration and its errors.
+
+On PyTorch, in one process and in four.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""PyTorch's own validation of strategies finds no wrong rule. All samples and combinations: `HYPER_PARALLEL_CAMPAIGN=full`."""
+"""PyTorch's own validation of strategies finds no wrong rule.
+
+All samples and combinations: `HYPER_PARALLEL_CAMPAIGN=full`.
+"""
 
 from __future__ import annotations
 

@@ -8,23 +8,27 @@ from typing import Any
 from hyper_parallel.core.planner.model.agreement import common_profile
 from hyper_parallel.core.planner.model.choices import plain
 from hyper_parallel.core.planner.model.problem import Problem, evaluate
-from hyper_parallel.core.planner.model.profile import Input, Op, Region, StepProfile, Value
+from hyper_parallel.core.planner.model.profile import Input, ProfiledOp, Region, StepProfile, StorageFacts
 
 _ALL = ("save", "swap", "recompute")
 
 
-def _op(name: str, *, is_needed: bool = True, choices: tuple[str, ...] = _ALL, num_bytes: int = 8, **others: Any) -> Op:
+def _op(
+    name: str, *, is_needed: bool = True, choices: tuple[str, ...] = _ALL, num_bytes: int = 8, **others: Any
+) -> ProfiledOp:
     look = (f"float32[{num_bytes // 4}]",)
-    return Op("", name, 0, 0, 1.0, (Value(num_bytes, is_needed),), choices=choices, looks=look, **others)
+    return ProfiledOp(
+        "", name, 0, 0, 1.0, (StorageFacts(num_bytes, is_needed),), choices=choices, result_metas=look, **others
+    )
 
 
-def _profile(*ops: Op, peak_bytes: int = 100, path: str = "0", may_swap: bool = True) -> StepProfile:
-    inputs = (Input(Value(8, True), may_swap),)
+def _profile(*ops: ProfiledOp, peak_bytes: int = 100, path: str = "0", may_swap: bool = True) -> StepProfile:
+    inputs = (Input(StorageFacts(8, True), may_swap),)
     region = Region(path, 0, ops, inputs, 1.0, 1.0, 8, 8)
     return StepProfile((region,), base_bytes=10, peak_bytes=peak_bytes, step_ms=2.0)
 
 
-def _ops(*profiles: StepProfile) -> dict[str, Op]:
+def _ops(*profiles: StepProfile) -> dict[str, ProfiledOp]:
     common = common_profile(profiles)
     assert common is not None
     assert common == common_profile(profiles)
@@ -44,7 +48,7 @@ def test_the_highest_peak_is_planned_for() -> None:
 
 def test_results_of_another_size_are_not_compared() -> None:
     ops = _ops(_profile(_op("a"), _op("b")), _profile(_op("a", num_bytes=12), _op("b")))
-    assert [ops[name].looks for name in "ab"] == [(), ("float32[2]",)]
+    assert [ops[name].result_metas for name in "ab"] == [(), ("float32[2]",)]
     assert [ops[name].choices for name in "ab"] == [_ALL, _ALL]
 
 

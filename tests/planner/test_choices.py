@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from hyper_parallel.core.planner.model.choices import Choice, RegionDecision, choices_of, words_of
-from hyper_parallel.core.planner.model.profile import Op, step_as_dict
+from hyper_parallel.core.planner.model.profile import ProfiledOp, step_as_dict
 from hyper_parallel.core.planner.plan.table import table
 from support.made_plans import profile_of
 
@@ -18,7 +18,7 @@ WORDS = ["save", "swap", "recompute"]
 
 def test_there_are_three_choices_in_the_order_of_a_file() -> None:
     assert [choice.value for choice in Choice] == WORDS
-    assert Op("", "op", 0, 0, 0.0, ()).choices == tuple(WORDS)
+    assert ProfiledOp("", "op", 0, 0, 0.0, ()).choices == tuple(WORDS)
 
 
 @pytest.mark.parametrize("choice", Choice)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from hyper_parallel.core.planner.model.abilities import Abilities, HostCost
-from hyper_parallel.core.planner.model.choices import SWAP, load, recompute_all
+from hyper_parallel.core.planner.model.choices import SWAP, bytes_of, recompute_all
 from hyper_parallel.core.planner.model.problem import Problem, evaluate, peak
 from hyper_parallel.core.planner.model.timeline import run_step
 from hyper_parallel.core.planner.search import choosing
@@ -29,7 +29,7 @@ def test_what_is_chosen_is_within_the_budget_with_its_own_windows(share: float) 
     profile = transformer(6, differ=False)
     budget = max(budget_of(profile, share), smallest_budget(profile, 0))
     found = choose(profile, budget, time_limit_s=NO_HURRY)
-    loads = [load(one, chosen) for one, chosen in zip(profile.regions, found.decision, strict=True)]
+    loads = [bytes_of(one, chosen) for one, chosen in zip(profile.regions, found.decision, strict=True)]
     windows = found.setting.window_bytes, found.setting.prefetch_bytes
     assert peak(Problem(profile, budget, *windows), loads).num_bytes <= budget
 
@@ -41,7 +41,7 @@ def test_each_region_leaves_to_the_loads_of_others_what_it_does_not_need_itself(
     found = choose(profile, budget, time_limit_s=NO_HURRY)
     ahead, loads = (
         found.setting.ahead_bytes,
-        [load(*each) for each in zip(profile.regions, found.decision, strict=True)],
+        [bytes_of(*each) for each in zip(profile.regions, found.decision, strict=True)],
     )
     assert any(each.swaps for each in found.decision)
     assert min(ahead) == found.setting.prefetch_bytes
@@ -126,7 +126,7 @@ def test_where_regions_cost_the_host_much_blocks_are_left_alone_or_recomputed_wh
     whole = [recompute_all(region) for region in profile.regions]
     assert all(each.is_plain or each == again for each, again in zip(expensive.decision, whole, strict=True))
     assert 0 < sum(each.is_plain for each in expensive.decision) < 3
-    loads = [load(*each) for each in zip(profile.regions, expensive.decision, strict=True)]
+    loads = [bytes_of(*each) for each in zip(profile.regions, expensive.decision, strict=True)]
     assert peak(Problem(profile, budget, 0, 0), loads).num_bytes <= budget
 
 

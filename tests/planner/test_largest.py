@@ -213,7 +213,7 @@ class Simulated:
         self.too_careful = too_careful  # what a real step takes less than predicted
         self._terms = (square, line, constant)
         self._noise = noise
-        self.say = lambda what: None
+        self.report_progress = lambda what: None
 
     def profile(self, n: int) -> Any:
         return n, self.allowed
@@ -233,7 +233,7 @@ class Simulated:
 @pytest.mark.parametrize("too_careful", [1, 999, 1001, 4500])
 def test_where_the_prediction_is_too_careful_real_steps_tell(too_careful: int) -> None:
     sizes = Simulated(100_000, 0.0, 1000.0, 0.0, too_careful=too_careful)
-    found = search._Search(sizes, None).run()  # type: ignore[arg-type]
+    found = search._SizeSearch(sizes, None).run()  # type: ignore[arg-type]
     assert found.n == (100_000 + too_careful) // 1000
     assert found.next is not None
     assert (found.next.n, found.next.fits) == (found.n + 1, False)
@@ -244,7 +244,7 @@ def test_where_the_prediction_is_too_careful_real_steps_tell(too_careful: int) -
 @pytest.mark.parametrize("allowed", [10_000, 1_000_000, 10**9])
 def test_few_sizes_are_looked_at(square: float, noise: int, allowed: int) -> None:
     sizes = Simulated(allowed, square, 1000.0, 5000.0, noise)
-    found = search._Search(sizes, None).run()  # type: ignore[arg-type]
+    found = search._SizeSearch(sizes, None).run()  # type: ignore[arg-type]
     assert sizes.smallest_bytes(found.n) <= allowed < sizes.smallest_bytes(found.n + 1)
     assert len(found.tried) <= 16, found.tried
 

@@ -18,7 +18,7 @@ import hyper_parallel as hp  # noqa: E402
 from hyper_parallel._base.errors import DamagedFileError, StateError  # noqa: E402
 from hyper_parallel.core.planner.model.abilities import HostCost  # noqa: E402
 from hyper_parallel.core.planner.model.choices import recompute_all  # noqa: E402
-from hyper_parallel.core.planner.model.profile import Link, Op, Region, StepProfile  # noqa: E402
+from hyper_parallel.core.planner.model.profile import Link, ProfiledOp, Region, StepProfile  # noqa: E402
 from hyper_parallel.core.planner.plan.proof import planned  # noqa: E402
 from hyper_parallel.core.planner.solve.solver import BudgetError  # noqa: E402
 from hyper_parallel.platform.torch.planner.profiling import ProfiledModel  # noqa: E402
@@ -40,7 +40,7 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
 def with_even_times(profile: StepProfile) -> StepProfile:
     """The profile of a machine that takes a millisecond for each megabyte: in measured times one stall would change all that is chosen."""
 
-    def op_ms(region: Region, op: Op) -> float:
+    def op_ms(region: Region, op: ProfiledOp) -> float:
         if op.part is not None:  # its time is that of the op it is a part of
             return 0.0
         read = [region.ops[index].num_bytes for index in op.reads]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from hyper_parallel.core.planner.model.choices import Load, RegionDecision, plain, recompute_all
+from hyper_parallel.core.planner.model.choices import RegionBytes, RegionDecision, plain, recompute_all
 from hyper_parallel.core.planner.search.polishing import polished
 from support.planner_cases import transformer
 
@@ -19,7 +19,7 @@ def test_it_goes_on_until_no_copy_and_no_exchange_is_better() -> None:
     saved, again = plain(profile.regions[0]), recompute_all(profile.regions[0])
     best = (again, saved, again, saved, saved, again)
 
-    def judge(decision: Any, loads: list[Load], below_ms: float = 0.0) -> float:
+    def judge(decision: Any, loads: list[RegionBytes], below_ms: float = 0.0) -> float:
         return 10.0 + sum(one != other for one, other in zip(decision, best, strict=True))
 
     start = (saved, again, saved, again, again, saved)
@@ -37,7 +37,7 @@ def test_it_asks_about_each_decision_once_with_the_loads_of_its_regions() -> Non
     profile = transformer(5, differ=False)
     asked: list[Any] = []
 
-    def judge(decision: Any, loads: list[Load], below_ms: float = 0.0) -> float:
+    def judge(decision: Any, loads: list[RegionBytes], below_ms: float = 0.0) -> float:
         assert [each.is_managed for each in loads] == [each.is_managed for each in decision]
         asked.append(decision)
         return 5.0 - len(asked) * 1e-3
@@ -56,7 +56,7 @@ def test_regions_that_differ_keep_what_they_do() -> None:
     profile = transformer(4, differ=True)
     asked: list[Any] = []
 
-    def judge(decision: Any, loads: list[Load], below_ms: float = 0.0) -> None:
+    def judge(decision: Any, loads: list[RegionBytes], below_ms: float = 0.0) -> None:
         asked.append(decision)
 
     polished(profile, mixed(profile.regions), 5.0, judge, time.monotonic() + 60)

@@ -10,7 +10,7 @@ import pytest
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.planner.model.choices import (
-    Load,
+    RegionBytes,
     RegionDecision,
     allowed,
     check,
@@ -30,12 +30,12 @@ from hyper_parallel.core.planner.model.problem import (
     peak,
     room_for_copies,
 )
-from hyper_parallel.core.planner.model.profile import Input, Link, Region, Turn, Value
+from hyper_parallel.core.planner.model.profile import Input, Link, Region, StorageFacts, Turn
 from hyper_parallel.core.planner.plan.table import residual_parts, text_of
 from support.campaign import share
 from support.planner_cases import all_costs, candidates, is_carried_out, loads, op, problem, random_problem, region
 
-KEPT_INPUT, OTHER_INPUT = Input(Value(100, True)), Input(Value(200, False))
+KEPT_INPUT, OTHER_INPUT = Input(StorageFacts(100, True)), Input(StorageFacts(200, False))
 
 
 def managed(ops: str, inputs: str = "") -> RegionDecision:
@@ -72,7 +72,7 @@ def test_a_plain_region_keeps_its_residuals_and_nothing_else() -> None:
 
 
 def test_all_results_of_an_op_are_stored_together() -> None:
-    block = region(op(makes=(Value(1, True), Value(20, False), Value(300, True))))
+    block = region(op(makes=(StorageFacts(1, True), StorageFacts(20, False), StorageFacts(300, True))))
     assert kept_bytes(block, plain(block)) == 301
     assert kept_bytes(block, managed("s")) == swapped_bytes(block, managed("w")) == 321
     assert extra_bytes(block, managed("s")) == extra_bytes(block, managed("w")) == 20
@@ -102,14 +102,14 @@ def test_what_cannot_be_carried_out_is_refused(decision: RegionDecision, message
 
 
 def test_an_input_is_swapped_only_where_it_may_be() -> None:
-    block = region(op(1), inputs=(Input(Value(5, True), may_swap=False),))
+    block = region(op(1), inputs=(Input(StorageFacts(5, True), may_swap=False),))
     check(block, managed("s", "s"))
     with pytest.raises(ArgumentError, match=r"does not have this choice.\nExpected save, got swap; block, input 0"):
         check(block, managed("s", "w"))
 
 
 def test_an_input_that_is_no_residual_is_needed_only_to_run_again() -> None:
-    block = region(op(1), inputs=(OTHER_INPUT, Input(Value(0, False))))
+    block = region(op(1), inputs=(OTHER_INPUT, Input(StorageFacts(0, False))))
     check(block, managed("s", "--"))
     check(block, managed("r", "ss"))
     for inputs in ("-s", "s-"):
@@ -161,7 +161,7 @@ def test_a_region_where_nothing_can_run_again_needs_no_inputs() -> None:
 
 
 def peak_problem(**others) -> Problem:
-    first = region(op(300), inputs=(Input(Value(4, True)),))
+    first = region(op(300), inputs=(Input(StorageFacts(4, True)),))
     second = region(op(50_000, needed=False), op(1, reads=(0,)), **others)
     return problem(first, second, base_bytes=7, window=200_000, prefetch=400_000, margin_bytes=2_000_000)
 
@@ -180,7 +180,10 @@ def test_p2_forward_has_what_regions_before_it_keep_and_its_own_peak() -> None:
 
 
 def test_p3_the_turn_has_what_all_regions_keep() -> None:
-    blocks = region(op(300), inputs=(Input(Value(4, True)),)), region(op(50_000, needed=False), op(1, reads=(0,)))
+    blocks = (
+        region(op(300), inputs=(Input(StorageFacts(4, True)),)),
+        region(op(50_000, needed=False), op(1, reads=(0,))),
+    )
     given = problem(*blocks, base_bytes=7, turn=Turn(0.0, 6_000_000))
     assert evaluate(given, (managed("s", "s"), managed("sr"))).peak == Peak(
         "turn", None, 7, 0, 50_304, 6_000_000, 0, 0, 0
@@ -199,7 +202,10 @@ def test_p4_the_window_counts_in_forward_and_in_the_turn() -> None:
     swapped = (managed("w", "s"), managed("rr"))
     found = evaluate(peak_problem(forward_peak_bytes=10**6), swapped).peak
     assert (found.moment, found.in_flight_bytes) == ("forward", 200_000)
-    blocks = region(op(300), inputs=(Input(Value(4, True)),)), region(op(50_000, needed=False), op(1, reads=(0,)))
+    blocks = (
+        region(op(300), inputs=(Input(StorageFacts(4, True)),)),
+        region(op(50_000, needed=False), op(1, reads=(0,))),
+    )
     given = problem(*blocks, turn=Turn(0.0, 10**6), window=200_000, prefetch=400_000)
     found = evaluate(given, swapped).peak
     assert (found.moment, found.in_flight_bytes) == ("turn", 200_000)
@@ -402,7 +408,7 @@ def test_a_step_without_regions_is_its_turn() -> None:
     assert (found.step_ms, found.peak_bytes) == (3.0, 47)
 
 
-def literal_times(given: Problem, chosen: list[Load]) -> tuple[float, list[float]]:
+def literal_times(given: Problem, chosen: list[RegionBytes]) -> tuple[float, list[float]]:
     """T1-T4 word by word: T2 looks at every region after k."""
     regions, num = given.profile.regions, len(chosen)
     out, into = given.link.out_bytes_per_ms, given.link.in_bytes_per_ms

@@ -307,7 +307,7 @@ def test_a_step_under_autocast_is_planned_anew_under_autocast() -> None:
         assert losses(plan.run, training, room.arm) == expected
     (longer,) = plan.replans(training.model)
     assert longer.profile.identity.autocast == "bfloat16"
-    assert any("bfloat16" in look for op in longer.profile.regions[0].ops for look in op.looks)
+    assert any("bfloat16" in look for op in longer.profile.regions[0].ops for look in op.result_metas)
     plan.remove(training.model)
 
 

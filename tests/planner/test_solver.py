@@ -13,7 +13,7 @@ import pytest
 from hyper_parallel._base.errors import ArgumentError, FrameworkMissingError
 from hyper_parallel.core.planner.model.choices import Decision, RegionDecision, plain, recompute_all
 from hyper_parallel.core.planner.model.problem import Cost, Problem, evaluate
-from hyper_parallel.core.planner.model.profile import Input, Link, Region, Turn, Value
+from hyper_parallel.core.planner.model.profile import Input, Link, Region, StorageFacts, Turn
 from hyper_parallel.core.planner.solve import linear_model as solver_model
 from hyper_parallel.core.planner.solve import solver
 from hyper_parallel.core.planner.solve.block import base_of
@@ -345,7 +345,7 @@ def test_only_as_many_blocks_are_managed_as_the_budget_needs_where_that_costs_ti
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All recomputed whole would be a few bytes too large: one block swaps its input, and pays for being managed."""
-    inputs = (Input(Value(10, True), True),)
+    inputs = (Input(StorageFacts(10, True), True),)
     blocks = [region(op(100, 5.0), inputs=inputs, backward_peak_bytes=120) for _ in range(6)]
     given = problem(*blocks, link=Link(100.0, 100.0), region_overhead_ms=50.0)
     whole = tuple(map(recompute_all, blocks))
@@ -467,7 +467,7 @@ def test_a_region_that_decides_like_one_before_it_and_may_not_swap_does_not() ->
 
 
 def test_inputs_are_swapped_like_results() -> None:
-    blocks = [region(op(1, 5.0), inputs=(Input(Value(10, True)),)) for _ in range(2)]
+    blocks = [region(op(1, 5.0), inputs=(Input(StorageFacts(10, True)),)) for _ in range(2)]
     given = problem(*blocks, budget=13, turn=Turn(50.0), link=Link(100.0, 100.0))
     found = solve(given)
     assert set(found.decision) == {plain(blocks[0]), RegionDecision(False, ("save",), ("swap",))}

@@ -7,32 +7,32 @@ import dataclasses
 import pytest
 
 from hyper_parallel.core.planner.model.choices import plain, recompute_all
-from hyper_parallel.core.planner.model.measured_span import Span
+from hyper_parallel.core.planner.model.measured_span import MeasuredSpan
 from hyper_parallel.core.planner.model.problem import Problem, evaluate
-from hyper_parallel.core.planner.model.profile import Input, Op, Region, StepProfile, Turn, Value, alike
+from hyper_parallel.core.planner.model.profile import Input, ProfiledOp, Region, StepProfile, StorageFacts, Turn, alike
 from hyper_parallel.core.planner.model.spans import as_allocated, with_peaks
 
 NUM, INPUT, MADE, WORK = 4, 1000, 4000, 500
 
 
 def block(path: str) -> Region:
-    op = Op("", "op", 0, 0, 1.0, (Value(MADE, is_residual=True),), reads_inputs=(0,))
-    inputs = (Input(Value(INPUT, is_residual=True)),)
+    op = ProfiledOp("", "op", 0, 0, 1.0, (StorageFacts(MADE, is_residual=True),), reads_inputs=(0,))
+    inputs = (Input(StorageFacts(INPUT, is_residual=True)),)
     return Region(path, 0, (op,), inputs, 1.0, 2.0, 0, 0)
 
 
-def spans(kept: int, *, rounded: int = 0, outside: int = 0) -> list[Span]:
+def spans(kept: int, *, rounded: int = 0, outside: int = 0) -> list[MeasuredSpan]:
     """Of a step whose blocks keep so much of what they make; of `rounded`, what each keeps is larger by so much than it should be."""
     found, level = [], outside + INPUT
     for index in range(NUM):
-        found.append(Span(f"forward {index}", level, level + MADE + rounded + WORK))
+        found.append(MeasuredSpan(f"forward {index}", level, level + MADE + rounded + WORK))
         level += kept + (rounded if kept else 0) + INPUT
-        found.append(Span(f"after {index}", level, level))
-    found.append(Span("turn", level, level))
+        found.append(MeasuredSpan(f"after {index}", level, level))
+    found.append(MeasuredSpan("turn", level, level))
     for index in reversed(range(NUM)):
         begin = level
         level -= kept + (rounded if kept else 0) + INPUT
-        found.append(Span(f"backward {index}", begin, level + MADE + rounded + WORK))
+        found.append(MeasuredSpan(f"backward {index}", begin, level + MADE + rounded + WORK))
     return found
 
 

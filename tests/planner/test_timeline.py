@@ -8,7 +8,7 @@ import pytest
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.planner.model.choices import Decision, RegionDecision, plain, recompute_all
-from hyper_parallel.core.planner.model.profile import Input, Link, Op, Region, StepProfile, Turn, Value
+from hyper_parallel.core.planner.model.profile import Input, Link, ProfiledOp, Region, StepProfile, StorageFacts, Turn
 from hyper_parallel.core.planner.model.timeline import Moment, Timeline, plain_step, run_step
 from hyper_parallel.core.planner.model.virtual_device import Copy, Place, Stall, Use, VirtualDevice, VirtualTier
 from hyper_parallel.core.swap.engine import Limits
@@ -20,11 +20,13 @@ from support.simulated_models import Case, compare, random_case, smallest
 PLENTY = Limits(1 << 40, 1 << 40)
 
 
-def op(ms: float, *makes: Value, reads: tuple[int, ...] = (), inputs: tuple[int, ...] = (), temporary: int = 0) -> Op:
-    return Op("", "op", 0, 0, ms, makes, reads, inputs, temporary)
+def op(
+    ms: float, *makes: StorageFacts, reads: tuple[int, ...] = (), inputs: tuple[int, ...] = (), temporary: int = 0
+) -> ProfiledOp:
+    return ProfiledOp("", "op", 0, 0, ms, makes, reads, inputs, temporary)
 
 
-def region(path: str, *ops: Op, inputs: tuple[Input, ...] = (), above: int = 0, **rest: Any) -> Region:
+def region(path: str, *ops: ProfiledOp, inputs: tuple[Input, ...] = (), above: int = 0, **rest: Any) -> Region:
     """`above`: what backward has in use beside the residuals."""
     forward_ms = sum(each.forward_ms for each in ops)
     residuals = Region(path, 0, ops, inputs, 0.0, 0.0, 0, 0).residual_bytes
@@ -55,10 +57,10 @@ def chain() -> Region:
     """An input of 4, read by a norm (8, dies at once), read by a matmul (16, kept), whose result of 2 is handed on."""
     return region(
         "block",
-        op(1.0, Value(8, False, 1), inputs=(0,)),
-        op(2.0, Value(16, True, 2), reads=(0,), temporary=5),
-        op(1.0, Value(2, False), reads=(1,)),
-        inputs=(Input(Value(4, True)),),
+        op(1.0, StorageFacts(8, False, 1), inputs=(0,)),
+        op(2.0, StorageFacts(16, True, 2), reads=(0,), temporary=5),
+        op(1.0, StorageFacts(2, False), reads=(1,)),
+        inputs=(Input(StorageFacts(4, True)),),
         backward_ms=8.0,
         above=10,
     )
@@ -122,8 +124,8 @@ def test_what_cuts_a_chain_of_recomputation_stays_until_backward_is_over() -> No
 
 
 def test_what_runs_outside_of_regions_has_its_memory_until_backward_is_back_there() -> None:
-    first = region("a", op(1.0, Value(1, True)), backward_ms=2.0, outside_bytes=10, before_ms=5.0, after_ms=3.0)
-    second = region("b", op(1.0, Value(1, True)), backward_ms=2.0, outside_bytes=14, before_ms=5.0, after_ms=3.0)
+    first = region("a", op(1.0, StorageFacts(1, True)), backward_ms=2.0, outside_bytes=10, before_ms=5.0, after_ms=3.0)
+    second = region("b", op(1.0, StorageFacts(1, True)), backward_ms=2.0, outside_bytes=14, before_ms=5.0, after_ms=3.0)
     timeline = plain_step(step_of(first, second))
     assert timeline.step_ms == 2 * (5.0 + 1.0 + 2.0 + 3.0)
     outside = [(moment.ms, moment.outside_bytes) for moment in timeline.moments]
@@ -132,7 +134,7 @@ def test_what_runs_outside_of_regions_has_its_memory_until_backward_is_back_ther
 
 def swapping(num_regions: int, *, ms: float = 10.0) -> StepProfile:
     """Each region makes one residual of 10 bytes that dies at once. A byte takes a millisecond."""
-    ops = (op(ms, Value(10, True, 0)),)
+    ops = (op(ms, StorageFacts(10, True, 0)),)
     return step_of(*(region(f"layers.{n}", *ops, backward_ms=ms) for n in range(num_regions)), base=1_000)
 
 
@@ -199,7 +201,7 @@ def test_the_engine_learns_to_prefetch_what_came_late() -> None:
     """The last backward is long, and the others are short: one load at a time leaves the link idle, and then comes late."""
     profile = swapping(5, ms=1.0)
     *short, last = profile.regions
-    profile = step_of(*short, region("last", op(100.0, Value(10, True, 0)), backward_ms=60.0), base=1_000)
+    profile = step_of(*short, region("last", op(100.0, StorageFacts(10, True, 0)), backward_ms=60.0), base=1_000)
     stalls = [
         sum(each.ms for each in run_step(profile, swap_all(profile), Limits(80, 80), num_steps=n).stalls)
         for n in (1, 2, 4, 10)
@@ -233,13 +235,13 @@ def test_small_values_and_those_without_room_on_the_host_stay() -> None:
 def test_a_replay_asks_for_inputs_first_then_for_what_it_takes_in_order() -> None:
     block = region(
         "block",
-        op(1.0, Value(16, False, 2), inputs=(0,)),
-        op(1.0, Value(32, True, 2)),
-        op(1.0, Value(64, True), reads=(0, 1)),
-        inputs=(Input(Value(8, False)), Input(Value(4, True))),
+        op(1.0, StorageFacts(16, False, 2), inputs=(0,)),
+        op(1.0, StorageFacts(32, True, 2)),
+        op(1.0, StorageFacts(64, True), reads=(0, 1)),
+        inputs=(Input(StorageFacts(8, False)), Input(StorageFacts(4, True))),
         backward_ms=3.0,
     )
-    later = region("later", op(1000.0, Value(1, True, 0)), backward_ms=1000.0)
+    later = region("later", op(1000.0, StorageFacts(1, True, 0)), backward_ms=1000.0)
     profile = step_of(block, later, link=Link(1.0, 1.0))
     chosen = managed("swap", "swap", "recompute", inputs=("swap", "swap"))
     timeline = run_step(profile, (chosen, managed("swap")), PLENTY, num_steps=1)
@@ -256,7 +258,7 @@ def test_a_step_without_regions_is_its_turn() -> None:
 
 
 def test_a_region_without_ops_takes_its_time_all_the_same() -> None:
-    empty = Region("empty", 0, (), (Input(Value(10, True)),), 3.0, 4.0, 0, 10)
+    empty = Region("empty", 0, (), (Input(StorageFacts(10, True)),), 3.0, 4.0, 0, 10)
     timeline = run_step(step_of(empty), (managed(inputs=("swap",)),), PLENTY, num_steps=1)
     assert (timeline.forward_ms, timeline.backward_ms) == (3.0, 4.0)
     assert timeline.copies == (Copy("offload", 0, 3.0, 13.0, 10),)
@@ -277,7 +279,7 @@ def test_plain_regions_give_what_plain_step_gives() -> None:
     ],
 )
 def test_a_decision_that_cannot_be_carried_out_is_refused(decision: Decision, message: str) -> None:
-    profile = StepProfile((region("block", op(1.0, Value(1, True)), backward_ms=1.0),), 0, 0, 0.0)
+    profile = StepProfile((region("block", op(1.0, StorageFacts(1, True)), backward_ms=1.0),), 0, 0, 0.0)
     with pytest.raises(ArgumentError, match=message):
         run_step(profile, decision, PLENTY)
 

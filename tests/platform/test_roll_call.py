@@ -19,7 +19,7 @@ from hyper_parallel.platform.communication import board as board_module
 from hyper_parallel.platform.communication import roll_call as roll_call_module
 from hyper_parallel.platform.communication.answers import Answer, Failure, explain, ranks_in_words
 from hyper_parallel.platform.communication.board import Board
-from hyper_parallel.platform.communication.roll_call import Record, RollCall
+from hyper_parallel.platform.communication.roll_call import CallEntry, RollCall
 
 # The words
 
@@ -135,7 +135,7 @@ class World:
         self.ranks = tuple(range(size))
         self.calls = [RollCall(rank, self.store, store_holder=0) for rank in self.ranks]
 
-    def enter(self, rank: int, call: str, group: str = "world", ranks: tuple[int, ...] | None = None) -> Record:
+    def enter(self, rank: int, call: str, group: str = "world", ranks: tuple[int, ...] | None = None) -> CallEntry:
         roll_call = self.calls[rank]
         return roll_call.enter(roll_call.log(group, ranks or self.ranks), call)
 

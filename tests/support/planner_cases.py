@@ -10,22 +10,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from hyper_parallel.core.planner.model.abilities import Abilities
-from hyper_parallel.core.planner.model.choices import Choice, Decision, Load, RegionDecision, allowed, load
+from hyper_parallel.core.planner.model.choices import Choice, Decision, RegionBytes, RegionDecision, allowed, bytes_of
 from hyper_parallel.core.planner.model.problem import Cost, Problem, cost
-from hyper_parallel.core.planner.model.profile import Input, Link, Op, Region, StepProfile, Turn, Value
+from hyper_parallel.core.planner.model.profile import Input, Link, ProfiledOp, Region, StepProfile, StorageFacts, Turn
 
 MB = 1_000_000
 CHOICES = tuple(Choice)
 NO_HURRY = 600.0  # seconds for a solver: what it finds must not depend on how busy the machine is
 
 
-def op(num_bytes: int = 0, ms: float = 0.0, reads: tuple[int, ...] = (), *, needed: bool = True, **others) -> Op:
+def op(
+    num_bytes: int = 0, ms: float = 0.0, reads: tuple[int, ...] = (), *, needed: bool = True, **others
+) -> ProfiledOp:
     """An op with one result; none where it has no bytes."""
-    makes = (Value(num_bytes, needed),) if num_bytes else ()
-    return Op("", "op", 0, 0, ms, others.pop("makes", makes), reads, **others)
+    makes = (StorageFacts(num_bytes, needed),) if num_bytes else ()
+    return ProfiledOp("", "op", 0, 0, ms, others.pop("makes", makes), reads, **others)
 
 
-def region(*ops: Op, inputs: tuple[Input, ...] = (), **others) -> Region:
+def region(*ops: ProfiledOp, inputs: tuple[Input, ...] = (), **others) -> Region:
     times = {"forward_ms": 10.0, "backward_ms": 20.0, "forward_peak_bytes": 0, "backward_peak_bytes": 0}
     return Region("block", 0, ops, inputs, **{**times, **others})
 
@@ -84,10 +86,10 @@ def _random_problem(rng: random.Random) -> Problem:
 
 def _random_region(rng: random.Random, num_ops: int) -> Region:
     inputs = tuple(
-        Input(Value(rng.choice((0, 2, 5, 9)), rng.random() < 0.5), rng.random() < 0.7)
+        Input(StorageFacts(rng.choice((0, 2, 5, 9)), rng.random() < 0.5), rng.random() < 0.7)
         for _ in range(rng.choice((0, 1, 1, 2)))
     )
-    ops: list[Op] = []
+    ops: list[ProfiledOp] = []
     for index in range(num_ops):
         if ops and ops[-1].choices == ("recompute",) and ops[-1].forward_ms and rng.random() < 0.7:
             whole = ops[-1].reads[0] if ops[-1].part is not None else index - 1
@@ -98,7 +100,7 @@ def _random_region(rng: random.Random, num_ops: int) -> Region:
         if kind < 0.2:
             ops.append(op(0, rng.choice((0.0, 1.0)), reads, choices=rng.choice((CHOICES, ("recompute",)))))
             continue
-        makes = tuple(Value(rng.randint(0, 15), rng.random() < 0.6) for _ in range(rng.choice((1, 1, 2))))
+        makes = tuple(StorageFacts(rng.randint(0, 15), rng.random() < 0.6) for _ in range(rng.choice((1, 1, 2))))
         every = rng.random() < 0.6
         chosen = CHOICES if every else tuple(each for each in CHOICES if rng.random() < 0.6) or ("save",)
         ops.append(op(0, round(rng.uniform(0.0, rng.choice((2.0, 8.0, 40.0))), 2), reads, makes=makes, choices=chosen))
@@ -153,9 +155,9 @@ def is_carried_out(each: Region, decision: RegionDecision) -> bool:
 
 
 @functools.lru_cache(maxsize=512)
-def loads(each: Region) -> dict[Load, RegionDecision]:
+def loads(each: Region) -> dict[RegionBytes, RegionDecision]:
     """All decisions, one of each kind: what they cost depends on the load alone."""
-    return {load(each, decision): decision for decision in candidates(each) if is_carried_out(each, decision)}
+    return {bytes_of(each, decision): decision for decision in candidates(each) if is_carried_out(each, decision)}
 
 
 def all_costs(given: Problem) -> list[tuple[Cost, Decision]]:
@@ -189,7 +191,7 @@ def _with_regions(given: Problem, regions: tuple[Region, ...]) -> Problem:
     return dataclasses.replace(given, profile=dataclasses.replace(given.profile, regions=regions))
 
 
-def _without_read(one: Op, gone: int) -> Op:
+def _without_read(one: ProfiledOp, gone: int) -> ProfiledOp:
     reads = tuple(read - (read > gone) for read in one.reads if read != gone)
     return dataclasses.replace(one, reads=reads, part=one.part if reads else None)
 
@@ -201,7 +203,7 @@ class _Ops:
     """Ops of a block in the making, by name; sizes in MB and times in ms at a hidden size of 64 MB."""
 
     def __init__(self, rng: random.Random, scale: float, spread: float) -> None:
-        self.ops: list[Op] = []
+        self.ops: list[ProfiledOp] = []
         self._index: dict[str, int] = {}
         self._rng, self._scale, self._spread = rng, scale, spread
 
@@ -211,20 +213,20 @@ class _Ops:
     def add(
         self, name: str, reads: tuple[str, ...], mb: float, ms: float, *, kept: bool = True, mask_mb: float = 0.0
     ) -> str:
-        makes = [Value(int(self._about(mb) * MB), kept)]
+        makes = [StorageFacts(int(self._about(mb) * MB), kept)]
         if mask_mb:
-            makes.append(Value(int(self._about(mask_mb) * MB), True))
+            makes.append(StorageFacts(int(self._about(mask_mb) * MB), True))
         return self._add(name, reads, self._about(ms), tuple(makes), CHOICES)
 
     def view(self, name: str, read: str) -> str:
         return self._add(name, (read,), 0.0, (), ("recompute",))
 
     def _add(
-        self, name: str, reads: tuple[str, ...], ms: float, makes: tuple[Value, ...], choices: tuple[str, ...]
+        self, name: str, reads: tuple[str, ...], ms: float, makes: tuple[StorageFacts, ...], choices: tuple[str, ...]
     ) -> str:
         indices = tuple(sorted({self._index[read] for read in reads}))
         self._index[name] = len(self.ops)
-        self.ops.append(Op("", name, 0, 0, ms, makes, indices, () if reads else (0,), 0, choices))
+        self.ops.append(ProfiledOp("", name, 0, 0, ms, makes, indices, () if reads else (0,), 0, choices))
         return name
 
     def norm(self, name: str, reads: tuple[str, ...], mb: float) -> str:
@@ -280,7 +282,7 @@ def transformer_block(rng: random.Random, path: str, scale: float = 1.0, spread:
         path,
         0,
         tuple(ops.ops),
-        (Input(Value(int(hidden * scale * MB), True)),),
+        (Input(StorageFacts(int(hidden * scale * MB), True)),),
         forward_ms=forward_ms,
         backward_ms=2.2 * forward_ms,
         forward_peak_bytes=int(1.05 * residual_bytes),

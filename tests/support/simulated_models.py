@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.planner.model import choices
-from hyper_parallel.core.planner.model.profile import Input, Link, Op, Region, StepProfile, Turn, Value
+from hyper_parallel.core.planner.model.profile import Input, Link, ProfiledOp, Region, StepProfile, StorageFacts, Turn
 from hyper_parallel.core.swap.engine import Limits, SwapEngine
 from hyper_parallel.core.swap.slot import Handle
 from support.simulated_device import SimulatedBuffer, SimulatedDevice
@@ -402,7 +402,7 @@ class RegionCall:
                 buffers += self.what_it_reads(read)  # a view
         return buffers
 
-    def keep(self, key: tuple[int, int], value: Value) -> None:
+    def keep(self, key: tuple[int, int], value: StorageFacts) -> None:
         """The policy is asked about a result; then autograd saves it, if it is a residual."""
         buffer = self.scope[key]
         if not self.is_managed:
@@ -660,9 +660,9 @@ def _random_region(rng: random.Random, path: str) -> Region:
         for read in (*reads[index], *(~each for each in reads_inputs[index])):
             last_read[read] = max(last_read[read], used)
 
-    def value(index: int) -> Value:
+    def value(index: int) -> StorageFacts:
         freed_after = rng.choice([None, *range(last_read[index], num_ops)][:4]) if num_ops else None
-        return Value(rng.choice(SIZES), rng.random() < 0.5, freed_after)
+        return StorageFacts(rng.choice(SIZES), rng.random() < 0.5, freed_after)
 
     ops = []
     for index in range(num_ops):
@@ -672,7 +672,9 @@ def _random_region(rng: random.Random, path: str) -> Region:
         has_all = is_view[index] or rng.random() < 0.85
         chosen = all_choices if has_all else tuple(rng.sample(all_choices, rng.randint(1, 2)))
         temporary_bytes = rng.choice((0, 0, 8, 40))
-        ops.append(Op("", "op", index, 0, ms, makes, reads[index], reads_inputs[index], temporary_bytes, chosen))
+        ops.append(
+            ProfiledOp("", "op", index, 0, ms, makes, reads[index], reads_inputs[index], temporary_bytes, chosen)
+        )
         whole = reads[index][0] if len(reads[index]) == 1 else index
         is_next = (
             all(op.part is not None for op in ops[whole + 1 : index]) and whole < index and ops[whole].part is None
@@ -838,11 +840,11 @@ def _smaller_regions(region: Region, chosen: choices.RegionDecision) -> Iterator
                     yield region, dataclasses.replace(chosen, ops=ops_)
 
 
-def _freed_by(op: Op, num_ops: int) -> Op:
+def _freed_by(op: ProfiledOp, num_ops: int) -> ProfiledOp:
     return dataclasses.replace(op, makes=tuple(_freed_in(value, num_ops) for value in op.makes))
 
 
-def _freed_in(value: Value, num_ops: int) -> Value:
+def _freed_in(value: StorageFacts, num_ops: int) -> StorageFacts:
     freed_after = value.freed_after
     return dataclasses.replace(
         value, freed_after=None if freed_after is None or freed_after >= num_ops else freed_after

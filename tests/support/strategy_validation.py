@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 
 from hyper_parallel import DeviceMesh, Layout, init_device_mesh
 from hyper_parallel._base.errors import HyperParallelError
-from hyper_parallel.core.shard._op_dispatch import Slot
+from hyper_parallel.core.shard._op_dispatch import ArgumentSlot
 from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform.torch.dtensor.backend import TorchDispatchBackend
 from hyper_parallel.platform.torch.dtensor.function_table import TABLE
-from hyper_parallel.platform.torch.dtensor.glue import TorchGlue
 from support.op_database import database, stand_in_for_expecttest
 
 RANKS = 2
@@ -80,12 +80,12 @@ def decided(function: Any, tree: Any, layouts: tuple[Layout, ...]) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         at = next(index)
-        return Slot(at, Spec(layouts[at], tuple(value.shape)))
+        return ArgumentSlot(at, Spec(layouts[at], tuple(value.shape)))
 
     first, rest, named = pytree.tree_map(slotted, tree)
-    prepared = TorchGlue().decide(function, (first, *rest), named)
+    prepared = TorchDispatchBackend().prepare(function, (first, *rest), named)
     assert prepared is not None
-    wanted = dict(zip(prepared.order, prepared.decision.inputs, strict=True))
+    wanted = dict(zip(prepared.order, prepared.answer.inputs, strict=True))
     return prepared, tuple(wanted[at] for at in range(len(layouts)))
 
 
@@ -129,12 +129,12 @@ def check_sample(function: Any, sample: Any, most: int, mesh: DeviceMesh, native
         except HyperParallelError:
             counts["refused"] += 1
             continue
-        decision = prepared.decision
-        if decision.how in LEFT_OUT:
+        answer = prepared.answer
+        if answer.how in LEFT_OUT:
             counts["left out"] += 1
             continue
         local = prepared.local or (lambda func, args, kwargs: func(*args, **kwargs))
-        places = tuple(map(native, wanted)), tuple(native(spec.layout) for spec in decision.outputs)
+        places = tuple(map(native, wanted)), tuple(native(spec.layout) for spec in answer.outputs)
         pairs = [(sample, truth)]
         if validation.has_pmin_pmax(*places):  # values of one sign may hide what max and min do
             negated = validation.create_fully_negated_sample(sample)

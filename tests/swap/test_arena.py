@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel._base.errors import ArgumentError, StateError
-from hyper_parallel.core.swap.arena import HostBlock, PinnedArena
+from hyper_parallel.core.swap.arena import PinnedArena, PinnedBlock
 from hyper_parallel.core.swap.pool import ALIGNMENT, Growth
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
@@ -39,7 +39,7 @@ def small_arena(budget_bytes: int = MIB, new_slab: Callable[[int], Any] = bytear
     return PinnedArena(new_slab, options.pop("free_slab", lambda slab: None), budget_bytes, **options)
 
 
-def taken(arena: PinnedArena, num_bytes: int) -> HostBlock:
+def taken(arena: PinnedArena, num_bytes: int) -> PinnedBlock:
     block = arena.take(num_bytes)
     assert block is not None
     return block
@@ -162,7 +162,7 @@ def test_sizes_that_change_from_step_to_step_stay_within_the_bound_when_blocks_m
 def test_a_pipeline_schedule_stays_within_the_bound(max_parts: int) -> None:
     arena = unbounded_arena(max_parts)
     for _step in range(20):
-        live: list[list[HostBlock]] = []
+        live: list[list[PinnedBlock]] = []
         for tick in range(12):
             if tick < 8:
                 live.append([taken(arena, size) for _ in range(4) for size in llama(4096)])
@@ -230,7 +230,7 @@ def test_the_budget_is_never_passed_whatever_is_asked_for(seed: int) -> None:
         return num_bytes
 
     arena = small_arena(budget_bytes, new_slab)
-    blocks: list[HostBlock] = []
+    blocks: list[PinnedBlock] = []
     for _ in range(2000):
         if rng.random() < 0.6:
             block = arena.take(rng.randint(1, 9000))
@@ -355,10 +355,10 @@ def test_a_block_can_be_given_back_in_the_middle_of_a_call_of_the_same_thread() 
             arena.give(waiting.pop())  # as a finaliser would, with the lock of the arena held
         return bytearray(num_bytes)
 
-    waiting: list[HostBlock] = []
+    waiting: list[PinnedBlock] = []
     arena = small_arena(new_slab=new_slab)
     waiting.append(taken(arena, 4 * KIB))
-    held: list[HostBlock] = []
+    held: list[PinnedBlock] = []
     within(10, lambda: held.append(taken(arena, 8 * KIB)))
     assert not waiting
     assert arena.used_bytes == held[0].num_bytes == 8 * KIB
@@ -394,14 +394,14 @@ def test_finalisers_that_run_anywhere_inside_the_arena_give_blocks_back_safely()
 @pytest.mark.parametrize("max_parts", [1, 4])
 def test_eight_threads_take_and_give_each_others_blocks_and_none_is_shared(max_parts: int) -> None:
     arena = small_arena(budget_bytes=8 * MIB, max_parts=max_parts)
-    passed_on: queue.Queue[tuple[HostBlock, bytes]] = queue.Queue()
+    passed_on: queue.Queue[tuple[PinnedBlock, bytes]] = queue.Queue()
     wrong: list[str] = []
 
-    def fill(block: HostBlock, pattern: bytes) -> None:
+    def fill(block: PinnedBlock, pattern: bytes) -> None:
         for slab, offset, num_bytes in block.parts:
             memoryview(slab)[offset : offset + num_bytes] = pattern * num_bytes
 
-    def check_and_give(block: HostBlock, pattern: bytes) -> None:
+    def check_and_give(block: PinnedBlock, pattern: bytes) -> None:
         for slab, offset, num_bytes in block.parts:
             if bytes(memoryview(slab)[offset : offset + num_bytes]) != pattern * num_bytes:
                 wrong.append(f"{block} was written by another thread")
@@ -572,7 +572,7 @@ def test_nobody_takes_a_slab_that_trim_is_about_to_free() -> None:
     freed: list[bytearray] = []
     arena = small_arena(free_slab=freed.append)
     block = taken(arena, 8 * KIB)
-    meanwhile: list[HostBlock] = []
+    meanwhile: list[PinnedBlock] = []
 
     class Busy(FakeEvent):
         def join(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.core.swap.arena import HostBlock, PinnedArena
+from hyper_parallel.core.swap.arena import PinnedArena, PinnedBlock
 from hyper_parallel.core.swap.disk import DiskTier
 from hyper_parallel.core.swap.disk_stream import DiskStream
 from hyper_parallel.core.swap.pool import Growth
@@ -42,7 +42,7 @@ class Ledger:
         self.arena = PinnedArena(
             lambda num_bytes: [num_bytes], lambda slab: None, 12 * MIB, max_parts=max_parts, growth=growth
         )
-        self.held: list[HostBlock] = []
+        self.held: list[PinnedBlock] = []
         self.users: dict[tuple[int, int], Event] = {}
 
     def take(self, num_bytes: int) -> None:
@@ -66,7 +66,7 @@ class Ledger:
             self.users |= dict.fromkeys(_places(block), event)
 
 
-def _places(block: HostBlock) -> Iterator[tuple[int, int]]:
+def _places(block: PinnedBlock) -> Iterator[tuple[int, int]]:
     """The grains that lie wholly in a block."""
     for slab, offset, num_bytes in block.parts:
         for grain in range(-(-offset // GRAIN_BYTES), (offset + num_bytes) // GRAIN_BYTES):

@@ -25,11 +25,11 @@ class ByteMap:
         self.live: dict[int, Pieces] = {}
         self.numbers = itertools.count()
 
-    def add_region(self, num_bytes: int) -> None:
-        region = self.ranges.add_region(num_bytes)
+    def add_slab_part(self, num_bytes: int) -> None:
+        slab_part = self.ranges.add_slab_part(num_bytes)
         for offset in range(num_bytes):
-            self.owner[region, offset] = FREE
-            self.tags[region, offset] = set()
+            self.owner[slab_part, offset] = FREE
+            self.tags[slab_part, offset] = set()
 
     def take(self, num_bytes: int) -> int | None:
         size = self.ranges.aligned(num_bytes)
@@ -92,15 +92,15 @@ class ByteMap:
 def _places(pieces: Pieces) -> Iterator[tuple[int, int]]:
     for piece in pieces:
         for offset in range(piece.offset, piece.offset + piece.num_bytes):
-            yield piece.region, offset
+            yield piece.slab_part, offset
 
 
 @pytest.mark.parametrize("max_parts", [1, 2])
 def test_every_short_sequence_of_requests_agrees_with_the_byte_map(max_parts: int) -> None:
     def follow(choices: tuple[int, ...]) -> None:
         model = ByteMap(RangeAllocator(max_parts=max_parts), set())
-        model.add_region(4)
-        model.add_region(3)
+        model.add_slab_part(4)
+        model.add_slab_part(3)
         for choice in choices:
             if choice < 4:
                 model.take(choice + 1)
@@ -128,7 +128,7 @@ def test_random_sequences_agree_with_the_byte_map(seed: int) -> None:
     for step in range(400):
         kind = rng.random()
         if step == 0 or kind < 0.02:
-            model.add_region(rng.randint(20, 90))
+            model.add_slab_part(rng.randint(20, 90))
         elif kind < 0.55:
             model.take(rng.choice(sizes) if rng.random() < 0.8 else rng.randint(1, 60))
         elif model.live:
@@ -138,16 +138,16 @@ def test_random_sequences_agree_with_the_byte_map(seed: int) -> None:
         model.check()
     for number in sorted(model.live):
         model.give(number)
-    assert ranges.free_regions() == sorted({region for region, _ in model.owner})
-    for region in ranges.free_regions():
-        ranges.remove_region(region)  # finds it in one piece, or fails
+    assert ranges.free_slab_parts() == sorted({slab_part for slab_part, _ in model.owner})
+    for slab_part in ranges.free_slab_parts():
+        ranges.remove_slab_part(slab_part)  # finds it in one piece, or fails
     assert ranges.free_bytes == 0
 
 
 def test_the_smallest_range_that_fits_is_cut() -> None:
     ranges: RangeAllocator[str] = RangeAllocator()
     for num_bytes in (50, 20, 30):
-        ranges.add_region(num_bytes)
+        ranges.add_slab_part(num_bytes)
     assert ranges.take(25) == ((Piece(2, 0, 25),), ())
     assert ranges.take(5) == ((Piece(2, 25, 5),), ())
     assert ranges.take(20) == ((Piece(1, 0, 20),), ())
@@ -156,8 +156,8 @@ def test_the_smallest_range_that_fits_is_cut() -> None:
 def test_the_same_sizes_in_any_order_find_room_in_the_same_regions() -> None:
     ranges: RangeAllocator[str] = RangeAllocator()
     sizes = [7, 3, 5, 3, 7, 1]
-    for size in sizes:  # each in a region of its own: a wrong cut cannot be made good
-        ranges.add_region(size)
+    for size in sizes:  # each in a slab part of its own: a wrong cut cannot be made good
+        ranges.add_slab_part(size)
     taken = [ranges.take(size) for size in sizes]
     for order in itertools.permutations(range(len(sizes))):
         for found in taken:
@@ -170,7 +170,7 @@ def test_the_same_sizes_in_any_order_find_room_in_the_same_regions() -> None:
 def test_a_request_is_met_by_several_ranges_only_if_none_is_large_enough() -> None:
     ranges: RangeAllocator[str] = RangeAllocator(max_parts=3)
     for num_bytes in (10, 8, 6, 4):
-        ranges.add_region(num_bytes)
+        ranges.add_slab_part(num_bytes)
     assert ranges.take(9) == ((Piece(0, 0, 9),), ())
     # the largest first, and the rest from the smallest range that has it
     assert ranges.take(13) == ((Piece(1, 0, 8), Piece(2, 0, 5)), ())
@@ -180,16 +180,16 @@ def test_a_request_is_met_by_several_ranges_only_if_none_is_large_enough() -> No
 
 def test_a_part_is_not_smaller_than_allowed() -> None:
     ranges: RangeAllocator[str] = RangeAllocator(max_parts=3, min_part_bytes=5)
-    ranges.add_region(4)
-    ranges.add_region(4)
+    ranges.add_slab_part(4)
+    ranges.add_slab_part(4)
     assert ranges.take(5) is None
-    ranges.add_region(5)
+    ranges.add_slab_part(5)
     assert ranges.take(6) == ((Piece(2, 0, 5), Piece(0, 0, 1)), ())
 
 
 def test_tags_of_joined_ranges_are_all_carried_and_each_once() -> None:
     ranges: RangeAllocator[str] = RangeAllocator()
-    ranges.add_region(3)
+    ranges.add_slab_part(3)
     taken = [ranges.take(1), ranges.take(1), ranges.take(1)]
     for found, tags in zip(taken, [("a", "b"), ("b",), ("c",)], strict=True):
         assert found is not None
@@ -204,7 +204,7 @@ def test_a_tag_check_that_raises_changes_nothing() -> None:
         raise OSError(tag)
 
     ranges: RangeAllocator[str] = RangeAllocator(is_live=explode)
-    ranges.add_region(10)
+    ranges.add_slab_part(10)
     first = ranges.take(4)
     assert first is not None
     ranges.give(first[0], ("a",))
@@ -218,7 +218,7 @@ def test_a_tag_check_that_raises_changes_nothing() -> None:
 
 def test_what_is_not_in_use_cannot_be_given_back() -> None:
     ranges: RangeAllocator[str] = RangeAllocator()
-    ranges.add_region(10)
+    ranges.add_slab_part(10)
     found = ranges.take(4)
     assert found is not None
     with pytest.raises(StateError, match="not in use"):
@@ -230,10 +230,10 @@ def test_what_is_not_in_use_cannot_be_given_back() -> None:
 
 def test_a_region_with_a_piece_in_use_cannot_be_removed() -> None:
     ranges: RangeAllocator[str] = RangeAllocator()
-    region = ranges.add_region(10)
+    slab_part = ranges.add_slab_part(10)
     found = ranges.take(4)
     assert found is not None
     with pytest.raises(StateError, match="Expected 10 free bytes, got 6"):
-        ranges.remove_region(region)
+        ranges.remove_slab_part(slab_part)
     ranges.give(found[0], ("a",))
-    assert ranges.remove_region(region) == ("a",)
+    assert ranges.remove_slab_part(slab_part) == ("a",)

@@ -727,8 +727,8 @@ def test_the_simulated_device_has_the_calls_that_the_engine_expects():
             assert isinstance(found, property) == isinstance(member, property), name
             if callable(member):
                 assert list(inspect.signature(found).parameters) == list(inspect.signature(member).parameters), name
-    assert {"num_bytes", "last_uses"} <= set(protocols.Block.__annotations__)
-    for protocol, simulated in ((protocols.Block, SimulatedBlock), (protocols.Event, SimulatedEvent)):
+    assert {"num_bytes", "last_uses"} <= set(protocols.HostBlock.__annotations__)
+    for protocol, simulated in ((protocols.HostBlock, SimulatedBlock), (protocols.Event, SimulatedEvent)):
         assert all(hasattr(simulated, name) for name in protocol.__annotations__)
 
 

@@ -1,7 +1,10 @@
 """The errors of this package.
 
-Every error says what failed; what was expected and what was got; where; and one thing to do. Each class also inherits
-the built-in that a user would catch, so that `except ValueError` works without knowing this module.
+Every error says what failed; what was expected and what was got; where; and one thing to do.
+
+Guarantees: each class also inherits the built-in that a user would catch, so that `except ValueError` works without
+knowing this module. An error that travels between processes arrives with all its parts. `describe` never raises and
+never shows a tensor's numbers.
 """
 
 from __future__ import annotations
@@ -102,7 +105,8 @@ class CommunicationError(HyperParallelError, RuntimeError):
 
 
 def describe(value: object, limit: int = 80) -> str:
-    """A short text for `got`: type and value; a tensor or array by dtype and shape, never by its numbers.
+    """Put a value into a short text for `got`: its type and value; a tensor or array by dtype and shape, not by
+    numbers.
 
     Never fails: it is called where something is wrong already, and a value's own `repr` may be what is wrong.
     """
@@ -128,7 +132,10 @@ _BRACKETS: dict[type, tuple[str, str]] = {
 
 
 def _look(value: object) -> str | None:
-    """Dtype and shape of a tensor or array. None for anything else, and for one number of NumPy's, which is shown as it is."""
+    """Return dtype and shape of a tensor or array as text, None for anything else.
+
+    One number of NumPy's has both, and is shown as it is.
+    """
     try:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if shape is None or dtype is None or isinstance(value, type):

@@ -1,4 +1,7 @@
-"""How what is missing is installed. Never by this package's own name: nobody has registered that, and whoever does would be run."""
+"""Which packages an extra of this package needs, and the words that tell a user to install them.
+
+The words never name this package itself: nobody has registered its name, and whoever did would be run.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ _PACKAGES = {
 
 
 def install_words(extra: str) -> str:
-    """What to do where the packages of an extra are missing.
+    """Say what to do where the packages of an extra are missing.
 
     Example:
         >>> install_words("planner")

@@ -1,4 +1,4 @@
-"""How files are written for a user: checkpoints, plans, pages. And how they are opened to be read.
+"""How files are written for a user (checkpoints, plans, pages), and how they are opened to be read.
 
 Guarantees:
 - After any exception, kill or power cut the target holds the old file or the new one, never a mix.
@@ -28,7 +28,8 @@ __all__ = ["NewFile", "NotPlainError", "checked_path", "opened", "replacing", "w
 _UNCHANGED = "the new content was not saved, and a file that was there is unchanged"
 _WHERE = "to save there, its folder must exist and be writable, and it must be a plain file or new"
 _NUM_LINKS = 40  # as many as Linux follows
-# A part's name begins with so much of the target's: both must stay below what a file system allows (255 bytes, in some 143).
+# A part's name begins with so much of the target's. Both must stay below what a file system allows: 255 bytes; some
+# allow 143.
 _STEM_BYTES = 100
 
 
@@ -54,7 +55,7 @@ class NewFile:
 
 
 def checked_path(path: object) -> str:
-    """`path` as text, if it can name a file.
+    """Return `path` as text, if it can name a file.
 
     Raises:
         TypeError: it is no text and no `os.PathLike` of text; bytes are neither.
@@ -97,11 +98,11 @@ def write(path: str | os.PathLike[str], content: bytes) -> None:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[NewFile]:
-    """What is written in the block becomes the file at `path` when it ends, and vanishes when it raises.
+    """Give a file to write: it becomes the file at `path` when the block ends, and vanishes when the block raises.
 
     Args:
-        path: a symbolic link is followed if nobody else can have made it: in a folder that everybody may write to it has
-            to belong to this user or to root. The permission bits of a file that is there are kept.
+        path: a symbolic link is followed if nobody else can have made it: in a folder that everybody may write to it
+            has to belong to this user or to root. The permission bits of a file that is there are kept.
 
     Raises:
         TypeError, ValueError: as `checked_path`.
@@ -137,7 +138,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[NewFile]:
 
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[int]:
-    """A descriptor to read from.
+    """Open a file to read from, and give its descriptor.
 
     Raises:
         TypeError, ValueError: as `checked_path`.
@@ -166,7 +167,7 @@ def _explained(path: str, meaning: str) -> Iterator[None]:
 
 
 def _behind_links(path: str) -> str:
-    """The file that `path` means, as a path of which no part is a link."""
+    """Follow the links of `path`, and return the file that it means as a path of which no part is a link."""
     for _ in range(_NUM_LINKS):
         folder, name = os.path.split(path)
         folder = os.path.realpath(folder)
@@ -189,7 +190,10 @@ def _sync_folder(descriptor: int) -> None:
 
 
 def _mode_of(target: str) -> int | None:
-    """The permission bits of the file that is there; None if there is none. Bits that change the user it runs as are not handed on."""
+    """Return the permission bits of the file that is there; None if there is none.
+
+    Bits that change the user it runs as are not handed on.
+    """
     try:
         mode = os.stat(target).st_mode
     except FileNotFoundError:
@@ -200,12 +204,12 @@ def _mode_of(target: str) -> int | None:
 
 
 def _stem(name: str) -> str:
-    """What the names of a target's parts begin with. Two long names may share it, which the locks allow."""
+    """Return what the names of a target's parts begin with. Two long names may share it, which the locks allow."""
     return os.fsencode(name)[:_STEM_BYTES].decode(errors="ignore")
 
 
 def _create_part(target: str, *, private: bool) -> tuple[int, str]:
-    """A new, locked file beside `target`, so that it can take its place."""
+    """Make a new, locked file beside `target`, so that it can take its place."""
     folder, name = os.path.split(target)
     for _ in range(100):
         part = os.path.join(folder, f".{_stem(name)}.{secrets.token_hex(4)}.part")
@@ -231,7 +235,7 @@ def _create_part(target: str, *, private: bool) -> tuple[int, str]:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether the file is locked now; None where there are no locks, so that no other writer can take it either."""
+    """Try to lock the file. Returns None where there are no locks, so that no other writer can take it either."""
     try:
         import fcntl
 

@@ -1,7 +1,7 @@
 """Loggers: one per layer (`hyper_parallel.platform`, `hyper_parallel.swap`, …), each line prefixed with the rank.
 
-The package adds no handler of its own but a null one: the application decides what is shown. `HYPER_PARALLEL_LOG=debug`
-(or info, warning, error) shows our lines on standard error without any code.
+Guarantees: the package adds no handler of its own but a null one, so the application decides what is shown.
+`HYPER_PARALLEL_LOG=debug` (or info, warning, error) shows our lines on standard error without any code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 
 
 def rank_of_environment() -> int:
-    """The rank that the launcher gave this process (torchrun, msrun), 0 without one."""
+    """Return the rank that the launcher gave this process (torchrun, msrun), 0 without one."""
     for variable in ("RANK", "RANK_ID", "MS_NODE_ID"):
         value = os.environ.get(variable, "")
         if value.isdigit():
@@ -37,7 +37,7 @@ class _RankPrefix(logging.Filter):
 
 
 def get_logger(layer: str) -> logging.Logger:
-    """The logger of one layer of the package, for example `get_logger("platform")`."""
+    """Return the logger of one layer of the package, for example `get_logger("platform")`."""
     logger = logging.getLogger(f"{ROOT_NAME}.{layer}")
     if not any(isinstance(f, _RankPrefix) for f in logger.filters):
         logger.addFilter(_RankPrefix())

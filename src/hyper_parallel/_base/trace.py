@@ -39,7 +39,9 @@ class Recording:
         self._ring.append(Event(next(self._numbers), time.perf_counter_ns(), threading.get_ident(), kind, fields))
 
     def events(self, kind: str | None = None) -> list[Event]:
-        """The kept events in order, all or of one kind (`"swap."` with a final dot: every kind that starts so)."""
+        """Return the kept events in order: all, or those of one kind (`"swap."`, with a final dot: of each kind that
+        starts so).
+        """
         kept = sorted(self._ring)
         if kind is None:
             return kept
@@ -58,14 +60,14 @@ _lock = threading.Lock()  # guards changes of _active, never a read
 
 
 def emit(kind: str, /, **fields: Any) -> None:
-    """Record an event in every recording that is open now; nothing happens without one."""
+    """Record an event in every recording that is open now. Nothing happens without one."""
     if _active:
         for recording_ in _active:
             recording_.append(kind, fields)
 
 
 def is_recording() -> bool:
-    """Whether anyone listens: lets a caller skip the work of building fields."""
+    """Say whether anyone listens: lets a caller skip the work of building fields."""
     return bool(_active)
 
 

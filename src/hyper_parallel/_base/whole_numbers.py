@@ -1,4 +1,7 @@
-"""Whole numbers as users have them: Python's, NumPy's, whatever can be an index."""
+"""Whole numbers as users have them: Python's, NumPy's, whatever can be an index.
+
+Guarantees: what comes back is an `int` of Python's own, or None; an `__index__` that fails counts as none.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ __all__ = ["as_int"]
 
 
 def as_int(value: object) -> int | None:
-    """A whole number as Python's int; None for everything else, which a bool (also NumPy's) is too.
+    """Return a whole number as Python's int; None for everything else, also for a bool (Python's or NumPy's).
 
     Example:
         >>> as_int(3), as_int(True), as_int(2.0)

@@ -31,7 +31,10 @@ def main() -> None:
 
 
 def _open_what_is_closed() -> None:
-    """After `>&-` what is printed goes nowhere. Otherwise the next file that is opened would take the descriptor, and with it what C prints."""
+    """Let what is printed after `>&-` go nowhere.
+
+    Otherwise the next file that is opened would take the descriptor, and with it what C prints.
+    """
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -25,7 +25,8 @@ EXAMPLES = """Examples:
 
 `hyper-parallel doctor`: what this machine has for training, and its known traps.
 
-`hyper-parallel plan train:build --budget 24GiB --report plan.html`: the same for your own model; `build()` in `train.py` returns it and a batch.
+`hyper-parallel plan train:build --budget 24GiB --report plan.html`: the same for your own model; \
+`build()` in `train.py` returns it and a batch.
 
 `hyper-parallel --install-completion`: completion of commands and options in your shell.
 """
@@ -112,7 +113,8 @@ def doctor(
 SwapOption = Annotated[
     Path | None,
     typer.Option(
-        help="A folder to swap to, for a device without slower memory of its own, such as a CPU. Without it nothing is swapped there."
+        help="A folder to swap to, for a device without slower memory of its own, such as a CPU. "
+        "Without it nothing is swapped there."
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
@@ -129,7 +131,8 @@ def demo(
     swap_dir: SwapOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan a small transformer under a memory budget and train it with and without the plan, on whatever device is there.
+    """Plan a small transformer under a memory budget and train it with and without the plan, on whatever device is
+    there.
 
     Exit code 0: the losses of both runs are equal, bit for bit. 1: they are not.
     """
@@ -179,7 +182,8 @@ def largest(
 ) -> None:
     """Find the largest batch, or the longest sequence, that fits, and the plan for it.
 
-    The function returns (model, make_batch), (model, make_batch, loss_fn) or a dict of `largest`'s arguments; make_batch(n) gives a batch of size n.
+    The function returns (model, make_batch), (model, make_batch, loss_fn) or a dict of `largest`'s arguments;
+    make_batch(n) gives a batch of size n.
     """
     from hyper_parallel.cli.plan import largest_build
 

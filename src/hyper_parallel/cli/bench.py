@@ -1,4 +1,4 @@
-"""Ours beside PyTorch's own ways to use less memory, on this machine: peak, time and equal gradients of one small transformer."""
+"""Ours beside PyTorch's own ways to use less memory: peak, time and equal gradients of one small transformer."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Row(NamedTuple):
         return self._asdict()
 
 
-class Way(Protocol):
-    """One way to train the demo's model, with a model of its own."""
+class Baseline(Protocol):
+    """One model of the comparison, trained in one way; it lives until `end`."""
 
     def measured(self) -> tuple[int, list[Any]]:
-        """The highest point of a step above its beginning, and its gradients."""
+        """Run one step; return its highest point above its beginning, and its gradients."""
 
     def step_ms(self) -> float: ...
 
@@ -52,14 +52,14 @@ class BenchBackend(Protocol):
 
     def trainer(self) -> DemoTrainer: ...
 
-    def ways(self, plan: MemoryPlan) -> Mapping[str, Way]:
-        """By name, the plain one first."""
+    def baselines(self, plan: MemoryPlan) -> Mapping[str, Baseline]:
+        """Make what is compared, by the name that the table shows; the plain model comes first."""
 
     def are_equal(self, left: list[Any], right: list[Any]) -> bool: ...
 
 
 def run_bench(console: Console, num_rounds: int, budget: str) -> list[Row]:
-    """Every way takes one step per round; the median counts."""
+    """Measure every baseline. Each takes one step per round, in turn; the median of its steps counts."""
     check_budget_option(budget)
     bench = backend(get_torch_platform(), BenchBackend, "hyper-parallel bench")
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-bench-") as directory:
@@ -69,23 +69,23 @@ def run_bench(console: Console, num_rounds: int, budget: str) -> list[Row]:
             with console.status("planning …"), users_stdout():
                 trainer = bench.trainer()
                 plan = plan_memory(trainer.model, trainer.batch(), budget=budget, progress=False)
-            ways = bench.ways(plan)
-            times: dict[str, list[float]] = {name: [] for name in ways}
+            baselines = bench.baselines(plan)
+            times: dict[str, list[float]] = {name: [] for name in baselines}
             peaks, gradients = {}, {}
             for number in range(num_rounds + 1):
-                for name, way in ways.items():
+                for name, baseline in baselines.items():
                     with console.status(f"{name}, step {number} of {num_rounds} …"):
                         if number == 0:
-                            peaks[name], gradients[name] = way.measured()
+                            peaks[name], gradients[name] = baseline.measured()
                         else:
-                            times[name].append(way.step_ms())
-            for way in ways.values():
-                way.end()
+                            times[name].append(baseline.step_ms())
+            for baseline in baselines.values():
+                baseline.end()
         finally:
             if setting is not None:
                 setting.undo()
-    plain = next(iter(ways))
-    middle = {name: statistics.median(each) for name, each in times.items()}
+    plain = next(iter(baselines))
+    middle = {name: statistics.median(taken) for name, taken in times.items()}
     return [
         Row(
             name,
@@ -95,7 +95,7 @@ def run_bench(console: Console, num_rounds: int, budget: str) -> list[Row]:
             middle[name] / middle[plain],
             bench.are_equal(gradients[name], gradients[plain]),
         )
-        for name in ways
+        for name in baselines
     ]
 
 

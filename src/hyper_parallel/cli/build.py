@@ -31,7 +31,7 @@ class Built(NamedTuple):
     arguments: dict[str, Any]  # more of `plan_memory`'s
 
     def of(self, *names: str) -> dict[str, Any]:
-        """Those of the arguments that another function takes, too."""
+        """Return those of the arguments that another function takes, too."""
         return {name: value for name, value in self.arguments.items() if name in names}
 
 
@@ -109,7 +109,7 @@ def _function(build: str) -> Any:
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        there = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
+        there = [found for found in vars(module) if callable(getattr(module, found)) and not found.startswith("_")]
         close = difflib.get_close_matches(name, there, 1)
         raise UsageError(
             "The function that builds the model is not there.",
@@ -122,7 +122,7 @@ def _function(build: str) -> Any:
 
 
 def _instead_of(module_name: str, name: str) -> str:
-    """What to do about a module that is not found: a file here with nearly that name, or the folder."""
+    """Say what to do about a module that is not found: a file here with nearly that name, or the folder."""
     here = [path.stem for path in Path.cwd().glob("*.py")]
     close = difflib.get_close_matches(module_name, here, 1)
     if close:
@@ -131,7 +131,9 @@ def _instead_of(module_name: str, name: str) -> str:
 
 
 def check_budget_option(budget: str, *, may_be_part: bool = True) -> None:
-    """Before a model is built, which may take minutes. `may_be_part=False`: no part of the activations."""
+    """Check a budget before a model is built, which may take minutes. `may_be_part=False` refuses a part of the
+    activations.
+    """
     try:
         check_budget(budget)
     except ArgumentError as error:
@@ -147,7 +149,7 @@ def check_budget_option(budget: str, *, may_be_part: bool = True) -> None:
 
 
 def check_target(path: Path | None) -> None:
-    """Before the work is done: what comes out of it must have a place to go to."""
+    """Check, before the work is done, that what comes out of it has a place to go to."""
     if path is None:
         return
     try:
@@ -167,7 +169,7 @@ def check_target(path: Path | None) -> None:
 
 
 def check_swap_dir(path: Path | None) -> None:
-    """Raises where it is no folder."""
+    """Raise where the path is no folder."""
     if path is not None and not path.is_dir():
         raise UsageError(
             "There is no folder to swap to.",
@@ -179,7 +181,7 @@ def check_swap_dir(path: Path | None) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raises where there is no such file."""
+    """Raise where there is no such file."""
     if not path.is_file():
         raise UsageError(
             "There is no such plan.",
@@ -190,7 +192,7 @@ def check_file(path: Path) -> None:
 
 
 def check_other_file(target: Path, source: Path) -> None:
-    """Raises where the page would take the plan's place."""
+    """Raise where the page would take the plan's place."""
     if target.exists() and target.samefile(source):
         raise UsageError(
             "The page would replace the plan.",
@@ -202,7 +204,9 @@ def check_other_file(target: Path, source: Path) -> None:
 
 @contextlib.contextmanager
 def swap_directory(path: Path | None) -> Iterator[None]:
-    """Within: what is swapped goes to files in this folder where the device has no slower memory of its own, as a CPU has not."""
+    """Let activations go to files in this folder while the block runs, where the device has no slower memory of its own
+    (a CPU).
+    """
     if path is None:
         yield
         return
@@ -212,7 +216,10 @@ def swap_directory(path: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def users_stdout() -> Iterator[None]:
-    """While the user's own code runs: standard output is for our document, and what is printed goes to standard error."""
+    """Send what the user's own code prints to standard error while the block runs.
+
+    Standard output is for our document.
+    """
     _flush()
     saved = os.dup(1)
     try:

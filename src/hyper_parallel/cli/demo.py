@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
         return self.plain.losses == self.planned.losses
 
     def as_dict(self) -> dict[str, Any]:
-        """What the table shows, for tools."""
+        """Return what the table shows, for tools."""
         measured = self.plan.measured
         return {
             "budget_bytes": self.plan.budget_bytes,
@@ -60,7 +60,7 @@ class DemoTrainer(Protocol):
     def begin(self) -> None: ...
 
     def step(self) -> float:
-        """One training step; the loss."""
+        """Take one training step, and return its loss."""
 
 
 class DemoBackend(Protocol):
@@ -72,7 +72,7 @@ class DemoBackend(Protocol):
 
 
 def run_demo(console: Console, budget: str, num_steps: int, report: Path, swap_dir: Path | None = None) -> Outcome:
-    """Plan, train twice, show."""
+    """Plan the demo's model, train it without and with the plan, and show both."""
     check_target(report)
     check_swap_dir(swap_dir)
     check_budget_option(budget)

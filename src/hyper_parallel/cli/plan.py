@@ -22,7 +22,10 @@ from hyper_parallel.core.planner.planning import Explanation, explain, plan_memo
 def plan_build(
     build: str, budget: str, out: Path | None = None, report: Path | None = None, swap_dir: Path | None = None
 ) -> MemoryPlan:
-    """The plan for what `package.module:function` builds. A budget in its dict counts where the command names none."""
+    """Plan what `package.module:function` builds.
+
+    A budget in its dict counts where the command names none.
+    """
     check_target(out)
     check_target(report)
     check_swap_dir(swap_dir)
@@ -41,7 +44,10 @@ def plan_build(
 def largest_build(
     build: str, budget: str, at_most: int | None, out: Path | None = None, swap_dir: Path | None = None
 ) -> Largest:
-    """The largest size for what `package.module:function` builds: a model, and a function that makes a batch of a size."""
+    """Find the largest size for what `package.module:function` builds.
+
+    That is a model, and a function that makes a batch of a size.
+    """
     check_target(out)
     check_swap_dir(swap_dir)
     check_budget_option(budget, may_be_part=False)
@@ -57,14 +63,16 @@ def largest_build(
 
 
 def explain_build(build: str) -> Explanation:
-    """What the model that `package.module:function` builds keeps for backward."""
+    """Show what the model that `package.module:function` builds keeps for backward."""
     made = built(build)
     with users_stdout():
         return explain(made.model, made.batch, **made.of("loss_fn", "regions"))
 
 
 def report_of(file: Path, out: Path | None = None) -> tuple[MemoryPlan, Path]:
-    """A saved plan, and where the page about it was written: beside the plan if `out` does not say."""
+    """Write the page about a saved plan, beside it if `out` does not say where. Returns the plan and the page's
+    path.
+    """
     check_file(file)
     target = file.with_suffix(".html") if out is None else out
     check_target(target)

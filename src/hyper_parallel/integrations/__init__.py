@@ -1,1 +1,4 @@
-"""Memory plans where users already train: Hugging Face's Trainer, Accelerate, Lightning. Each needs its library and nothing else."""
+"""Memory plans where users already train: Hugging Face's Trainer, Accelerate, Lightning.
+
+Each module needs its library and nothing else.
+"""

@@ -1,4 +1,7 @@
-"""What a trainer's callback says of its plan: one line when training begins, from the first rank, and one when it ends if plans were made anew."""
+"""What a trainer's callback says of its plan, on standard error.
+
+One line from the first rank when training begins, and one when it ends if plans were made anew.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ __all__ = ["announce", "announce_replans"]
 
 
 def announce(plan: MemoryPlan) -> None:
-    """Budget, peak and step time, each as predicted and as measured, on standard error, where progress bars are."""
+    """Print budget, peak and step time, each as predicted and as measured, on standard error, where progress
+    bars are.
+    """
     peak, step = (
         f"predicted peak {format_size(plan.predicted.peak_bytes)}",
         f"predicted step {plan.predicted.step_ms:.0f} ms",
@@ -30,8 +35,9 @@ def announce(plan: MemoryPlan) -> None:
 
 
 def announce_replans(stats: dict[str, int]) -> None:
-    """How often a plan was made anew, if it was. Only a rank that trains alone makes one."""
+    """Print how often a plan was made anew, if it was. Only a rank that trains alone makes one."""
     if num_replans := stats.get("plans made anew"):
         sys.stderr.write(
-            f"hyper_parallel: in training plans were made anew, {num_replans} in all: batches were larger than the planned one, or memory ran out\n"
+            f"hyper_parallel: in training plans were made anew, {num_replans} in all: "
+            "batches were larger than the planned one, or memory ran out\n"
         )

@@ -18,7 +18,7 @@ __all__ = ["first_batch", "generators_kept"]
 
 @contextlib.contextmanager
 def generators_kept(model: Module) -> Iterator[None]:
-    """Python's, NumPy's and the framework's random generators are afterwards where they were before."""
+    """Bring Python's, NumPy's and the framework's random generators back to where they were, when the block ends."""
     platform = platform_of(model)
     states = random.getstate(), np.random.get_state(), platform.get_rng_state()
     try:
@@ -30,7 +30,7 @@ def generators_kept(model: Module) -> Iterator[None]:
 
 
 def first_batch(loader: Any, model: Module, where: str) -> Any:
-    """What the loader gives first. Shuffling and augmentation draw afterwards what they would have drawn.
+    """Return what the loader gives first. Shuffling and augmentation draw afterwards what they would have drawn.
 
     Raises:
         ValueError: there is no loader, or it is empty.

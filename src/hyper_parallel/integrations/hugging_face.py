@@ -23,15 +23,19 @@ _logger = get_logger("integrations")
 
 
 class MemoryPlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed for mypy here
-    """Plans when training begins, and takes the plan off when it ends; where training raises, `remove` does (and `fit_in_memory` sees to it).
+    """Plans when training begins, and takes the plan off when it ends.
+
+    Where training raises, `remove` takes it off, which `fit_in_memory` sees to.
 
     Args:
         budget: as of `hp.plan_memory`; so are `regions`, `reserve`, `verify` and `progress`.
-        on_oom: as of `plan.apply`: with "replan" a larger batch is planned before it trains, and one whose forward runs out of memory is planned anew.
+        on_oom: as of `plan.apply`: with "replan" a larger batch is planned before it trains, and one whose forward runs
+            out of memory is planned anew.
         batch: the largest that training has, as the data collator would give it; without it the loader's first.
         loss_fn: the loss in what the model gives; without it the model's own.
         optimizer: the one whose state counts; without it the trainer's.
-        keeps_output: whether the trainer keeps what the model gave; it does not, unless a `compute_loss` of your own does.
+        keeps_output: whether the trainer keeps what the model gave; it does not, unless a `compute_loss` of your own
+            does.
 
     Raises:
         ValueError, TypeError: something in the arguments cannot be used.
@@ -114,13 +118,17 @@ def fit_in_memory(
     verify: bool = True,
     progress: bool | Progress = False,
 ) -> MemoryPlanCallback:
-    """Let a `Trainer` train inside a budget: `fit_in_memory(trainer)`, then `trainer.train()` as ever. The plan is off when that is over, also by an exception.
+    """Let a `Trainer` train inside a budget: `fit_in_memory(trainer)`, then `trainer.train()` as ever.
 
-    The callback is returned; it has the plan once training has begun. Called again, the new budget is in the place of the old one.
+    The plan is off when that is over, also by an exception.
+
+    The callback is returned; it has the plan once training has begun. Called again, the new budget is in the place of
+    the old one.
 
     Args:
         trainer: the `Trainer`.
-        budget, on_oom, batch, loss_fn, regions, optimizer, reserve, keeps_output, verify, progress: as of `MemoryPlanCallback`.
+        budget, on_oom, batch, loss_fn, regions, optimizer, reserve, keeps_output, verify, progress:
+            as of `MemoryPlanCallback`.
     """
     callback = MemoryPlanCallback(
         budget, on_oom=on_oom, batch=batch, loss_fn=loss_fn, regions=regions, optimizer=optimizer, reserve=reserve,
@@ -155,7 +163,7 @@ def _check_not_compiled(args: object) -> None:
 
 
 def _inner(model: Any) -> Any:
-    """The model itself, inside of what data parallel training wraps around it."""
+    """Return the model itself, inside of what data parallel training wraps around it."""
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
         model = model.module
     return model

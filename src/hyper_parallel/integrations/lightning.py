@@ -26,15 +26,17 @@ _logger = get_logger("integrations")
 class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not typed for mypy here
     """Plans `training_step` when training starts, and takes the plan off when it ends, also by an exception.
 
-    Steps are planned as the trainer runs them: with its precision, its transfer of batches, and its optimizer's state counted. A later batch that is
-    larger than the planned one is an error before it trains.
+    Steps are planned as the trainer runs them: with its precision, its transfer of batches, and its optimizer's state
+    counted. A later batch that is larger than the planned one is an error before it trains.
 
     Args:
         budget: as of `hp.plan_memory`.
-        on_oom: as of `plan.apply`: with "replan" a larger batch is planned before it trains, and one whose forward runs out of memory is planned anew.
+        on_oom: as of `plan.apply`: with "replan" a larger batch is planned before it trains, and one whose forward runs
+            out of memory is planned anew.
         batch: the largest that training has, as the loader would give it; without it the loader's first.
         loss_fn: the loss in what `training_step` gives; without it that itself, or its "loss".
-        regions: as of `hp.plan_memory`, with paths that begin with "module."; so are `reserve`, `keeps_output`, `verify` and `progress`.
+        regions: as of `hp.plan_memory`, with paths that begin with "module."; so are `reserve`, `keeps_output`,
+            `verify` and `progress`.
         optimizer: the one whose state counts; without it the trainer's.
 
     Raises:
@@ -111,19 +113,23 @@ class MemoryPlanCallback(Callback):  # type: ignore[misc]  # lightning is not ty
 
 
 def _check_automatic(pl_module: Any) -> None:
-    """A plan is made with steps that leave no trace, and a `training_step` that steps the optimizer leaves one."""
+    """Refuse a `training_step` that steps the optimizer itself.
+
+    A plan is made with steps that leave no trace, and such a step leaves one.
+    """
     if not pl_module.automatic_optimization:
         raise ArgumentError(
             "`training_step` runs the backward and the optimizer itself, so that it cannot be planned.",
             expected="automatic optimization",
             got="automatic_optimization=False",
             where=type(pl_module).__name__,
-            do="Plan the network in it: plan = hp.plan_memory(self.net, batch, loss_fn=...), then plan.apply(self.net).",
+            do="Plan the network in it: plan = hp.plan_memory(self.net, batch, loss_fn=...), "
+            "then plan.apply(self.net).",
         )
 
 
 def _batch(trainer: Any, pl_module: Any, given: Any) -> Any:
-    """The given batch, or the loader's first, as the trainer's loop would give it to `training_step`."""
+    """Return the given batch, or the loader's first, as the trainer's loop would give it to `training_step`."""
     batch = first_batch(trainer.train_dataloader, pl_module, "lightning.Trainer") if given is None else given
     with generators_kept(pl_module):
         batch = trainer.precision_plugin.convert_input(batch)
@@ -132,13 +138,13 @@ def _batch(trainer: Any, pl_module: Any, given: Any) -> Any:
 
 
 def _optimizer(trainer: Any) -> Any:
-    """Of automatic optimization, which has one; None if the module configures none."""
-    found = [each for each in trainer.optimizers if type(each).__name__ != "_MockOptimizer"]
+    """Return the one optimizer of automatic optimization; None if the module configures none."""
+    found = [optimizer for optimizer in trainer.optimizers if type(optimizer).__name__ != "_MockOptimizer"]
     return found[0] if found else None
 
 
 def _as_module(pl_module: Any, precision: Any) -> Any:
-    """`training_step` as a module's forward: that is what a step is, whatever the module's own forward does."""
+    """Make `training_step` a module's forward: that is what a step is, whatever the module's own forward does."""
     module_type = platform_of(pl_module).Module
     training_step = pl_module.training_step  # not the one that takes its place while the plan is on
     # Its name can be anything, and it may be left out.
@@ -170,7 +176,9 @@ def _as_module(pl_module: Any, precision: Any) -> Any:
 
 
 class _PlannedTrainingStep:
-    """What `training_step` is while the plan is on: it calls the module that was planned, which looks at the batch of each step; `remove` undoes it.
+    """Stands in the place of `training_step` while the plan is on; `remove` undoes it.
+
+    It calls the module that was planned, which looks at the batch of each step.
 
     Not a closure, so that a copy of the LightningModule has its own `training_step`.
     """
@@ -198,7 +206,10 @@ class _PlannedTrainingStep:
 
 @contextlib.contextmanager
 def _nothing_is_logged(pl_module: object) -> Iterator[None]:
-    """Steps that only measure are nobody's metrics, and Lightning refuses `log` outside of its loops."""
+    """Let `log` do nothing while the block runs.
+
+    Steps that only measure are nobody's metrics, and Lightning refuses `log` outside of its loops.
+    """
     for name in ("log", "log_dict"):
         setattr(pl_module, name, lambda *args, **kwargs: None)
     try:

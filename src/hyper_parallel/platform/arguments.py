@@ -13,7 +13,7 @@ from hyper_parallel.platform.opaque import Module, Tensor
 
 
 def check_size(size: object, name: str = "size") -> tuple[int, ...]:
-    """A size is one tuple or list of whole numbers."""
+    """Return a size as a tuple; it must be one tuple or list of whole numbers."""
     if not isinstance(size, (tuple, list)):
         raise ArgumentTypeError(f"`{name}` is one tuple or list.", expected="for example (2, 3)", got=describe(size))
     lengths = [as_int(number) for number in size]
@@ -32,9 +32,10 @@ def check_flag(value: object, name: str) -> bool:
 
 @contextmanager
 def in_our_words(call: str, **arguments: Any) -> Iterator[None]:
-    """Around a call of the framework's that checks its arguments itself, in its own words: those become ours, with the arguments.
+    """Put errors of a call of the framework's, made inside of the block, into our words, with the call's arguments.
 
-    What it says about memory, which no argument is to blame for, stays as it is.
+    For calls that check their arguments themselves. What the framework says about memory, which no argument is to blame
+    for, stays as it is.
     """
     try:
         yield
@@ -62,7 +63,7 @@ def in_our_words(call: str, **arguments: Any) -> Iterator[None]:
 
 
 def check_tensors(tensors: object, tensor_type: type, call: str) -> list[Any]:
-    """A non-empty list or tuple of tensors."""
+    """Return several tensors as a list; they must come as a non-empty list or tuple."""
     if isinstance(tensors, tensor_type) or not isinstance(tensors, (list, tuple)):
         raise ArgumentTypeError(
             f"`{call}` takes several tensors.", expected="a list or tuple of tensors", got=describe(tensors)
@@ -107,12 +108,12 @@ def check_stage_index(stage_index: object) -> int:
 
 
 def cache_key(ranks: Sequence[int]) -> str:
-    """Under which a group of these ranks is kept."""
+    """Return the key under which a group of these ranks is kept."""
     return str(tuple(sorted(ranks)))
 
 
 def check_ranks(ranks: object, among: Sequence[int] | None, call: str, *, or_none: bool = False) -> tuple[int, ...]:
-    """Sorted world ranks, each once, all of them in `among`; at least one, unless `or_none`."""
+    """Return world ranks, sorted. Each stands there once and is in `among`; there is at least one, unless `or_none`."""
     if isinstance(ranks, (str, bytes)) or not hasattr(ranks, "__iter__"):
         raise ArgumentTypeError(
             f"`{call}` takes a list of world ranks.", expected="for example [0, 1]", got=describe(ranks)
@@ -146,16 +147,16 @@ def _path(cls: type) -> str:
 
 
 def check_parameters(parameters: object, tensor_type: type, call: str) -> list[Any]:
-    """Tensors to be gone through, of any iterable."""
+    """Return tensors that come in any iterable as a list."""
     found = list(parameters) if hasattr(parameters, "__iter__") else [parameters]
-    for each in found:
-        if not isinstance(each, tensor_type):
-            raise ArgumentTypeError(f"`{call}` takes a module or tensors.", expected="tensors", got=describe(each))
+    for value in found:
+        if not isinstance(value, tensor_type):
+            raise ArgumentTypeError(f"`{call}` takes a module or tensors.", expected="tensors", got=describe(value))
     return found
 
 
 def check_norm_arguments(max_norm: Any, norm_type: Any) -> float:
-    """The order of the norm as a float; `max_norm` must be a number that is not negative."""
+    """Return the order of the norm as a float; `max_norm` must be a number that is not negative."""
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         try:
             number = float(value)
@@ -167,7 +168,10 @@ def check_norm_arguments(max_norm: Any, norm_type: Any) -> float:
 
 
 def found_parameter(result: object, search: Callable[[str], Any], new_param: object, parameter_type: type) -> Any:
-    """Which parameter to replace: `(owner, local name, parameter)`, or None if a path given as `(name, parameter)` leads to none."""
+    """Return which parameter to replace: `(owner, local name, parameter)`.
+
+    None if a path, given as `(name, parameter)`, leads to none.
+    """
     if not isinstance(new_param, parameter_type):
         raise ArgumentTypeError(
             "A parameter is replaced by a parameter.", expected="a Parameter", got=describe(new_param)

@@ -1,4 +1,7 @@
-"""Saving and loading tensors by name, the same file on both frameworks; `tensor_file` has the format and its promises."""
+"""Tensors by name in a file, the same file on both frameworks: saving and loading.
+
+`tensor_file` has the format and its promises; a framework brings a `TensorCodec`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ _FORMATS = ("safetensors",)
 
 
 class LoadedTensors(dict[str, Any]):
-    """Tensors by name. `verified`: every byte was checked against the file's seal; files of other programs have none."""
+    """Tensors by name.
+
+    `verified`: every byte was checked against the file's seal; files of other programs have none.
+    """
 
     verified: bool = False
     metadata: dict[str, str]
@@ -32,20 +38,23 @@ class TensorCodec(Protocol):
     tensor_type: Any
 
     def code(self, tensor: Tensor) -> str | None:
-        """The file's code for the tensor's dtype, or None if it has none."""
+        """Return the file's code for the tensor's dtype, or None if it has none."""
 
     def refusal(self, tensor: Tensor) -> str | None:
-        """Why this tensor cannot be written (no data, a part of a larger one), or None."""
+        """Say why this tensor cannot be written (no data, a part of a larger one); None if it can."""
 
     def content(self, tensor: Tensor) -> Any:
-        """The tensor's bytes on the host: contiguous, little-endian."""
+        """Return the tensor's bytes on the host: contiguous, little-endian."""
 
     def tensor(self, record: TensorRecord) -> Any:
-        """A new tensor with a copy of the record's bytes."""
+        """Make a new tensor with a copy of the record's bytes."""
 
 
 def save(tensors: object, path: str | os.PathLike[str], ckpt_format: str, codec: TensorCodec) -> None:
-    """Write all tensors at `path`, whole or not at all; `tensors` is a dict of them (a backend makes one of a module)."""
+    """Write all tensors at `path`, whole or not at all.
+
+    `tensors` is a dict of them; a backend makes one of a module.
+    """
     if not isinstance(tensors, Mapping):
         raise ArgumentTypeError("Nothing to save.", expected="a module or a dict of tensors", got=describe(tensors))
     _check_format(ckpt_format)
@@ -56,7 +65,7 @@ def save(tensors: object, path: str | os.PathLike[str], ckpt_format: str, codec:
 
 
 def load(path: str | os.PathLike[str], ckpt_format: str, codec: TensorCodec) -> LoadedTensors:
-    """All tensors of a file; every one is checked before the first is made."""
+    """Read all tensors of a file; every one is checked before the first is made."""
     _check_format(ckpt_format)
     path = checked_path(path)
     with tensor_file.open_tensors(path) as file:

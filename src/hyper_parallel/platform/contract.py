@@ -40,22 +40,22 @@ class Operation(NamedTuple):
     arguments: str = "()"
 
     def signature(self, *, with_self: bool = False) -> Signature:
-        """The arguments, as `inspect.signature` shows those of a function."""
+        """Return the arguments as `inspect.signature` shows those of a function."""
         given = ast.parse(f"def call{self.arguments}: ...").body[0].args  # type: ignore[attr-defined]
         found = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)] if with_self else []
         optional = len(given.args) - len(given.defaults)
-        for index, each in enumerate(given.args):
+        for index, argument in enumerate(given.args):
             default = Parameter.empty if index < optional else ast.literal_eval(given.defaults[index - optional])
-            found.append(Parameter(each.arg, Parameter.POSITIONAL_OR_KEYWORD, default=default))
-        for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-            found.append(Parameter(each.arg, Parameter.KEYWORD_ONLY, default=ast.literal_eval(default)))
+            found.append(Parameter(argument.arg, Parameter.POSITIONAL_OR_KEYWORD, default=default))
+        for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+            found.append(Parameter(argument.arg, Parameter.KEYWORD_ONLY, default=ast.literal_eval(default)))
         if given.kwarg is not None:
             found.append(Parameter(given.kwarg.arg, Parameter.VAR_KEYWORD))
         return Signature(found)
 
 
 def _rows(section: Section, text: str, comes_with: str | None = None) -> list[Operation]:
-    """One operation per line: `name(arguments): summary`; `name*` is called on the instance, `name!` is a property."""
+    """Read rows of the table: `name(arguments): summary`. `name*` is called on the instance, `name!` is a property."""
     rows = []
     for line in text.strip().splitlines():
         call, _, summary = line.strip().partition(": ")

@@ -14,7 +14,7 @@ _OTHER_NAMES = {"bool_": "bool", "half": "float16", "float": "float32", "double"
 
 
 def dtype_by_name(name: Any, dtypes: Mapping[str, Any], dtype_type: Any) -> Any:
-    """The dtype that `name` (or the dtype itself) stands for, among `dtypes` by lower-case name."""
+    """Find the dtype that `name` (or the dtype itself) stands for, among `dtypes` by lower-case name."""
     if isinstance(name, dtype_type):
         return name
     if isinstance(name, str):

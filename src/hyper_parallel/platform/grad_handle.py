@@ -1,7 +1,7 @@
 """The one gradient reduction that may be in flight.
 
-A reduction is launched while backward goes on; the next one drains it. Its result is used on a stream of its own, so that
-backward is not held up, and `wait_grad_handle` lets the current stream wait for that stream once, at the end.
+A reduction is launched while backward goes on; the next one drains it. Its result is used on a stream of its own, so
+that backward is not held up, and `wait_grad_handle` lets the current stream wait for that stream once, at the end.
 
 State (`current_grad_handle` and its two neighbours, attributes of `Platform`, one per process):
 idle, current_grad_handle is None  <->  pending, current_grad_handle is set.

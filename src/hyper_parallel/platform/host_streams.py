@@ -1,8 +1,8 @@
 """Streams and events of the CPU, for both frameworks.
 
-An operation on the CPU has finished when its call returns, so a stream that runs its work at once, in the calling thread,
-keeps every ordering rule there is: what was recorded before a wait has happened. What remains is bookkeeping: which
-stream is current (per thread, as on an accelerator) and when an event was recorded.
+An operation on the CPU has finished when its call returns, so a stream that runs its work at once, in the calling
+thread, keeps every ordering rule there is: what was recorded before a wait has happened. What remains is bookkeeping:
+which stream is current (per thread, as on an accelerator) and when an event was recorded.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ class HostEvent:
         self._recorded_ns = time.perf_counter_ns()
 
     def wait(self, stream: HostStream | None = None) -> None:
-        """Returns at once: what was recorded before has finished; an event never recorded orders nothing, as on CUDA."""
+        """Return at once: what was recorded before has finished.
+
+        An event that was never recorded orders nothing, as on CUDA.
+        """
 
     def synchronize(self) -> None:
-        """Returns at once, as `wait` does."""
+        """Return at once, as `wait` does."""
 
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, end_event: HostEvent) -> float:
-        """Milliseconds from this event to a later one."""
+        """Return the milliseconds from this event to a later one."""
         if self._recorded_ns is None or end_event._recorded_ns is None:
             raise StateError(
                 "Both events must be recorded before the time between them is known.", do="Call `record()`."
@@ -59,7 +62,7 @@ class HostStream:
             raise ArgumentTypeError("A stream waits for another stream.", expected="a stream", got=describe(stream))
 
     def synchronize(self) -> None:
-        """Returns at once: nothing of this stream is ever unfinished."""
+        """Return at once: nothing of this stream is ever unfinished."""
 
     def query(self) -> bool:
         return True
@@ -70,7 +73,7 @@ _current = threading.local()
 
 
 def current_host_stream() -> HostStream:
-    """The stream this thread works on."""
+    """Return the stream that this thread works on."""
     stream: HostStream = getattr(_current, "stream", _default)
     return stream
 

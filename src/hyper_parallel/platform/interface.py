@@ -57,7 +57,8 @@ def _reason(operation: Operation, owner: type) -> Exception:
     is_ours = owner.__module__.split(".")[0] == __name__.split(".")[0]
     if is_ours and operation.comes_with is not None:
         return ComesLaterError(
-            f"`{operation.name}` comes with {operation.comes_with} of hyper_parallel, which this version does not have.",
+            f"`{operation.name}` comes with {operation.comes_with} of hyper_parallel, "
+            "which this version does not have.",
             where=owner.__name__,
             do="Upgrade hyper_parallel once the CHANGELOG lists it.",
         )
@@ -78,8 +79,9 @@ class _OnEither(classmethod):  # type: ignore[type-arg]
 class Platform:
     """What every framework offers under one name and one meaning: the operations of `contract.OPERATIONS`.
 
-    `TorchPlatform` and `MindSporePlatform` are put together from small parts, one file each; an operation that a subclass
-    lacks raises `NotImplementedError` and names it. What needs only other operations is done here, for a user's own platform as well.
+    `TorchPlatform` and `MindSporePlatform` are put together from small parts, one file each; an operation that a
+    subclass lacks raises `NotImplementedError` and names it. What needs only other operations is done here, for a
+    user's own platform as well.
     """
 
     platform_type: PlatformType
@@ -88,7 +90,7 @@ class Platform:
     Module: type
     Function: type
 
-    # The gradient reduction in flight is one per process, whatever the instance: kept on the class (see grad_handle.py).
+    # The gradient reduction in flight is one per process, whatever the instance: kept on the class (see `grad_handle`).
     current_grad_handle: Any = None
     post_grad_handle_process: Any = None
     grad_sync_stream: Any = None
@@ -106,7 +108,10 @@ class Platform:
     # -- groups, kept by their ranks ----------------------------------------------------------------------------------
 
     def create_group(self, rank_list: Sequence[int]) -> Any:
-        """The group of these ranks; the same ranks give the same group. Its members call it; another rank may, and gets None."""
+        """Return the group of these ranks; the same ranks give the same group.
+
+        Its members call it; another rank may, and gets None.
+        """
         ranks = check_ranks(rank_list, None, "create_group")
         key = cache_key(ranks)
         if key not in EXISTING_COMM_GROUPS:
@@ -118,7 +123,7 @@ class Platform:
 
     @classmethod
     def get_created_group(cls, rank_list: Sequence[int]) -> Any:
-        """The cached group of these ranks, or None."""
+        """Return the cached group of these ranks, or None."""
         return EXISTING_COMM_GROUPS.get(cache_key(check_ranks(rank_list, None, "get_created_group", or_none=True)))
 
     @classmethod
@@ -131,7 +136,10 @@ class Platform:
     # -- gradient reduction in flight (grad_handle.py) ----------------------------------------------------------------
 
     def set_grad_reduce_handle(self, handle: object, post_process: Callable[[], object] | None = None) -> None:
-        """Drain the pending reduction, then keep this one; `post_process()` runs once `handle` is done. None keeps nothing."""
+        """Drain the pending reduction, then keep this one; None keeps nothing.
+
+        `post_process()` runs once `handle` is done.
+        """
         grad_handle.check_handle(handle, post_process)
         self._process_current_handle()
         Platform.current_grad_handle = handle
@@ -146,7 +154,7 @@ class Platform:
 
     @_OnEither
     def _process_current_handle(self_or_class: Any) -> None:  # noqa: N805 - see _OnEither
-        """The drain itself."""
+        """Drain what is pending."""
         if Platform.current_grad_handle is None:
             return
         platform = self_or_class() if isinstance(self_or_class, type) else self_or_class
@@ -156,7 +164,10 @@ class Platform:
 
     @classmethod
     def init_parameters(cls, module: Any, stage_index: int) -> None:
-        """Checks its arguments; a platform on which parameters can be created without data gives them some."""
+        """Check the arguments.
+
+        A platform on which parameters can be created without data gives them some.
+        """
         cls._check_module(module, "init_parameters", "parameters")
         check_stage_index(stage_index)
 
@@ -164,19 +175,19 @@ class Platform:
     def register_forward_pre_hook(
         cls, module: Any, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
-        """A hook before forward; a removable handle."""
+        """Register a hook before forward; returns a removable handle."""
         cls._check_hook(module, hook, "register_forward_pre_hook", prepend=prepend, with_kwargs=with_kwargs)
         return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     @classmethod
     def register_full_backward_hook(cls, module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
-        """A hook after backward; a removable handle."""
+        """Register a hook after backward; returns a removable handle."""
         cls._check_hook(module, hook, "register_full_backward_hook", prepend=prepend)
         return module.register_full_backward_hook(hook, prepend=prepend)
 
     @classmethod
     def register_full_backward_pre_hook(cls, module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
-        """A hook before backward; a removable handle."""
+        """Register a hook before backward; returns a removable handle."""
         cls._check_hook(module, hook, "register_full_backward_pre_hook", prepend=prepend)
         return module.register_full_backward_pre_hook(hook, prepend=prepend)
 
@@ -190,7 +201,10 @@ class Platform:
 
     @classmethod
     def _check_module(cls, module: Any, call: str, has: str) -> None:
-        """Raises where this is no module: of the platform's own class, or (a platform that has none) with what is asked of it."""
+        """Raise where this is no module.
+
+        A module is of the platform's own class; on a platform that has none, it is an object with what is asked of it.
+        """
         kind: Any = getattr(cls, "Module", object)
         check_module(module, kind, call)
         if kind is object and not hasattr(module, has):

@@ -64,7 +64,7 @@ class MicroBatch:
         return self.split(*call_args, **call_kwargs)
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[list[Any], list[Any]]:
-        """The arguments of every micro batch."""
+        """Return the arguments of every micro batch: the list of args, and the list of kwargs."""
         if not isinstance(args, (list, tuple)):
             raise ArgumentTypeError(
                 "Positional arguments come as one list or tuple.", expected="a list", got=describe(args)

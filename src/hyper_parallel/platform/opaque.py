@@ -1,6 +1,7 @@
-"""Things of a framework that the core hands on and never looks into. They are `object`, so that the type checker lets nobody look.
+"""Names for things of a framework that the core hands on and never looks into.
 
-Example: the planner takes a `Module` from the user and gives it to its backend; what a parameter of it is, only the backend knows.
+They are `object`, so that the type checker lets nobody look. Example: the planner takes a `Module` from the user and
+gives it to its backend; what a parameter of it is, only the backend knows.
 """
 
 from __future__ import annotations

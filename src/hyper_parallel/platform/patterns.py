@@ -1,4 +1,4 @@
-"""Names that a user gives as patterns: one rule for blocks of a plan and for keys of a `ShardPlan`."""
+"""Patterns by which a user names several things at once: blocks of a plan, keys of a `ShardPlan`. One rule for both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Iterable
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that fit. `*` stands for anything, dots included; `?` and `[...]` for one letter, as in Python's `fnmatch`; capitals count.
+    """Return the names that a pattern fits.
+
+    `*` stands for anything, dots included; `?` and `[...]` stand for one letter, as in Python's `fnmatch`. Capitals
+    count.
 
     Example:
         >>> matching("*.mlp", ["layers.0.mlp", "layers.0.mlp.up", "mlp"])

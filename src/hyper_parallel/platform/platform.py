@@ -11,8 +11,8 @@ from hyper_parallel.platform.selection import (
     platform_of,
 )
 
-# The platform of this process: None until `get_platform()` or its kin has chosen one. What is assigned here is what they give from then on;
-# None starts over.
+# The platform of this process: None until `get_platform()` or its kin has chosen one. They give what is assigned here
+# from then on; None starts over.
 platform: Platform | None = None
 
 __all__ = [

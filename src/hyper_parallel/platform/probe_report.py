@@ -19,7 +19,7 @@ DONE = "done"
 
 
 def run_stages(framework: str, stages: Sequence[Stage]) -> int:
-    """Run the stages in order, printing before each and at the end; 1 if one raised, which ends the probe."""
+    """Run the stages in order, printing before each and at the end. Returns 1 if one raised, which ends the probe."""
     facts: Facts = {"framework": framework, "error": None}
     for name, stage in stages:
         facts["stage"] = name
@@ -36,7 +36,7 @@ def run_stages(framework: str, stages: Sequence[Stage]) -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """`Type: first line of the message`, which is what fits into a table."""
+    """Write an error as `Type: first line of the message`, which is what fits into a table."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -2,11 +2,12 @@
 
 Two facts are kept, and only here:
 
-- the *chosen* platform: the instance that `get_platform()` returns. Choosing is free to change while nothing is bound. It is kept as the
-  global `platform` of the public module `hyper_parallel.platform.platform`, which users read and assign; None starts over.
+- the *chosen* platform: the instance that `get_platform()` returns. It may change while nothing is bound. It is kept as
+  the global `platform` of the public module `hyper_parallel.platform.platform`, which users read and assign; None
+  starts over.
 - the *binding*: set once something was built on one framework (a wrapped model, a tensor handed to a public call, the
-  import of `DFunction` or `DTensor`), with the call that did it. From then on asking for the other framework is an error,
-  never a mix.
+  import of `DFunction` or `DTensor`), with the call that did it. From then on asking for the other framework is an
+  error, never a mix.
 
 Invariant: _state.bound_since is None or _state.chosen is not None
 """
@@ -76,7 +77,9 @@ _lock = threading.RLock()
 
 
 def get_platform() -> Platform:
-    """The platform of this process: the one already chosen, else by `HYPER_PARALLEL_PLATFORM`, else MindSpore, else PyTorch.
+    """Return the platform of this process.
+
+    It is the one already chosen, else that of `HYPER_PARALLEL_PLATFORM`, else MindSpore, else PyTorch.
 
     Raises:
         ValueError: the variable has a value that names no framework.
@@ -104,16 +107,17 @@ def get_platform() -> Platform:
 
 
 def communicating_platform() -> Platform:
-    """The platform whose ranks are meant: that of `get_platform()`, unless nothing has bound the process yet and `torch.distributed` is up.
+    """Return the platform whose ranks are meant.
 
-    A program on PyTorch, started by torchrun where MindSpore is installed as well, must not be told that it is rank 0 of 1.
+    It is that of `get_platform()`, unless nothing has bound the process yet and `torch.distributed` is up: a program on
+    PyTorch, started by torchrun where MindSpore is installed as well, must not be told that it is rank 0 of 1.
     """
     with _lock:
         return _choose(PlatformType.PYTORCH) if _is_torchs_by_communication() else get_platform()
 
 
 def started_world_size() -> int | None:
-    """How many processes communicate; None while communication was not started. Chooses no framework."""
+    """Count the processes that communicate; None while communication was not started. Chooses no framework."""
     with _lock:
         if _state.chosen is None or _is_torchs_by_communication():
             distributed = _torchs_communication()
@@ -123,7 +127,7 @@ def started_world_size() -> int | None:
 
 
 def device_type_here() -> str | None:
-    """The accelerator that this process works on, or "cpu"; None while no framework is there to ask. Chooses none."""
+    """Name the accelerator that this process works on, or "cpu"; None while no framework can be asked. Chooses none."""
     with _lock:
         is_torchs = _is_torchs_by_communication()
         if _state.chosen is not None and not is_torchs:
@@ -135,33 +139,36 @@ def device_type_here() -> str | None:
 
 
 def _is_torchs_by_communication() -> bool:
-    """Whether nothing but `torch.distributed`, which is up, says which framework is meant, MindSpore imported or not."""
+    """Say whether only `torch.distributed`, which is up, tells which framework is meant.
+
+    MindSpore may have been imported or not.
+    """
     is_open = _state.bound_since is None and _type_from_environment() is not PlatformType.MINDSPORE
     return is_open and _torchs_communication() is not None
 
 
 def _torchs_communication() -> Any:
-    """`torch.distributed` if it is up, else None."""
+    """Return `torch.distributed` if it is up, else None."""
     distributed = sys.modules.get("torch.distributed")
     is_up = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return distributed if is_up else None
 
 
 def get_torch_platform() -> Platform:
-    """PyTorch's platform, chosen from now on. An error once something is bound to MindSpore."""
+    """Choose PyTorch's platform from now on, and return it. An error once something is bound to MindSpore."""
     return _choose(PlatformType.PYTORCH)
 
 
 def get_mindspore_platform() -> Platform:
-    """MindSpore's platform, chosen from now on. An error once something is bound to PyTorch."""
+    """Choose MindSpore's platform from now on, and return it. An error once something is bound to PyTorch."""
     return _choose(PlatformType.MINDSPORE)
 
 
 def platform_of(thing: object, *, call: str = "platform_of") -> Platform:
-    """The platform of a module or tensor, to which the process is bound from now on.
+    """Return the platform of a module or tensor, to which the process is bound from now on.
 
-    The framework is read from the object's class: the other framework is not imported. `call` is what the user called; it
-    is named if something of the other framework comes later.
+    The framework is read from the object's class: the other framework is not imported. `call` is what the user called;
+    it is named if something of the other framework comes later.
 
     Example:
         >>> import torch
@@ -192,7 +199,7 @@ def bind(since: str) -> Platform:
 
 
 def chosen_type() -> PlatformType | None:
-    """The framework that this process works on; None as long as nobody has chosen."""
+    """Return the framework that this process works on; None as long as nobody has chosen."""
     chosen = _state.chosen
     return None if chosen is None else chosen.platform_type
 
@@ -207,7 +214,9 @@ B = TypeVar("B", bound=Backend)
 
 
 def backend(platform: Platform, kind: type[B], call: str) -> B:
-    """The framework's object of this kind; its module is imported when it is first asked for. `call` is what the user called.
+    """Return the framework's object of this kind; its module is imported when it is first asked for.
+
+    `call` is what the user called; the error names it.
 
     Example: `backend(platform_of(model), PlannerBackend, "plan_memory").free_bytes(device)`.
 
@@ -221,7 +230,8 @@ def backend(platform: Platform, kind: type[B], call: str) -> B:
         if error.name is None or not module.startswith(error.name):
             raise
         raise ComesLaterError(
-            f"`{call}` comes with the {kind.folder} on {platform.platform_type.display_name}, which this version does not have.",
+            f"`{call}` comes with the {kind.folder} on {platform.platform_type.display_name}, "
+            "which this version does not have.",
             do="Use PyTorch, or upgrade hyper_parallel once the CHANGELOG lists it.",
         ) from error
 
@@ -237,7 +247,8 @@ def _choose(platform_type: PlatformType, asked_by: str | None = None) -> Platfor
                 expected=f"{chosen.platform_type.display_name}, bound since `{_state.bound_since}`",
                 got=platform_type.display_name,
                 where=asked_by,
-                do="Use the other framework in a process of its own, or set HYPER_PARALLEL_PLATFORM before the first call.",
+                do="Use the other framework in a process of its own, "
+                "or set HYPER_PARALLEL_PLATFORM before the first call.",
             )
         module_name, class_name = _CLASSES[platform_type]
         try:
@@ -272,7 +283,7 @@ def _type_from_environment() -> PlatformType | None:
 
 
 def framework_of(thing: object) -> PlatformType | None:
-    """The framework that an object's class comes from; None for anything else. Imports and binds nothing."""
+    """Read from its class which framework an object is of; None for anything else. Imports and binds nothing."""
     for cls in type(thing).__mro__:
         root = cls.__module__.partition(".")[0]
         if root == "torch":
@@ -283,7 +294,7 @@ def framework_of(thing: object) -> PlatformType | None:
 
 
 def _forget() -> None:
-    """For tests: as if nothing had been chosen or bound."""
+    """Start over, for tests: as if nothing had been chosen or bound."""
     with _lock:
         _state.chosen = None
         _state.bound_since = None

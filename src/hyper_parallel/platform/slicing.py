@@ -1,4 +1,4 @@
-"""Which elements a chunk or a strided slice holds. Pure numbers, shared by both backends."""
+"""Which elements of a dim a chunk or a strided slice holds. Pure numbers, shared by both backends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, descri
 from hyper_parallel._base.whole_numbers import as_int
 
 
-class Span(NamedTuple):
-    """`[start:stop:step]` with a positive step, read backwards if `is_reversed`."""
+class SliceRange(NamedTuple):
+    """What a slice takes of one dim: `[start:stop:step]` with a positive step, read backwards if `is_reversed`."""
 
     start: int
     stop: int
@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
 
 def check_dim(dim: int, num_dims: int) -> int:
-    """`dim` as a number from 0; negative ones count from the end."""
+    """Return `dim` as a number from 0; negative ones count from the end."""
     found = as_int(dim)
     if found is None or not -num_dims <= found < num_dims:
         raise ArgumentError(
@@ -29,7 +29,7 @@ def check_dim(dim: int, num_dims: int) -> int:
 
 
 def chunk_bounds(length: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """First and last-plus-one element of a chunk; all but the last are ceil(length / num_chunks) long."""
+    """Return the first and last-plus-one element of a chunk; all but the last are ceil(length / num_chunks) long."""
     parts, place = as_int(num_chunks), as_int(index)
     if parts is None or parts < 1:
         raise ArgumentError(
@@ -41,10 +41,10 @@ def chunk_bounds(length: int, num_chunks: int, index: int) -> tuple[int, int]:
     return min(place * size, length), min((place + 1) * size, length)
 
 
-def slice_spans(
+def slice_ranges(
     shape: Sequence[int], begin: Sequence[int | None], end: Sequence[int | None], stride: Sequence[int | None]
-) -> list[Span]:
-    """The span of each leading dim, with Python's meaning of negative and absent numbers."""
+) -> list[SliceRange]:
+    """Work out the range of each leading dim, with Python's meaning of negative and absent numbers."""
     listed = [_whole_or_none(name, numbers) for name, numbers in (("begin", begin), ("end", end), ("stride", stride))]
     begins, ends, strides = listed
     if not len(begins) == len(ends) == len(strides):
@@ -59,7 +59,7 @@ def slice_spans(
         )
     if 0 in strides:
         raise ArgumentError("A stride of zero goes nowhere.", expected="a number other than 0", got=describe(strides))
-    return [_span(slice(b, e, s).indices(n)) for n, b, e, s in zip(shape, begins, ends, strides, strict=False)]
+    return [_range_of(slice(b, e, s).indices(n)) for n, b, e, s in zip(shape, begins, ends, strides, strict=False)]
 
 
 def _whole_or_none(name: str, numbers: object) -> list[int | None]:
@@ -77,11 +77,11 @@ def _whole_or_none(name: str, numbers: object) -> list[int | None]:
     return found
 
 
-def _span(indices: tuple[int, int, int]) -> Span:
+def _range_of(indices: tuple[int, int, int]) -> SliceRange:
     start, stop, step = indices
     picked = range(start, stop, step)
     if len(picked) == 0:
-        return Span(0, 0, 1, is_reversed=False)
+        return SliceRange(0, 0, 1, is_reversed=False)
     if step > 0:
-        return Span(start, picked[-1] + 1, step, is_reversed=False)
-    return Span(picked[-1], start + 1, -step, is_reversed=True)
+        return SliceRange(start, picked[-1] + 1, step, is_reversed=False)
+    return SliceRange(picked[-1], start + 1, -step, is_reversed=True)

@@ -178,7 +178,10 @@ def _check_text(text: object, role: str) -> None:
 
 
 def _header(specs: list[TensorSpec], metadata: dict[str, str], sums: str) -> bytes:
-    """The length and the header, with zeros for its own checksum; of one size for any `sums` of these tensors."""
+    """Make the length and the header, with zeros for the header's own checksum.
+
+    It has one size for any `sums` of these tensors.
+    """
     seal = {_SEAL: "1 crc32 00000000", f"{_SEAL}.tensors": sums}
     fields: dict[str, Any] = {"__metadata__": {**seal, **metadata, f"{_SEAL}.end": f"{_SEAL} {_SEAL}"}}
     start = 0
@@ -252,7 +255,7 @@ class TensorFile:
         }
 
     def read(self, name: str) -> memoryview:
-        """The content of one tensor, checked if the file is sealed: a read-only view of the file, not a copy.
+        """Return the content of one tensor, checked if the file is sealed: a read-only view of the file, not a copy.
 
         Raises:
             DamagedFileError: the content is not what was written.
@@ -268,7 +271,7 @@ class TensorFile:
         return view
 
     def read_all(self) -> list[TensorRecord]:
-        """All tensors in the order of the file, each checked before any is handed out."""
+        """Return all tensors in the order of the file, each checked before any is handed out."""
         return [TensorRecord(*spec, self.read(spec.name)) for spec in self.specs]
 
     def close(self) -> None:
@@ -329,7 +332,7 @@ def _map(path: str) -> mmap.mmap:
 
 
 def _check_seal(path: str, header: bytes) -> bool:
-    """Whether there is a seal; raises when there is one and it is not right."""
+    """Say whether there is a seal; raise when there is one and it is not right."""
     if not any(trace in header for trace in _TRACES):
         return False
     # Compared as text: as numbers, a damaged "0A" would equal "0a".
@@ -340,7 +343,10 @@ def _check_seal(path: str, header: bytes) -> bool:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Two readers may choose differently between two values of one name, so there must be one."""
+    """Make a dict of pairs, each name once.
+
+    Two readers may choose differently between two values of one name, so there must be one.
+    """
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a name that stands twice in the header")
@@ -348,7 +354,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _places(fields: dict[str, Any], data_start: int, end: int) -> dict[TensorSpec, slice]:
-    """Where in the file each tensor lies, in this order; together they fill it from `data_start` to `end`."""
+    """Find where in the file each tensor lies, in the file's order.
+
+    Together they must fill it from `data_start` to `end`.
+    """
     if not all(isinstance(field, dict) for field in fields.values()):  # the stock library also takes lists
         raise ValueError("a tensor that is not described by a JSON object")
     places = {}

@@ -1,4 +1,4 @@
-"""Containers of values, walked without knowing a framework: dict, list, tuple, namedtuple, dataclass, set and their kin.
+"""Containers of values, walked without knowing a framework: mappings, lists, (named) tuples, dataclasses, sets.
 
 The type of every container is kept. The input is never changed: each container on the way is rebuilt.
 """
@@ -16,14 +16,14 @@ Leaf = Callable[[Any], Any]
 
 
 def map_leaves(fn: Leaf, tree: object) -> Any:
-    """`tree` with `fn` applied to everything in it that is not a container."""
+    """Apply `fn` to everything in `tree` that is not a container, and return the tree of the results."""
     if not callable(fn):
         raise ArgumentTypeError("The function to apply comes first.", expected="a callable", got=describe(fn))
     return _map(fn, tree)
 
 
 def leaves(tree: object) -> Iterator[Any]:
-    """Everything in `tree` that is not a container, in order."""
+    """Give everything in `tree` that is not a container, in order."""
     children = _children(tree)
     if children is None:
         yield tree

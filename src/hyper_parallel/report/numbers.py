@@ -46,8 +46,8 @@ class Block(NamedTuple):
     modules: list[Row]
 
 
-class Bar(NamedTuple):
-    """Something that takes time: copies of one block that follow each other, or a wait."""
+class Stretch(NamedTuple):
+    """A time in which the link copies for one block, or compute waits: copies that follow each other are one."""
 
     block: str
     start_ms: float
@@ -80,22 +80,22 @@ class Step:
 class Copies:
     """Both directions of the link, and when compute stood still for one."""
 
-    out: list[Bar]
-    back: list[Bar]
-    waits: list[Bar]
+    out: list[Stretch]
+    back: list[Stretch]
+    waits: list[Stretch]
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "out_bytes": sum(bar.num_bytes for bar in self.out),
-            "back_bytes": sum(bar.num_bytes for bar in self.back),
-            "wait_ms": sum(bar.end_ms - bar.start_ms for bar in self.waits),
-            **{name: [bar._asdict() for bar in getattr(self, name)] for name in ("out", "back", "waits")},
+            "out_bytes": sum(stretch.num_bytes for stretch in self.out),
+            "back_bytes": sum(stretch.num_bytes for stretch in self.back),
+            "wait_ms": sum(stretch.end_ms - stretch.start_ms for stretch in self.waits),
+            **{name: [stretch._asdict() for stretch in getattr(self, name)] for name in ("out", "back", "waits")},
         }
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """See the head of the file. `curve` is empty where it could not be computed; `why` says so."""
+    """All that one page shows, see the head of the file. Where `curve` is empty, `why_no_curve` says why."""
 
     plan: MemoryPlan
     before: Step
@@ -131,7 +131,7 @@ class Numbers:
 
 
 def numbers_of(plan: MemoryPlan, *, curve_seconds: float = CURVE_SECONDS) -> Numbers:
-    """`curve_seconds`: how long solving for other budgets may take."""
+    """Compute all that the page of a plan shows. Solving for other budgets may take `curve_seconds`."""
     before = plain_step(plan.profile)
     after = timeline_under(plan.profile, plan.decision, plan.setting)
     curve: list[CurvePoint] = []
@@ -156,7 +156,7 @@ def _copies(timeline: Timeline) -> Copies:
     out, back = (
         _joined(
             (
-                Bar(timeline.paths[copy.region], copy.start_ms, copy.end_ms, copy.num_bytes)
+                Stretch(timeline.paths[copy.region], copy.start_ms, copy.end_ms, copy.num_bytes)
                 for copy in timeline.copies
                 if copy.direction == direction
             ),
@@ -165,32 +165,34 @@ def _copies(timeline: Timeline) -> Copies:
         for direction in ("offload", "load")
     )
     waits = [
-        Bar(timeline.paths[stall.region] if stall.region >= 0 else "", stall.start_ms, stall.start_ms + stall.ms, 0)
+        Stretch(timeline.paths[stall.region] if stall.region >= 0 else "", stall.start_ms, stall.start_ms + stall.ms, 0)
         for stall in timeline.stalls
     ]
     return Copies(out, back, waits)
 
 
-def _joined(bars: Iterable[Bar], close_ms: float) -> list[Bar]:
-    joined: list[Bar] = []
-    for bar in bars:
-        if joined and joined[-1].block == bar.block and bar.start_ms - joined[-1].end_ms <= close_ms:
+def _joined(stretches: Iterable[Stretch], close_ms: float) -> list[Stretch]:
+    joined: list[Stretch] = []
+    for stretch in stretches:
+        if joined and joined[-1].block == stretch.block and stretch.start_ms - joined[-1].end_ms <= close_ms:
             last = joined[-1]
-            joined[-1] = last._replace(end_ms=bar.end_ms, num_bytes=last.num_bytes + bar.num_bytes)
+            joined[-1] = last._replace(end_ms=stretch.end_ms, num_bytes=last.num_bytes + stretch.num_bytes)
         else:
-            joined.append(bar)
+            joined.append(stretch)
     return joined
 
 
 def _of_block(region: Region, decision: RegionDecision) -> Row:
-    saved, swapped, recomputed = (each(region, decision) for each in (kept_bytes, swapped_bytes, recomputed_bytes))
+    saved, swapped, recomputed = (
+        num_bytes(region, decision) for num_bytes in (kept_bytes, swapped_bytes, recomputed_bytes)
+    )
     name = region.path if region.call == 0 else f"{region.path}, call {region.call + 1}"
     choice = "plain" if decision.is_plain else "managed"
     return Row(name, choice, saved, swapped, recomputed, recompute_ms(region, decision))
 
 
 def _of_modules(region: Region, decision: RegionDecision) -> list[Row]:
-    """By module of the block, in the order of their first op; what the block was given comes first."""
+    """Make one row per module of the block, in the order of their first op; what the block was given comes first."""
     rows: dict[str, Row] = {}
 
     def add(name: str, choice: Choice | None, num_bytes: int, residual_bytes: int, ms: float) -> None:
@@ -204,8 +206,8 @@ def _of_modules(region: Region, decision: RegionDecision) -> list[Row]:
             row = row._replace(recomputed_bytes=row.recomputed_bytes + residual_bytes, recompute_ms=more_ms)
         rows[name] = row
 
-    for each, choice in zip(region.inputs, decision.inputs, strict=True):
-        value = each.value
+    for given, choice in zip(region.inputs, decision.inputs, strict=True):
+        value = given.value
         if decision.is_plain:
             choice = SAVE if value.is_residual else None
         add("(input)", choice, value.num_bytes, value.num_bytes, 0.0)

@@ -17,7 +17,8 @@
     if (scope) made.scope = scope;
     made.textContent = text;
   };
-  // Memory is as it was at the last moment before, until the next; of those that one step of the slider covers, the highest.
+  // Memory is as it was at the last moment before, until the next. One step of the slider covers several moments: the
+  // highest of them counts.
   const indexAt = (moments, ms) => {
     const sum = (at) => Object.values(moments.by_choice).reduce((total, bytes) => total + bytes[at], 0);
     let at = 0;

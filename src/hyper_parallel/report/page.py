@@ -1,6 +1,7 @@
-"""The page of a plan: one self-contained file that needs no network. What it shows is in `numbers`; how it looks in `page.css`.
+"""The page of a plan: one self-contained file that needs no network.
 
-A script of a few lines moves a line through the pictures and shows the numbers there; without it the page has everything but that.
+What it shows is in `numbers`; how it looks is in `page.css`. A script of a few lines moves a line through the pictures
+and shows the numbers there; without it the page has everything but that.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from hyper_parallel.core.planner.plan.table import (
     unlike_predicted,
 )
 from hyper_parallel.core.swap.sizes import format_size
-from hyper_parallel.report.numbers import CURVE_SECONDS, Bar, Block, Numbers, Row, Step, numbers_of
-from hyper_parallel.report.picture import Axis, Mark, Span, curve, frame, lane, stacked
+from hyper_parallel.report.numbers import CURVE_SECONDS, Block, Numbers, Row, Step, Stretch, numbers_of
+from hyper_parallel.report.picture import Axis, Bar, Mark, curve, frame, lane, stacked
 
 if TYPE_CHECKING:
     from hyper_parallel.core.planner.plan.plan import MemoryPlan
 
-_NUM_SPANS = 16  # rows of the table beside the pictures of memory
+_NUM_PARTS = 16  # rows of the table beside the pictures of memory
 
 
 def write_report(
@@ -70,21 +71,22 @@ def _json(numbers: Numbers) -> str:
     return json.dumps(numbers.as_dict()).replace("<", "\\u003c")
 
 
-# -- words ------------------------------------------------------------------------------------------------------------------------
+# -- words -------------------------------------------------------------------------------------------------------------
 
 
 def _summary(plan: MemoryPlan) -> str:
     profile = plan.profile
     if plan.is_empty:
         return (
-            f"The plain step fits into {format_size(plan.budget_bytes)}: its peak is {format_size(profile.peak_bytes)}. "
-            "Nothing is changed."
+            f"The plain step fits into {format_size(plan.budget_bytes)}: "
+            f"its peak is {format_size(profile.peak_bytes)}. Nothing is changed."
         )
     to_plain = plan.measured_to_plain
     times, how = (plan.predicted_to_plain, "predicted") if to_plain is None else (to_plain, "measured")
     return (
         f"A plain step needs {format_size(profile.peak_bytes)}. With this plan it needs {format_size(plan.peak_bytes)} "
-        f"({_how(plan)}), within the {format_size(plan.budget_bytes)} that were allowed; the step takes {times:.2f} times as long ({how})."
+        f"({_how(plan)}), within the {format_size(plan.budget_bytes)} that were allowed; "
+        f"the step takes {times:.2f} times as long ({how})."
     )
 
 
@@ -143,7 +145,7 @@ def _cards(numbers: Numbers, notes: list[tuple[str, str]]) -> str:
     return f'<dl class="cards">{items}</dl>{lines}'
 
 
-# -- memory over one step -----------------------------------------------------------------------------------------------------------
+# -- memory over one step ----------------------------------------------------------------------------------------------
 
 
 def _memory(numbers: Numbers) -> str:
@@ -161,7 +163,9 @@ def _memory(numbers: Numbers) -> str:
     budget = "" if plan.is_empty else f'<span><i class="budget-key"></i>budget, {format_size(plan.budget_bytes)}</span>'
     legends = "".join(
         f'<p class="legend {css}">'
-        + "".join(f'<span><i class="{layer.css}"></i>{escape(layer.name)}</span>' for layer in layers if any(layer.num_bytes))
+        + "".join(
+            f'<span><i class="{layer.css}"></i>{escape(layer.name)}</span>' for layer in layers if any(layer.num_bytes)
+        )
         + budget + "</p>"
         for css, layers in (("by-choice", after.stacks.by_choice), ("by-block", after.stacks.by_block))
     )  # fmt: skip
@@ -175,7 +179,7 @@ def _memory(numbers: Numbers) -> str:
 
 
 def _peaks_words(numbers: Numbers) -> str:
-    """Where a peak has more than one number, what each of them is."""
+    """Say what each of several numbers of one peak is."""
     plan, profile = numbers.plan, numbers.plan.profile
     words = ["Drawn from the profile, moment by moment."]
     if numbers.before.peak_bytes != profile.peak_bytes:
@@ -186,7 +190,8 @@ def _peaks_words(numbers: Numbers) -> str:
     peak, drawn = format_size(plan.peak_bytes), format_size(numbers.after.peak_bytes)
     if drawn != peak:
         words.append(
-            f"The picture shows {drawn} of the {peak} that were {_how(plan)} with the plan: small things, such as states of random generators, are left out."
+            f"The picture shows {drawn} of the {peak} that were {_how(plan)} with the plan: "
+            "small things, such as states of random generators, are left out."
         )
     predicted = format_size(plan.predicted.peak_bytes)
     if plan.has_swaps and predicted not in (peak, drawn):
@@ -215,7 +220,8 @@ def _figure(name: str, title: str, step: Step, x: Axis, y: Axis, line: float | N
     plot = frame(label, drawings, x, y, marks=[Mark(step.peak_ms, step.peak_bytes, "peak")])
     return (
         f'<figure data-step="{name}"><figcaption><b>{title}</b> '
-        f"<small>forward until {step.forward_ms:.1f} ms, backward from {turn:.1f} ms</small></figcaption>{plot}</figure>"
+        f"<small>forward until {step.forward_ms:.1f} ms, backward from {turn:.1f} ms</small></figcaption>"
+        f"{plot}</figure>"
     )
 
 
@@ -229,8 +235,8 @@ def _slider() -> str:
 
 def _moments_table(steps: Sequence[tuple[str, str, Step]], end_ms: float) -> str:
     rows = []
-    for index in range(_NUM_SPANS):
-        low, high = end_ms * index / _NUM_SPANS, end_ms * (index + 1) / _NUM_SPANS
+    for index in range(_NUM_PARTS):
+        low, high = end_ms * index / _NUM_PARTS, end_ms * (index + 1) / _NUM_PARTS
         rows.append([f"{low:.1f} to {high:.1f} ms", *(_highest_within(step, low, high) for _, _, step in steps)])
     table = _table("Highest point in each part of the step", ["time", *(title for _, title, _ in steps)], rows)
     return f"<details><summary>The same as a table</summary>{table}</details>"
@@ -245,7 +251,7 @@ def _highest_within(step: Step, low_ms: float, high_ms: float) -> str:
     return format_size(max(inside + before, default=totals[0]))
 
 
-# -- copies -------------------------------------------------------------------------------------------------------------------------
+# -- copies ------------------------------------------------------------------------------------------------------------
 
 
 def _copies(numbers: Numbers) -> str:
@@ -253,18 +259,24 @@ def _copies(numbers: Numbers) -> str:
     if not copies.out and not copies.back:
         return ""
     x = Axis(0.0, max(numbers.before.step_ms, numbers.after.step_ms), 1.0, "ms")
-    lanes = (("out", "out", copies.out, "window"), ("back", "back", copies.back, "prefetched"), ("waits", "waits", copies.waits, "stall"))  # fmt: skip
+    lanes = (
+        ("out", "out", copies.out, "window"),
+        ("back", "back", copies.back, "prefetched"),
+        ("waits", "waits", copies.waits, "stall"),
+    )
     drawn = []
-    for name, words, bars, css in lanes:
-        busy_ms = sum(bar.end_ms - bar.start_ms for bar in bars)
+    for name, words, stretches, css in lanes:
+        busy_ms = sum(stretch.end_ms - stretch.start_ms for stretch in stretches)
         label = f"copies {words}: busy for {busy_ms:.1f} ms of {numbers.after.step_ms:.1f} ms"
-        plot = frame(label, lane([_span(bar, css) for bar in bars], x), x, None, css=f"lane lane-{name}")
+        plot = frame(label, lane([_bar(stretch, css) for stretch in stretches], x), x, None, css=f"lane lane-{name}")
         drawn.append(f'<div class="lane-row"><span class="lane-name">{escape(words)}</span>{plot}</div>')
     sums = copies.as_dict()
     where = "the host" if numbers.plan.host.tier == "host" else "files"
     text = (
-        f"{format_size(sums['out_bytes'])} go to {where} in forward and {format_size(sums['back_bytes'])} come back for backward. "
-        f"Predicted is that compute waits {sums['wait_ms']:.1f} ms for them, {sums['wait_ms'] / numbers.after.step_ms:.1%} of the step."
+        f"{format_size(sums['out_bytes'])} go to {where} in forward and "
+        f"{format_size(sums['back_bytes'])} come back for backward. "
+        f"Predicted is that compute waits {sums['wait_ms']:.1f} ms for them, "
+        f"{sums['wait_ms'] / numbers.after.step_ms:.1%} of the step."
     )
     return (
         '<section aria-labelledby="h-copies"><h2 id="h-copies">Copies out and back</h2>'
@@ -272,39 +284,46 @@ def _copies(numbers: Numbers) -> str:
     )
 
 
-def _span(bar: Bar, css: str) -> Span:
-    size = f", {format_size(bar.num_bytes)}" if bar.num_bytes else ""
-    return Span(bar.start_ms, bar.end_ms, css, f"{bar.block}{size}, {bar.start_ms:.1f} to {bar.end_ms:.1f} ms")
+def _bar(stretch: Stretch, css: str) -> Bar:
+    size = f", {format_size(stretch.num_bytes)}" if stretch.num_bytes else ""
+    return Bar(
+        stretch.start_ms,
+        stretch.end_ms,
+        css,
+        f"{stretch.block}{size}, {stretch.start_ms:.1f} to {stretch.end_ms:.1f} ms",
+    )
 
 
 def _copies_table(numbers: Numbers) -> str:
     copies = numbers.copies
     rows = []
-    for block in dict.fromkeys(bar.block for bar in (*copies.out, *copies.back, *copies.waits)):
+    for block in dict.fromkeys(stretch.block for stretch in (*copies.out, *copies.back, *copies.waits)):
         out, back, waits = (
-            [bar for bar in bars if bar.block == block] for bars in (copies.out, copies.back, copies.waits)
+            [stretch for stretch in stretches if stretch.block == block]
+            for stretches in (copies.out, copies.back, copies.waits)
         )
-        cells = [_sum_of(out), _sum_of(back), f"{sum(bar.end_ms - bar.start_ms for bar in waits):.2f}"]
+        cells = [_sum_of(out), _sum_of(back), f"{sum(stretch.end_ms - stretch.start_ms for stretch in waits):.2f}"]
         rows.append([block or "between blocks", *cells])
     head = ["block", "out", "back", "waits ms"]
     return f"<details><summary>The same as a table</summary>{_table('Copies by block', head, rows)}</details>"
 
 
-def _sum_of(bars: Sequence[Bar]) -> str:
-    if not bars:
+def _sum_of(stretches: Sequence[Stretch]) -> str:
+    if not stretches:
         return "–"  # noqa: RUF001 - nothing, in a table
-    busy_ms = sum(bar.end_ms - bar.start_ms for bar in bars)
-    return f"{format_size(sum(bar.num_bytes for bar in bars))} in {busy_ms:.2f} ms"
+    busy_ms = sum(stretch.end_ms - stretch.start_ms for stretch in stretches)
+    return f"{format_size(sum(stretch.num_bytes for stretch in stretches))} in {busy_ms:.2f} ms"
 
 
-# -- other budgets ------------------------------------------------------------------------------------------------------------------
+# -- other budgets -----------------------------------------------------------------------------------------------------
 
 
 def _curve(numbers: Numbers) -> str:
     head = '<section aria-labelledby="h-curve"><h2 id="h-curve">Step time under other budgets</h2>'
     plan, points = numbers.plan, numbers.curve
     if not points:
-        return f"{head}<p>There is no curve: {escape(numbers.why_no_curve or 'no other budget was solved in time')}</p></section>"
+        why = numbers.why_no_curve or "no other budget was solved in time"
+        return f"{head}<p>There is no curve: {escape(why)}</p></section>"
     plain_ms, measured = plan.profile.step_ms, plan.measured_to_plain
     pairs = [(float(point.budget_bytes), point.step_ms / plain_ms) for point in points]
     mine = (float(min(plan.budget_bytes, plan.profile.peak_bytes)), plan.predicted_to_plain)
@@ -329,7 +348,8 @@ def _curve(numbers: Numbers) -> str:
         f"{points[-1].step_ms / plain_ms:.3f}; {'; '.join(words for _, words in legend)}."
     )
     text = (
-        f"Predicted, as a multiple of the plain step. The smallest budget that can be met is about {format_size(smallest.budget_bytes)}; "
+        "Predicted, as a multiple of the plain step. "
+        f"The smallest budget that can be met is about {format_size(smallest.budget_bytes)}; "
         f"from {format_size(plan.profile.peak_bytes)} on nothing has to be changed."
     )
     plot = frame(label, curve(pairs, x, y), x, y, marks=marks, css="curve-plot")
@@ -343,7 +363,8 @@ def _curve(numbers: Numbers) -> str:
         ]
         for point in points
     ]
-    rows.append([f"{format_size(plan.budget_bytes)} (this plan)", format_size(plan.predicted.peak_bytes), f"{plan.predicted.step_ms:.1f}", f"{mine[1]:.3f}"])  # fmt: skip
+    this_plan, predicted = f"{format_size(plan.budget_bytes)} (this plan)", plan.predicted
+    rows.append([this_plan, format_size(predicted.peak_bytes), f"{predicted.step_ms:.1f}", f"{mine[1]:.3f}"])
     table = _table("Predicted step time by budget", ["budget", "peak", "step ms", "to plain"], rows)
     return (
         f'{head}<p>{escape(text)}</p><p class="legend">{keys}</p><figure>{plot}</figure>'
@@ -351,7 +372,7 @@ def _curve(numbers: Numbers) -> str:
     )
 
 
-# -- tables -------------------------------------------------------------------------------------------------------------------------
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 _HEAD = ["saved", "swapped", "recomputed", "recompute ms"]
 
@@ -371,7 +392,7 @@ def _blocks(blocks: Sequence[Block]) -> str:
 
 
 def _folded(blocks: Sequence[Block]) -> list[tuple[str, Block]]:
-    """Neighbours with the same numbers, module by module, as one."""
+    """Join neighbours with the same numbers, module by module, into one."""
     found: list[tuple[str, str, Block]] = []
     for block in blocks:
         if found and _alike(found[-1][2], block):
@@ -399,8 +420,8 @@ def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     )
     # It can be scrolled with the keyboard where it is wider than the screen.
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table><caption>{escape(caption)}'
-        f"</caption><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
+        f"<caption>{escape(caption)}</caption><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>"
     )
 
 
@@ -421,8 +442,9 @@ def _facts(numbers: Numbers) -> str:
     rows += [["how good it is", text] for text in gap_words(plan)]
     table = _table("What the plan was made for", ["", ""], [row for row in rows if row[1]])
     return (
-        f'<section aria-labelledby="h-facts"><h2 id="h-facts">Made for</h2><div class="facts">{table}</div><p class="small">Pictures and curve are '
-        "predicted from one profiled step; peaks and times that were measured are named so.</p></section>"
+        f'<section aria-labelledby="h-facts"><h2 id="h-facts">Made for</h2><div class="facts">{table}</div>'
+        '<p class="small">Pictures and curve are predicted from one profiled step; '
+        "peaks and times that were measured are named so.</p></section>"
     )
 
 

@@ -1,6 +1,7 @@
-"""Plots as HTML around SVG. The SVG is stretched to the width of the page; words and numbers beside it are text of the page, and keep their size.
+"""Plots as HTML around SVG: pure text, no library.
 
-Pure text, no library. What a plot shows is said by its label and by a table beside it, see `page`.
+The SVG is stretched to the width of the page; words and numbers beside it are text of the page, and keep their size.
+What a plot shows is said by its label and by a table beside it, see `page`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ WIDTH, HEIGHT = 1000.0, 240.0  # units of every drawing
 
 
 class Axis(NamedTuple):
-    """From a value to a place along an edge, as a part of it. `unit`: what one of the numbers at the ticks stands for."""
+    """The place of a value along an edge, as a part of its length. `unit`: what one of the numbers at the ticks stands
+    for.
+    """
 
     low: float
     high: float
@@ -27,7 +30,7 @@ class Axis(NamedTuple):
         return (value - self.low) / (self.high - self.low) if self.high > self.low else 0.0
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Place and text of round numbers: at most seven."""
+        """Choose round numbers, at most seven, and return the place and the text of each."""
         low, high = self.low / self.unit, self.high / self.unit
         if high <= low:
             return [(0.0, f"{low:g} {self.unit_name}".strip())]
@@ -48,8 +51,8 @@ class Mark(NamedTuple):
     css: str = ""
 
 
-class Span(NamedTuple):
-    """A bar in a lane."""
+class Bar(NamedTuple):
+    """What is drawn in a lane, from `start` to `end` on its axis; `words` are shown when the mouse is on it."""
 
     start: float
     end: float
@@ -58,7 +61,10 @@ class Span(NamedTuple):
 
 
 def frame(label: str, drawing: str, x: Axis, y: Axis | None, *, marks: Sequence[Mark] = (), css: str = "") -> str:
-    """A plot: drawing, ticks at its edges, points with words. `label` is what a reader who does not see it is told."""
+    """Put a drawing, ticks at its edges and points with words together into a plot.
+
+    `label` is what a reader who does not see it is told.
+    """
     across = _ticks("x", x.ticks())
     upward = "" if y is None else _ticks("y", y.ticks())
     points = "".join(_mark(mark, x, y) for mark in marks) if y is not None else ""
@@ -69,8 +75,20 @@ def frame(label: str, drawing: str, x: Axis, y: Axis | None, *, marks: Sequence[
     )
 
 
-def stacked(times_ms: Sequence[float], layers: Sequence[Layer], x: Axis, y: Axis, *, css: str, line: float | None, ends: Sequence[float]) -> str:  # fmt: skip
-    """Areas on top of each other, as steps; `line`: a value to draw across, the budget; `ends`: of the phases of the step."""
+def stacked(
+    times_ms: Sequence[float],
+    layers: Sequence[Layer],
+    x: Axis,
+    y: Axis,
+    *,
+    css: str,
+    line: float | None,
+    ends: Sequence[float],
+) -> str:
+    """Draw areas on top of each other, as steps.
+
+    `line` is a value to draw across, such as the budget; `ends` are the moments at which the phases of the step end.
+    """
     parts = [_svg(css), _grid(y)]
     ceilings: list[list[float]] = []
     total = [0.0] * len(times_ms)
@@ -90,21 +108,21 @@ def stacked(times_ms: Sequence[float], layers: Sequence[Layer], x: Axis, y: Axis
 
 
 def curve(points: Sequence[tuple[float, float]], x: Axis, y: Axis) -> str:
-    """A line through points, with the ground below it filled."""
+    """Draw a line through points, with the ground below it filled."""
     places = [f"{x.part(a) * WIDTH:.1f},{(1 - y.part(b)) * HEIGHT:.1f}" for a, b in points]
     drawn = f'<polyline class="curve" points="{" ".join(places)}"/>' if len(places) > 1 else ""
     return f"{_svg('')}{_grid(y)}{drawn}</svg>"
 
 
-def lane(spans: Sequence[Span], x: Axis) -> str:
-    """What is at work when."""
+def lane(bars: Sequence[Bar], x: Axis) -> str:
+    """Draw when something is at work: one bar for each stretch of time."""
     parts = [_svg("")]
-    for span in spans:
-        begin, end = (min(max(x.part(each), 0.0), 1.0) * WIDTH for each in (span.start, span.end))
+    for bar in bars:
+        begin, end = (min(max(x.part(value), 0.0), 1.0) * WIDTH for value in (bar.start, bar.end))
         width = max(end - begin, 0.8)
         parts.append(
-            f'<rect class="{span.css}" x="{begin:.1f}" y="0" width="{width:.1f}" height="{HEIGHT:g}">'
-            f"<title>{escape(span.words)}</title></rect>"
+            f'<rect class="{bar.css}" x="{begin:.1f}" y="0" width="{width:.1f}" height="{HEIGHT:g}">'
+            f"<title>{escape(bar.words)}</title></rect>"
         )
     return "".join([*parts, "</svg>"])
 
@@ -125,7 +143,7 @@ def _line(css: str, x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 def _steps(times_ms: Sequence[float], values: Sequence[float], x: Axis, y: Axis) -> str:
-    """A step function up to the right edge of its last moment; places that cannot be seen apart are one."""
+    """Draw a step function up to the right edge of its last moment; places that cannot be seen apart are one."""
     parts: list[str] = []
     before_x = before_y = ""
     for ms, value in zip(times_ms, values, strict=True):

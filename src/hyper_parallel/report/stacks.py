@@ -77,7 +77,10 @@ def stacks_of(timeline: Timeline) -> Stacks:
 
 
 def _groups(paths: Sequence[str]) -> tuple[list[int], list[str]]:
-    """For each region the number of its group, and the names: neighbours share one where there are more than colours."""
+    """Number each region by its group, and name the groups.
+
+    Neighbours share one where there are more regions than colours.
+    """
     per_group = -(-len(paths) // MAX_GROUPS) or 1
     groups = [index // per_group for index in range(len(paths))]
     names = []

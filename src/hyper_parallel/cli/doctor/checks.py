@@ -37,7 +37,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Invariant: `do is None` exactly if `state is State.OK`."""
+    """What one check found on one machine. Invariant: `do is None` exactly if `state is State.OK`."""
 
     name: str
     title: str
@@ -74,7 +74,7 @@ def _problem(what: str, do: str) -> _Verdict:
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """Every check's finding, in the order of `CHECKS`."""
+    """Make every check's finding, in the order of `CHECKS`."""
     findings = []
     for name, (title, check) in CHECKS.items():
         verdict = check(facts)
@@ -88,7 +88,7 @@ def worst(findings: list[Finding]) -> State:
 
 
 def choose(facts: Facts) -> Choice:
-    """The rule of `hyper_parallel.platform.selection`, told from facts."""
+    """Tell from facts which framework the rule of `hyper_parallel.platform.selection` chooses."""
     value = facts.environment.get(HYPER_PARALLEL_PLATFORM, "")
     if value:
         try:

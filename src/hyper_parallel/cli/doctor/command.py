@@ -32,7 +32,10 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(*, is_quiet: bool) -> Diagnosis:
-    """The spinner goes to standard error and only to a terminal, so that a pipe gets the page alone."""
+    """Look at this machine and judge it.
+
+    The spinner goes to standard error and only to a terminal, so that a pipe gets the page alone.
+    """
     errors = Console(stderr=True)
     if is_quiet or not errors.is_terminal:
         facts = collect()
@@ -43,10 +46,10 @@ def diagnose(*, is_quiet: bool) -> Diagnosis:
 
 
 def platform_document() -> Any:
-    """Which platform operations were tested where, as data."""
+    """Return, as data, which platform operations were tested where."""
     return outcomes.read_outcomes().document
 
 
 def show_platform() -> None:
-    """The same as a page."""
+    """Print, as a page, which platform operations were tested where."""
     show_outcomes(Console(highlight=False), outcomes.read_outcomes())

@@ -36,7 +36,7 @@ SCHEMA = 1
 
 
 def document_of(facts: Facts, choice: Choice, findings: list[Finding]) -> dict[str, Any]:
-    """The document described above, of values that `json` writes as they are."""
+    """Make the document described above, of values that `json` writes as they are."""
     return {
         "schema": SCHEMA,
         "result": worst(findings).value,

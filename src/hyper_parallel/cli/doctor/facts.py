@@ -130,7 +130,7 @@ class Facts:
 
     @property
     def frameworks(self) -> tuple[Framework, Framework]:
-        """In the order in which `get_platform()` tries them."""
+        """Both, in the order in which `get_platform()` tries them."""
         return self.mindspore, self.torch
 
     def framework(self, platform: PlatformType) -> Framework:
@@ -141,7 +141,7 @@ class Facts:
 
 
 def release_of(version: str | None) -> tuple[int, int] | None:
-    """`(2, 13)` of `2.13.0+cpu`; None if the text does not start so."""
+    """Read `(2, 13)` from `2.13.0+cpu`; None if the text does not start so."""
     parts = (version or "").split("+")[0].split(".")
     if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
         return None

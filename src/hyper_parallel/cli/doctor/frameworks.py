@@ -20,7 +20,7 @@ _AS_IS, _OTHERWISE = "bfloat16 as is", "bfloat16 otherwise"
 
 
 def ask_frameworks() -> tuple[Framework, Framework, Bfloat16]:
-    """PyTorch, MindSpore, and whether bfloat16 works on this CPU."""
+    """Ask PyTorch and MindSpore what they are, and PyTorch whether bfloat16 works on this CPU."""
     installed = {platform: is_installed(platform.value) for platform in PlatformType}
     runs = [
         Run(platform.value, module_command(_PROBES[platform]), {}) for platform in PlatformType if installed[platform]
@@ -41,7 +41,7 @@ def ask_frameworks() -> tuple[Framework, Framework, Bfloat16]:
 
 
 def is_installed(package: str) -> bool:
-    """Whether `import` would find it; a mere folder of that name on the path does not count."""
+    """Say whether `import` would find a package; a mere folder of that name on the path does not count."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
@@ -57,7 +57,7 @@ def version_of(package: str) -> str | None:
 
 
 def framework_of(platform: PlatformType, is_installed: bool, answer: Answer | None) -> Framework:
-    """A framework from its probe's answer, whatever is left of it."""
+    """Describe a framework by its probe's answer, whatever is left of it."""
     if not is_installed or answer is None:
         return Framework(platform)
     report = answer.last_object or {}
@@ -79,7 +79,10 @@ def framework_of(platform: PlatformType, is_installed: bool, answer: Answer | No
 
 
 def judge_bfloat16(is_set: bool, as_is: Answer | None, otherwise: Answer | None) -> Bfloat16:
-    """`as_is` ran with our environment; `otherwise` without the variable if it `is_set`, else with the cure."""
+    """Judge by two runs whether bfloat16 works.
+
+    `as_is` ran with our environment; `otherwise` without the variable if it `is_set`, else with the cure.
+    """
     if as_is is None or not (as_is.died or _multiplied(as_is)):
         return Bfloat16.UNKNOWN
     if _multiplied(as_is):

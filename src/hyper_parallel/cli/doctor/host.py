@@ -58,7 +58,9 @@ def read_memory(root: Path = ROOT) -> Memory:
 
 
 def read_memory_limit(root: Path = ROOT) -> int | None:
-    """The lowest memory limit of this process's control group and those above it, version 1 or 2; None without one."""
+    """Find the lowest memory limit of this process's control group and those above it, version 1 or 2; None without
+    one.
+    """
     limits = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         parts = line.split(":", 2)
@@ -83,7 +85,7 @@ def read_memory_limit(root: Path = ROOT) -> int | None:
 
 
 def read_nvidia_driver(root: Path = ROOT) -> str | None:
-    """Version of the NVIDIA driver that the kernel has loaded, None without one."""
+    """Find the version of the NVIDIA driver that the kernel has loaded, None without one."""
     found = re.search(r"\s(\d{3,}\.\d+(?:\.\d+)?)\s", _text(root / "proc/driver/nvidia/version"))
     if found:
         return found[1]

@@ -55,20 +55,20 @@ class Column:
         return self.cells.get(operation, NOT_TESTED)
 
     def num(self, state: CellState) -> int:
-        """How many of the contract's operations are in a state; what the contract does not name does not count."""
+        """Count the contract's operations that are in a state; what the contract does not name does not count."""
         return sum(self.cell(operation.name).state is state for operation in OPERATIONS)
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """`document` is the file's content as it is."""
+    """All columns of one file; `document` is its content as it is."""
 
     columns: tuple[Column, ...]
     document: Mapping[str, Any]
 
 
 def read_outcomes(path: Path = PATH) -> Outcomes:
-    """The outcomes of a file; none if there is no such file.
+    """Read the outcomes of a file; none if there is no such file.
 
     Raises:
         ValueError: the file is not of the form described above.

@@ -52,7 +52,7 @@ class Answer:
         return self.return_code is not None and self.return_code < 0
 
     def reason(self) -> str | None:
-        """Why it is not good, in a few words."""
+        """Say in a few words why the answer is not good; None where it is."""
         if self.is_good:
             return None
         if self.return_code is None:
@@ -68,7 +68,7 @@ class Answer:
 
 
 def run_all(runs: list[Run], deadline_s: float = DEADLINE_S) -> dict[str, Answer]:
-    """Run them at the same time; the answers by name."""
+    """Run the processes at the same time, and return their answers by name."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hyper-parallel-doctor-"))
         started = [_Started(run, folder, stack) for run in runs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def gibibytes(num_bytes: int | None) -> str:
-    """`23.5 GiB`, `64 MiB`; `unknown` for None."""
+    """Write bytes as `23.5 GiB` or `64 MiB`; `unknown` for None."""
     if num_bytes is None:
         return "unknown"
     if num_bytes >= 2**40:
@@ -17,10 +17,10 @@ def gibibytes(num_bytes: int | None) -> str:
 
 
 def counted(num: int, noun: str) -> str:
-    """`1 core`, `2 cores`."""
+    """Write a count as `1 core` or `2 cores`."""
     return f"{num} {noun}{'' if num == 1 else 's'}"
 
 
 def gigabytes_per_s(bytes_per_s: float) -> str:
-    """`55.0 GB/s`."""
+    """Write a rate as `55.0 GB/s`."""
     return f"{bytes_per_s / 1e9:.1f} GB/s"

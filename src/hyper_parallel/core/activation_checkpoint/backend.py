@@ -1,4 +1,7 @@
-"""What regions and wrappers ask of a framework. Each framework has one object that does it: `BACKEND` in `wrappers/backend.py` of its folder."""
+"""What regions and wrappers ask of a framework.
+
+Each framework has one object that does it: `BACKEND` in `wrappers/backend.py` of its folder.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ __all__ = ["ActivationsBackend"]
 
 
 class ActivationsBackend(Protocol):
-    """One framework's regions and wrappers. Options are the framework's own; what they mean is told in `region.py` and `wrap.py`."""
+    """One framework's regions and wrappers.
+
+    Options are the framework's own; what they mean is told in `region.py` and `wrap.py`.
+    """
 
     folder: ClassVar[str] = "wrappers.backend"
 
@@ -34,4 +40,4 @@ class ActivationsBackend(Protocol):
         """Replace the modules in `model` that are chosen by wrapped ones."""
 
     def list_wrappers(self, model: Module) -> list[tuple[str, Module]]:
-        """The wrappers in `model` with their names, an outer one before those inside it."""
+        """List the wrappers in `model` with their names, an outer one before those inside it."""

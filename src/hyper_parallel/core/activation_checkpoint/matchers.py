@@ -1,8 +1,9 @@
 """Which ops are meant: by name, size, module or count, combined with `&`, `|` and `~`.
 
-A matcher holds no state of a run: the same op at the same place gets the same answer in the forward and in recomputation,
-and one matcher may serve many regions and threads. It looks at names, shapes and sizes only, never at a tensor's values.
-What the op alone tells (`of_op`) is told apart from what depends on the call, so that a policy need not ask twice.
+A matcher holds no state of a run: the same op at the same place gets the same answer in the forward and in
+recomputation, and one matcher may serve many regions and threads. It looks at names, shapes and sizes only, never at a
+tensor's values. What the op alone tells (`of_op`) is told apart from what depends on the call, so that a policy need
+not ask twice.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ __all__ = [
 
 
 class Matcher(ABC):
-    """Which ops are meant. Combine with `&`, `|` and `~`; what happens to them is said by `save`, `swap`, `recompute`.
+    """Says which ops are meant. Combine with `&`, `|` and `~`; `save`, `swap` and `recompute` say what happens to them.
 
     Example:
         >>> matmuls & ~in_module("layers.*.attention")
@@ -59,15 +60,15 @@ class Matcher(ABC):
 
     @abstractmethod
     def of_op(self, op: object) -> bool | None:
-        """What the op alone tells: True and False hold for every call of it; None where it depends on the call."""
+        """Answer from the op alone: True and False hold for every call of it; None where it depends on the call."""
 
     @property
     def is_pure(self) -> bool:
-        """Whether no function of a user is asked."""
+        """Tell whether no function of a user is asked."""
         return all(part.is_pure for part in self._inner())
 
     def _inner(self) -> tuple[Matcher, ...]:
-        """The matchers that this one asks."""
+        """Return the matchers that this one asks."""
         return ()
 
     def __and__(self, other: object) -> Matcher:
@@ -119,7 +120,7 @@ class _Table(Matcher):
 
 @dataclass(frozen=True, repr=False)
 class _Random(Matcher):
-    """Draws random numbers: by name, or by PyTorch's own tag."""
+    """The matcher of ops that draw random numbers: known by name, or by PyTorch's own tag."""
 
     def __call__(self, ctx: object, op: object, /, *args: Any, **kwargs: Any) -> bool:
         known = self.of_op(op)
@@ -259,7 +260,7 @@ class _Not(Matcher):
 
 @dataclass(frozen=True, repr=False)
 class _Own(Matcher):
-    """A user's own function."""
+    """A user's own function as a matcher."""
 
     function: Callable[..., bool]
 
@@ -287,7 +288,7 @@ class _Own(Matcher):
 
 
 matmuls: Matcher = _Table("matmuls", MATMULS)
-"""All matrix products: `mm`, `bmm`, `linear`, … in any precision, grouped and sparse ones included; no convolutions."""
+"""All matrix products: `mm`, `bmm`, `linear`, … in any precision, also grouped and sparse ones; no convolutions."""
 
 attention: Matcher = _Table("attention", ATTENTION)
 """Fused attention of the frameworks, flash_attn, xformers and flex_attention (not attention made of single matmuls)."""
@@ -300,7 +301,7 @@ random_ops: Matcher = _Random()
 
 
 def ops(*names: Any) -> Matcher:
-    """The ops named here: op objects, or names with or without overload and namespace.
+    """Match the ops named here: op objects, or names with or without overload and namespace.
 
     `torch.ops.aten.mm` and "aten.mm" mean every overload, "aten.mm.default" one of them, "mm" the op in any namespace.
 
@@ -316,9 +317,10 @@ def ops(*names: Any) -> Matcher:
 
 
 def larger_than(size: int | str) -> Matcher:
-    """Ops whose outputs together have more bytes than `size`: an int, or a text such as "1MiB".
+    """Match ops whose outputs together have more bytes than `size`: an int, or a text such as "1MiB".
 
-    A view counts with all the bytes it shows, a sparse tensor as if it were dense, a distributed one with its local part.
+    A view counts with all the bytes it shows, a sparse tensor as if it were dense, a distributed one with its local
+    part.
 
     Example:
         >>> larger_than(2**20)
@@ -328,7 +330,7 @@ def larger_than(size: int | str) -> Matcher:
 
 
 def in_module(*patterns: str) -> Matcher:
-    """Ops that run in a module of one of these paths, or anywhere inside it.
+    """Match ops that run in a module of one of these paths, or anywhere inside it.
 
     Per segment `*`, `?` and `[…]` are as in file names; `**` stands for any number of segments, none included.
 
@@ -353,11 +355,11 @@ def in_module(*patterns: str) -> Matcher:
 
 
 def every(n: int, *, of: object, offset: int = 0) -> Matcher:
-    """Every `n`-th call of the ops that `of` matches, from the one at `offset` on.
+    """Match every `n`-th call of the ops that `of` matches, from the one at `offset` on.
 
-    Counted is how often the same op ran before in the same module in this call of the region (`ctx.occurrence`), nothing
-    else, so that the answer does not depend on what ran before the region. Three `mm` in one module are its occurrences
-    0, 1 and 2; one `mm` in each of three modules is three times occurrence 0.
+    Counted is how often the same op ran before in the same module in this call of the region (`ctx.occurrence`),
+    nothing else, so that the answer does not depend on what ran before the region. Three `mm` in one module are its
+    occurrences 0, 1 and 2; one `mm` in each of three modules is three times occurrence 0.
 
     Raises:
         ArgumentError: `n` is less than 1, or `offset` not in 0 to n - 1.
@@ -378,7 +380,7 @@ def every(n: int, *, of: object, offset: int = 0) -> Matcher:
 
 
 def as_matcher(value: object) -> Matcher:
-    """A matcher of this module as it is, a function as one. Anything else is an error with a hint."""
+    """Return a matcher of this module as it is, and a function as a matcher. Anything else is an error with a hint."""
     if isinstance(value, Matcher):
         return value
     # Ops, policies and classes can be called, too, and would match everything or fail inside a region.

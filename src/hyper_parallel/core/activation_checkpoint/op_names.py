@@ -1,7 +1,7 @@
 """How ops are called, on either framework, and which of them are matrix products, attention, convolutions or random.
 
-A PyTorch op has three parts, "aten.mm.default": namespace, name, overload. A MindSpore op and a higher-order op of PyTorch
-have one, "MatMul", "flex_attention". Ops are recognised by their classes' names: this file knows no framework.
+A PyTorch op has three parts, "aten.mm.default": namespace, name, overload. A MindSpore op and a higher-order op of
+PyTorch have one, "MatMul", "flex_attention". Ops are recognised by their classes' names: this file knows no framework.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ACCEPTED = 'an op such as torch.ops.aten.mm.default, or a name such as "aten.mm
 
 
 def is_op(value: object) -> bool:
-    """Whether this is an op object of a framework; a name is not one."""
+    """Tell whether this is an op object of a framework; a name is not one."""
     return any((cls.__module__, cls.__name__) in _OP_CLASSES for cls in type(value).__mro__)
 
 
 @functools.cache
 def names_of(op: object) -> frozenset[str]:
-    """Every name that means this op: the whole one, the one without overload, the one without namespace."""
+    """Return every name that means this op: the whole one, the one without overload, the one without namespace."""
     whole = _plain(op)
     parts = whole.split(".")
     return frozenset({whole, ".".join(parts[:2]), parts[min(1, len(parts) - 1)]})
@@ -43,7 +43,7 @@ def no_op(thing: object) -> ArgumentTypeError:
 
 
 def written_name(entry: object) -> str:
-    """The name that stands for `entry`: an op, all overloads of one (`torch.ops.aten.mm`), or a name that a user wrote.
+    """Return the name that stands for `entry`: an op, all its overloads (`torch.ops.aten.mm`), or a name a user wrote.
 
     Raises:
         ArgumentError: a text that cannot be an op's name.
@@ -176,7 +176,7 @@ _OFF = {"dropout_p": 0, "dropout": 0, "keep_prob": 1}
 
 @functools.cache
 def is_random(op: object) -> bool | None:
-    """Whether the op draws random numbers; None where it depends on the call (see `draws`)."""
+    """Tell whether the op draws random numbers; None where it depends on the call (see `draws`)."""
     names = names_of(op)
     if not RANDOM.isdisjoint(names):
         return True
@@ -189,13 +189,13 @@ def is_random(op: object) -> bool | None:
 
 @functools.cache
 def _switch(op: object) -> tuple[int, str] | None:
-    """Position and name of the argument that turns the op's randomness off, if it has one."""
+    """Return position and name of the argument that turns the op's randomness off, if it has one."""
     arguments = getattr(getattr(op, "_schema", None), "arguments", ())
     return next(((i, argument.name) for i, argument in enumerate(arguments) if argument.name in _OFF), None)
 
 
 def draws(op: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of an op that may be random is."""
+    """Tell whether this call of an op that may be random draws random numbers."""
     switch = _switch(op)
     if switch is None:
         return True

@@ -12,7 +12,7 @@ from hyper_parallel.platform.arguments import check_flag
 
 
 class CheckpointImpl(Enum):
-    """How backward gets what it needs: by calling autograd inside autograd, or by running the forward again up to there."""
+    """How backward gets what it needs: by autograd inside autograd, or by running the forward again up to there."""
 
     REENTRANT = auto()
     NO_REENTRANT = auto()
@@ -31,7 +31,7 @@ class Options(NamedTuple):
 def options_of(
     swap_inputs: object, preserve_rng_state: object, determinism_check: object, debug: object, early_stop: object
 ) -> Options:
-    """The options of a call, each of which is yes or no."""
+    """Check the options of a call, which are all yes or no, and return them."""
     return Options(
         check_flag(swap_inputs, "swap_inputs"),
         check_flag(preserve_rng_state, "preserve_rng_state"),
@@ -92,7 +92,7 @@ def check_reentrant(impl: CheckpointImpl, options: dict[str, Any]) -> None:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """What the region would refuse in the first forward is refused here, where the mistake is."""
+    """Refuse here, where the mistake is, what the region would refuse in the first forward."""
     as_policy_fn(options.get("policy_fn"))
     if not isinstance(options.get("swap_inputs", False), bool):
         raise ArgumentTypeError(
@@ -126,7 +126,8 @@ def check_callable(checkpoint_fn: object) -> Any:
 def in_own_words(call: str, options: dict[str, Any]) -> None:
     """Replace the framework's words among the options of a region by its own.
 
-    `use_reentrant=False` asks for what a region is. A `context_fn` that the platform has made asks for a policy, or for nothing.
+    `use_reentrant=False` asks for what a region is. A `context_fn` that the platform has made asks for a policy, or for
+    nothing.
 
     Raises:
         ValueError: any other value; a context_fn with a policy beside a policy_fn.
@@ -147,7 +148,7 @@ def in_own_words(call: str, options: dict[str, Any]) -> None:
 
 
 def _policy_within(call: str, options: dict[str, Any]) -> Any:
-    """The policy that a `context_fn` of the platform's was made with; None if its contexts do nothing."""
+    """Return the policy that a `context_fn` of the platform's was made with; None if its contexts do nothing."""
     context_fn = options["context_fn"]
     function = getattr(context_fn, "func", context_fn)
     module, name = getattr(function, "__module__", None) or "", getattr(function, "__name__", None)
@@ -187,5 +188,5 @@ def check_call(function: object, determinism_check: str) -> None:
 
 
 def name_of(value: Any) -> str:
-    """How a function or another option is shown."""
+    """Return how a function or another option is shown."""
     return getattr(value, "__qualname__", None) or repr(value)

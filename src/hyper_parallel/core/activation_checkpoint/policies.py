@@ -6,12 +6,13 @@ A *matcher* says which ops are meant, a *policy* what happens to their results:
 
     p.choose(p.swap(p.attention), p.save(p.matmuls & p.larger_than("1MiB")))
 
-swaps what attention gives, saves large matrix products, and recomputes the rest. Matchers combine with `&`, `|` and `~`,
-and any function `(ctx, op, *args, **kwargs) -> bool` can take part. In `choose` the first rule that matches decides.
+swaps what attention gives, saves large matrix products, and recomputes the rest. Matchers combine with `&`, `|` and
+`~`, and any function `(ctx, op, *args, **kwargs) -> bool` can take part. In `choose` the first rule that matches
+decides.
 
 Matchers and policies hold no state of a run: the same op at the same place gets the same answer in the forward and in
-recomputation, and one policy may serve many regions and threads. They are compared by content, and can be hashed, pickled
-and copied. They look at names, shapes and sizes only, never at a tensor's values.
+recomputation, and one policy may serve many regions and threads. They are compared by content, and can be hashed,
+pickled and copied. They look at names, shapes and sizes only, never at a tensor's values.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def recompute(matcher: object) -> Policy:
 
 
 def choose(*rules: Any, otherwise: object = CheckpointPolicy.PREFER_RECOMPUTE) -> Policy:
-    """The first rule that matches decides; `otherwise` is for what none matches.
+    """Let the first rule that matches decide; `otherwise` is for what none matches.
 
     Args:
         rules: `save(…)`, `swap(…)`, `recompute(…)`, other policies of this module, or pairs `(matcher, answer)`.
@@ -119,7 +120,7 @@ def choose(*rules: Any, otherwise: object = CheckpointPolicy.PREFER_RECOMPUTE) -
 
 
 def as_policy_fn(policy: Any) -> Callable[..., Any]:
-    """The policy function `(ctx, op, *args, **kwargs) -> answer` that a user's `policy_fn` stands for.
+    """Return the policy function `(ctx, op, *args, **kwargs) -> answer` that a user's `policy_fn` stands for.
 
     A function and a policy of this module stay what they are; a list, tuple or set of ops or their names means "save
     these, recompute the rest"; None means "recompute everything".

@@ -25,9 +25,10 @@ class CheckpointPolicy(Enum):
 
 
 class ByOutput:
-    """What a plan, and no user's policy, may answer about an op with many results: each has a policy of its own, by its place among those the op made.
+    """A plan's answer about an op with many results: every result has a policy of its own.
 
-    What is not named is not kept.
+    The key is the result's place among those the op made; one that is not named is not kept. No user's policy answers
+    this.
     """
 
     keeps = True
@@ -40,7 +41,8 @@ class ByOutput:
         return self._policies.get(place, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-# PyTorch's own enum is recognised by the names of its members: this file knows no framework. It says "offload" for swap.
+# PyTorch's own enum is recognised by the names of its members: this file knows no framework. It says "offload" for
+# swap.
 _BY_NAME = {
     **{member.name: member for member in CheckpointPolicy},
     "MUST_CPU_OFFLOAD": CheckpointPolicy.MUST_SWAP,
@@ -49,7 +51,7 @@ _BY_NAME = {
 
 
 def as_policy(answer: object) -> CheckpointPolicy:
-    """The policy that a policy function's answer stands for."""
+    """Return the policy that a policy function's answer stands for."""
     if isinstance(answer, CheckpointPolicy):
         return answer
     if isinstance(answer, bool):
@@ -65,5 +67,5 @@ def as_policy(answer: object) -> CheckpointPolicy:
 
 
 def keeps_tensor(answer: object) -> bool:
-    """For a policy about tensors: `MUST_SAVE`, `PREFER_SAVE` and True keep the tensor, everything else swaps it."""
+    """Read the answer of a policy about tensors: `MUST_SAVE`, `PREFER_SAVE` and True keep, all else swaps."""
     return as_policy(answer) in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)

@@ -18,16 +18,17 @@ def checkpoint(
 ) -> Any:
     """Run `function(*args)` as a region: what backward needs of it is recomputed, or saved or swapped as a policy says.
 
-    The framework is that of the module that is called (or whose method is), else of the first tensor among the arguments,
-    else the chosen one.
+    The framework is that of the module that is called (or whose method is), else of the first tensor among the
+    arguments, else the chosen one.
 
     Args:
         function: a module or a function.
         args: its positional arguments.
         swap_inputs: swap the tensors among the arguments, too.
         policy_fn: `policy_fn(ctx, op, *args, **kwargs)` decides per op, a list of ops saves these.
-        options: `preserve_rng_state`, `determinism_check`, `debug` and `early_stop` go to the framework. `use_reentrant=False`, and a
-            `context_fn` that the platform has made, are taken. Every other keyword goes to `function`.
+        options: `preserve_rng_state`, `determinism_check`, `debug` and `early_stop` go to the framework.
+            `use_reentrant=False`, and a `context_fn` that the platform has made, are taken. Every other keyword goes to
+            `function`.
 
     Raises:
         TypeError: `function` cannot be called.

@@ -1,8 +1,8 @@
 """Putting wrappers in the place of submodules, whatever the framework's tree of modules looks like.
 
-In three steps, so that a model is wrapped whole or not at all: which modules, in post-order; a wrapper for each; then the
-replacement, in every place that holds the module. A wrapper that is there already is a module with one child, as in PyTorch:
-both it and what is inside can be chosen.
+In three steps, so that a model is wrapped whole or not at all: which modules, in post-order; a wrapper for each; then
+the replacement, in every place that holds the module. A wrapper that is there already is a module with one child, as in
+PyTorch: both it and what is inside can be chosen.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tree(NamedTuple):
 def replace_submodules(
     tree: Tree, model: Module, checkpoint_wrapper_fn: Callable[..., Any], check_fn: Callable[[Any], Any], policy: object
 ) -> None:
-    """What `apply_activation_checkpointing` does, after the framework has looked at its own kinds of policies."""
+    """Do what `apply_activation_checkpointing` does, after the framework has looked at its own kinds of policies."""
     _check_callable(checkpoint_wrapper_fn, "checkpoint_wrapper_fn", "makes the wrapper of a module")
     _check_not_wrapped(tree, model, checkpoint_wrapper_fn)
     if policy is None:
@@ -44,7 +44,7 @@ def replace_submodules(
 
 
 def wrap_chosen(tree: Tree, model: Module, checkpoint_wrapper_fn: Callable[..., Any], chosen: Chosen) -> None:
-    """Wrap these, but never the root."""
+    """Wrap the chosen modules, but never the root."""
     _check_callable(checkpoint_wrapper_fn, "checkpoint_wrapper_fn", "makes the wrapper of a module")
     chosen.pop(model, None)
     wrappers = {module: _wrapped(tree, checkpoint_wrapper_fn, module, options) for module, options in chosen.items()}
@@ -52,7 +52,7 @@ def wrap_chosen(tree: Tree, model: Module, checkpoint_wrapper_fn: Callable[..., 
 
 
 def post_order(tree: Tree, module: Module, seen: set[Any] | None = None) -> Iterator[Any]:
-    """Every module once, after those inside it; the root last."""
+    """Go through every module once, after those inside it; the root last."""
     seen = set() if seen is None else seen
     seen.add(module)
     for _, child in tree.children(module):
@@ -62,7 +62,10 @@ def post_order(tree: Tree, module: Module, seen: set[Any] | None = None) -> Iter
 
 
 def _chosen_by(tree: Tree, policy: Callable[[Any, bool, int], Any], model: Module) -> Chosen:
-    """What a policy about sizes chooses: asked on the way down whether to go on, on the way up with what is left unwrapped."""
+    """Choose modules as a policy about sizes says.
+
+    It is asked on the way down whether to go on, and on the way up with what is left unwrapped.
+    """
     chosen: Chosen = {}
     wrapped_below: dict[Any, dict[int, Any]] = {}
 
@@ -137,7 +140,8 @@ def replace(tree: Tree, model: Any, wrappers: dict[Any, Any]) -> None:
 
 
 def _check_not_wrapped(tree: Tree, model: Module, checkpoint_wrapper_fn: Callable[..., Any]) -> None:
-    # As PyTorch: a class says what the result looks like, so that wrapping twice by mistake can be seen; a function does not.
+    # As PyTorch: a class says what the result looks like, so that wrapping twice by mistake can be seen; a function
+    # does not.
     if isinstance(checkpoint_wrapper_fn, type):
         for module in post_order(tree, model):
             if isinstance(module, checkpoint_wrapper_fn):

@@ -17,10 +17,12 @@ Rules: TypeAlias = "tuple[tuple[Matcher, CheckpointPolicy], ...]"
 
 
 class RulesByOp:
-    """Rules, by the ops that they are asked about: most ops are decided by their name alone. Lives with a `Policy` and with what asks it in regions.
+    """Rules, by the ops that they are asked about: most ops are decided by their name alone.
 
-    Guarantees: each op is looked up by its name once. It is held from then on, so that no other op gets its id. No reference leads from
-    here to the policy.
+    Lives with a `Policy` and with what asks it in regions.
+
+    Guarantees: each op is looked up by its name once. It is held from then on, so that no other op gets its id. No
+    reference leads from here to the policy.
     """
 
     __slots__ = ("_known", "_otherwise", "_rules")
@@ -31,7 +33,7 @@ class RulesByOp:
         self._known: dict[Any, tuple[Rules, CheckpointPolicy]] = {}
 
     def about(self, op: object) -> tuple[Rules, CheckpointPolicy]:
-        """The rules that the name of an op leaves open, and the answer if none of them matches.
+        """Return the rules that the name of an op leaves open, and the answer if none of them matches.
 
         Raises:
             ArgumentTypeError: this is no op.
@@ -57,7 +59,7 @@ class RulesByOp:
 
 @dataclass(frozen=True, repr=False)
 class Policy:
-    """What happens to the result of each op: the first rule that matches, or `otherwise`. Made by `choose` and `save`.
+    """Says what happens to an op's result: the first rule that matches, or `otherwise`. Made by `choose` and `save`.
 
     Example:
         >>> from hyper_parallel import policies as p
@@ -68,8 +70,9 @@ class Policy:
     rules: Rules
     otherwise: CheckpointPolicy
     by_op: RulesByOp = field(init=False, compare=False)
-    # What regions ask in place of this policy: one `RulePolicy` of core.regions, from the first region on. It is kept here because it remembers
-    # what holds for all their calls. It does not lead back here: a policy that is made for one call is gone with it.
+    # What regions ask in place of this policy: one `RulePolicy` of core.regions, from the first region on. It is kept
+    # here because it remembers what holds for all their calls. It does not lead back here: a policy that is made for
+    # one call is gone with it.
     in_regions: list[Any] = field(default_factory=list, init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +87,7 @@ class Policy:
 
     @property
     def is_pure(self) -> bool:
-        """Whether the same op at the same place surely gets the same answer: no function of a user is asked."""
+        """Tell whether the same op at the same place surely gets the same answer: no function of a user is asked."""
         return all(matcher.is_pure for matcher, _ in self.rules)
 
     def __reduce__(self) -> tuple[Any, ...]:

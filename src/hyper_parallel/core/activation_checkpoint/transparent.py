@@ -11,7 +11,10 @@ from hyper_parallel.platform.opaque import Module
 
 
 class Transparent:
-    """Comes before the framework's class of modules among the bases. The inner module lies in `__dict__` under the name `INNER`.
+    """The base of all wrappers that gives the inner module's attributes and items for its own.
+
+    It comes before the framework's class of modules among the bases. The inner module lies in `__dict__` under the name
+    `INNER`.
 
     Attributes that are the wrapper's own are for the class to say, in `_inner_that_has`.
     """
@@ -27,15 +30,15 @@ class Transparent:
             cls.DEFINED |= {name for name in (*vars(cls), *_set_in(vars(cls).get("__init__"))) if not is_special(name)}
 
     def _inner_that_has(self, name: str) -> Any:
-        """The module that an attribute of this name belongs to; `None` means the wrapper."""
+        """Return the module that an attribute of this name belongs to; `None` means the wrapper."""
         raise NotImplementedError
 
     # Attributes
 
     def __getattr__(self, name: str) -> Any:
-        # Reached when neither the wrapper nor its class has the name. Special names stop here: `copy` and `pickle` look them up on the
-        # instance, and the inner module's would copy the inner module alone. Without an inner module (while __init__ or unpickling runs)
-        # there is nothing to ask.
+        # Reached when neither the wrapper nor its class has the name. Special names stop here: `copy` and `pickle` look
+        # them up on the instance, and the inner module's would copy the inner module alone. Without an inner module
+        # (while __init__ or unpickling runs) there is nothing to ask.
         inner = self.__dict__.get(type(self).INNER)
         if inner is None or is_special(name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -76,7 +79,7 @@ class Transparent:
 
 
 def _set_in(function: object) -> Iterator[str]:
-    """Names of attributes that a function sets on its first argument."""
+    """Find the names of attributes that a function sets on its first argument."""
     code = getattr(function, "__code__", None)
     if code is None or not code.co_argcount:
         return
@@ -90,7 +93,7 @@ def _set_in(function: object) -> Iterator[str]:
 
 
 def one_of(module: Module, mod: object, call: str) -> Any:
-    """What a wrapper wraps, whichever of the two names it was given by.
+    """Return what a wrapper wraps, whichever of the two names it was given by.
 
     Raises:
         TypeError: both were given.
@@ -107,7 +110,7 @@ def is_special(name: str) -> bool:
 def wrappers_below(
     model: Module, children: Callable[[Any], Iterable[tuple[str, Any]]], name: str = "", seen: set[Any] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Every wrapper once, under the name at which the inner module is known; an outer one before an inner one.
+    """Go through every wrapper once, under the name of its inner module; an outer one before an inner one.
 
     `children`: the places in a module that hold one, and in a wrapper the inner module.
     """
@@ -124,7 +127,7 @@ def wrappers_below(
 
 
 def check_wrapped(module: Module, kind: type, call: str) -> None:
-    """Raises for what is neither a module nor a function.
+    """Refuse what is neither a module nor a function.
 
     Raises:
         TypeError: a class of modules, or something that cannot be called.

@@ -1,4 +1,7 @@
-"""Wrapping a module, whichever framework it is of. The framework of the module decides; a plain function takes the chosen one."""
+"""Wrapping a module, whichever framework it is of.
+
+The framework of the module decides; a plain function takes the chosen one.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,16 @@ def checkpoint_wrapper(
     swap_inputs: bool = False,
     **framework_options: Any,
 ) -> Any:
-    """A module that computes what `module` does and keeps only its inputs until backward, or what a policy says. No name changes.
+    """Make a module that computes what `module` does and keeps only its inputs until backward, or what a policy says.
+
+    No name changes.
 
     Args:
         module: a module of PyTorch or MindSpore, or a plain function.
         checkpoint_impl: the framework's `CheckpointImpl`; `None` is `NO_REENTRANT`.
         checkpoint_fn: called as `checkpoint_fn(module, *args, **kwargs)`, with all options, in place of `checkpoint`.
-        policy_fn: `policy_fn(ctx, op, *args, **kwargs)` decides per op; a list of ops saves these and recomputes the rest.
+        policy_fn: `policy_fn(ctx, op, *args, **kwargs)` decides per op; a list of ops saves these and recomputes the
+            rest.
         swap_inputs: swap the tensors that the module is called with, too.
         framework_options: those of the framework's own checkpoint (`preserve_rng_state`, `determinism_check`, `debug`,
             `early_stop`).
@@ -57,11 +63,11 @@ def apply_activation_checkpointing(
 
     Args:
         model: the model whose submodules are wrapped.
-        checkpoint_wrapper_fn: makes the wrapper of a module: `checkpoint_wrapper`, `swap_wrapper`, `offload_wrapper`, or one
-            with options bound by `functools.partial`.
+        checkpoint_wrapper_fn: makes the wrapper of a module: `checkpoint_wrapper`, `swap_wrapper`, `offload_wrapper`,
+            or one with options bound by `functools.partial`.
         check_fn: whether a submodule is wrapped. Where a module and one inside it are chosen, both are wrapped.
-        auto_wrap_policy: takes the place of `check_fn`: a function `(module, recurse, nonwrapped_numel) -> bool`, or one of
-            FSDP's policies; the keywords that `CustomPolicy` gives for a module reach the wrapper.
+        auto_wrap_policy: takes the place of `check_fn`: a function `(module, recurse, nonwrapped_numel) -> bool`, or
+            one of FSDP's policies; the keywords that `CustomPolicy` gives for a module reach the wrapper.
 
     Raises:
         ValueError: `auto_wrap_policy` is neither a function nor a policy.
@@ -81,7 +87,9 @@ def apply_activation_checkpointing(
 
 
 def swap_wrapper(module: Module, policy_fn: Callable[[Any], Any] | None = None) -> Any:
-    """A module that computes what `module` does and swaps its residuals until backward needs them. No name changes.
+    """Make a module that computes what `module` does and swaps its residuals until backward needs them.
+
+    No name changes.
 
     Args:
         module: a module of PyTorch or MindSpore, or a plain function.
@@ -101,7 +109,9 @@ def swap_wrapper(module: Module, policy_fn: Callable[[Any], Any] | None = None) 
 
 
 def offload_wrapper(module: Module) -> Any:
-    """A module that computes what `module` does and keeps every eligible residual on the host. No name changes.
+    """Make a module that computes what `module` does and keeps every eligible residual on the host.
+
+    No name changes.
 
     Raises:
         TypeError: `module` is neither a module nor callable.

@@ -11,10 +11,10 @@ from hyper_parallel.platform.selection import backend
 
 
 def wrappers(model: Module) -> list[tuple[str, Any]]:
-    """The wrappers in `model` as `(name, wrapper)`, each once, an outer one before those inside it.
+    """List the wrappers in `model` as `(name, wrapper)`, each once, an outer one before those inside it.
 
-    The name is the one that the wrapped module has in the framework's own listing, where wrappers do not appear; wrappers
-    around one module share it, and the root's is empty.
+    The name is the one that the wrapped module has in the framework's own listing, where wrappers do not appear;
+    wrappers around one module share it, and the root's is empty.
 
     Raises:
         TypeError: `model` is not a module of PyTorch or MindSpore.

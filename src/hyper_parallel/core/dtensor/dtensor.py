@@ -1,4 +1,4 @@
-"""`DTensor`, of the framework that this process works on."""
+"""The DTensor of the framework that this process works on, under its fixed path; the class itself is in `platform/`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from hyper_parallel.platform import platform_of
 
 
 def distribute_tensor(tensor: Any, mesh: Any, placements: Any = None) -> Any:
-    """The part of a whole tensor that belongs to this rank. Every rank has the tensor; nothing is communicated, and gradients flow to it.
+    """Return the part of a whole tensor that belongs to this rank.
+
+    Every rank has the tensor; nothing is communicated, and gradients flow to it.
 
     Args:
         tensor: of either framework.
@@ -25,7 +27,7 @@ def distribute_tensor(tensor: Any, mesh: Any, placements: Any = None) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    # Not at import: the class is a subclass of the framework's own, and importing this must not choose one.
+    # Only when it is asked for: the class is a subclass of the framework's own, and importing this must not choose one.
     if name == "DTensor":
         return importlib.import_module(framework_folder("import DTensor")).DTensor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

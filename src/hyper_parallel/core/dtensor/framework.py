@@ -1,4 +1,4 @@
-"""Which framework's distributed tensors are meant."""
+"""The question which framework's distributed tensors are meant, where no tensor is there to tell."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["framework_folder"]
 
 
 def framework_folder(since: str) -> str:
-    """The package that has the DTensor of the framework this process works on.
+    """Return the package that has the DTensor of the framework this process works on.
 
-    The process is bound to that framework from now on, because of the call or import `since`: what is made from its classes does not work with
-    the other framework's tensors.
+    The process is bound to that framework from now on, because of the call or import `since`: what is made from its
+    classes does not work with the other framework's tensors.
     """
     communicating_platform()
     return f"hyper_parallel.platform.{bind(since).platform_type.value}.dtensor"

@@ -1,4 +1,7 @@
-"""In which layout local gradients are, and how they go back through a redistribution. See the README, rules G1 to G6."""
+"""In which layout local gradients are, and how they go back through a redistribution.
+
+See the README, rules G1 to G6.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _LINEAR = ("sum", "avg")
 
 
 class GradientPlan(NamedTuple):
-    """The gradient goes through `plan`, is multiplied and divided."""
+    """The way of a local gradient back through a redistribution: through `plan`, times `multiplier`, over `divisor`."""
 
     plan: Plan
     multiplier: int
@@ -27,11 +30,12 @@ class GradientPlan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def gradient_layout(layout: Layout) -> Layout:
-    """The layout of the gradient with respect to the local tensors of a tensor of this layout.
+    """Return the layout of the gradient with respect to the local tensors of a tensor of this layout.
 
-    Sharded stays sharded; replicated stays replicated, each rank has the whole gradient. Partial by `sum` becomes replicated, since every
-    rank's summand has the gradient of the sum; by `avg` too, over `gradient_divisor`. By `max` or `min` it is partial by `sum`: the
-    gradient lies with the ranks that hold the extreme value, and all ranks together have it once.
+    Sharded stays sharded; replicated stays replicated, each rank has the whole gradient. Partial by `sum` becomes
+    replicated, since every rank's summand has the gradient of the sum; by `avg` too, over `gradient_divisor`. By `max`
+    or `min` it is partial by `sum`: the gradient lies with the ranks that hold the extreme value, and all ranks
+    together have it once.
 
     Raises:
         ValueError: partial by `prod`, whose local gradients are no parts of the gradient.
@@ -42,7 +46,8 @@ def gradient_layout(layout: Layout) -> Layout:
             partial.append((axis, "sum"))
         elif op not in _LINEAR and layout.mesh.size(axis) > 1:
             raise ArgumentError(
-                f"The local gradients of a tensor that is partial by {op} depend on its values, not on its layout alone.",
+                f"The local gradients of a tensor that is partial by {op} depend on its values, not on its layout "
+                "alone.",
                 expected="partial by sum, avg, max or min",
                 got=repr(layout),
                 do="Reduce it with `differentiable_all_reduce`, whose gradient knows the values.",
@@ -51,15 +56,16 @@ def gradient_layout(layout: Layout) -> Layout:
 
 
 def gradient_divisor(layout: Layout) -> int:
-    """What the gradient is divided by to give the local one: the ranks of the axes that are partial by `avg`."""
+    """Return what the gradient is divided by to give the local one: the ranks of the axes that are partial by `avg`."""
     return math.prod(layout.mesh.size(axis) for axis, op in layout.partial if op == "avg")
 
 
 def value_reductions(source: Layout, target: Layout) -> tuple[tuple[str, str], ...]:
-    """Axes with their ops, in order, that must be reduced before `source -> target` can be differentiated by layouts alone.
+    """List the axes, with their ops, that must be reduced before `source -> target` has a gradient by layouts alone.
 
-    These are reductions by `max`, `min` and `prod`, whose gradients depend on values, and those that come before them (L4). After
-    `differentiable_all_reduce` over each of them the source is `source.without_partial(*axes)`, and there are none left.
+    These are reductions by `max`, `min` and `prod`, whose gradients depend on values, and those that come before them
+    (L4). After `differentiable_all_reduce` over each of them the source is `source.without_partial(*axes)`, and there
+    are none left.
     """
     runs = partial_work(source, target).runs
     last = max((index for index, run in enumerate(runs) if source.partial_op(run[0]) not in _LINEAR), default=-1)
@@ -68,10 +74,11 @@ def value_reductions(source: Layout, target: Layout) -> tuple[tuple[str, str], .
 
 
 def plan_gradient(source: Layout, target: Layout, shape: Sequence[int], itemsize: int = 4) -> GradientPlan:
-    """How the local gradient of what `source -> target` gave becomes that of what it was given.
+    """Plan how the local gradient of what `source -> target` gave becomes that of what it was given.
 
     Raises:
-        ValueError: something is reduced by `max`, `min` or `prod` (`value_reductions`), or stays or becomes partial by `prod`.
+        ValueError: something is reduced by `max`, `min` or `prod` (`value_reductions`), or stays or becomes partial by
+            `prod`.
     """
     by_value = value_reductions(source, target)
     if by_value:

@@ -1,8 +1,9 @@
 """Objects that exist once per value: comparing and hashing them is comparing and hashing an address.
 
-A dictionary keyed on layouts is asked on every operator call, so no Python code may run for a hash or a comparison. An interned
-class therefore defines neither `__eq__` nor `__hash__`; instead its `__new__` looks the value up in a table and answers the object
-that is there. The tables keep what they hold: meshes and layouts are few, and none of them depends on a tensor's size.
+A dictionary keyed on layouts is asked on every operator call, so no Python code may run for a hash or a comparison. An
+interned class therefore defines neither `__eq__` nor `__hash__`; instead its `__new__` looks the value up in a table
+and answers the object that is there. The tables keep what they hold: meshes and layouts are few, and none of them
+depends on a tensor's size.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ Self = TypeVar("Self", bound="Interned")
 
 
 class Interned:
-    """Immutable; a copy is the object itself. A subclass brings `__new__`, `__slots__` and `__reduce__`."""
+    """Base of immutable classes whose equal objects are one object.
+
+    A copy is the object itself. A subclass brings `__new__`, `__slots__` and `__reduce__`.
+    """
 
     __slots__ = ()
 

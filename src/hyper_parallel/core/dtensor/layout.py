@@ -20,15 +20,16 @@ _MOST_DIMS = 1000  # more than any framework has
 
 
 class Layout(Interned):
-    """How a tensor lies on a mesh. Equal arguments give the same object, so that dictionaries find it by its address.
+    """Says how a tensor lies on a mesh. Equal arguments give the same object: dictionaries find it by its address.
 
     Args:
         mesh: the mesh.
         axes_per_dim: for each tensor dim the axis that splits it, or several from the outermost split inwards, or None.
-        partial: the axes on which values are partial: `{"tp": "max"}`, pairs of axis and op, or axis names alone for sums.
+        partial: the axes on which values are partial: `{"tp": "max"}`, pairs of axis and op, or axis names alone for
+            sums.
 
-    Ops of several partial axes are applied from the last axis of the mesh to the first (this matters only where they do not
-    commute, such as a sum of maxima).
+    Ops of several partial axes are applied from the last axis of the mesh to the first (this matters only where they do
+    not commute, such as a sum of maxima).
 
     Raises:
         ValueError: an axis that the mesh lacks, that is used twice, or that is both sharded and partial; an unknown op.
@@ -54,9 +55,9 @@ class Layout(Interned):
     mesh: DeviceMesh
     axes_per_dim: tuple[tuple[str, ...], ...]
     partial: tuple[tuple[str, str], ...]  # (axis, op), in the order of the mesh
-    ndim: int  # of the tensor
-    varying_axes: tuple[str, ...]  # of more than one rank, sharded or partial: ranks hold different values
-    replicated_axes: tuple[str, ...]  # all others: ranks hold the same values
+    ndim: int  # number of dims that the tensor has
+    varying_axes: tuple[str, ...]  # axes of several ranks, sharded or partial: their ranks hold different values
+    replicated_axes: tuple[str, ...]  # all other axes: their ranks hold the same values
     is_replicated: bool  # there are no varying axes
     _dim_of: dict[str, int]
     _partial_op: dict[str, str]
@@ -102,7 +103,9 @@ class Layout(Interned):
 
     @classmethod
     def from_placements(cls, mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> Layout:
-        """The layout of one placement per mesh axis, for a tensor of `ndim` dims; axes that split one dim do so in mesh order.
+        """Make the layout of one placement per mesh axis, for a tensor of `ndim` dims.
+
+        Axes that split one dim do so in mesh order.
 
         Raises:
             ValueError: another number of placements than axes, or a dim that the tensor does not have.
@@ -131,7 +134,7 @@ class Layout(Interned):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One placement per mesh axis.
+        """Return one placement per mesh axis.
 
         Raises:
             ValueError: axes split one dim in another order than that of the mesh, which placements cannot say.
@@ -147,11 +150,11 @@ class Layout(Interned):
 
     @property
     def has_placements(self) -> bool:
-        """Whether `placements` can say what this layout says."""
+        """Say whether `placements` can say what this layout says."""
         return self._placements is not None
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
-        """The axes that split a dim, outermost first.
+        """Return the axes that split a dim, outermost first.
 
         Raises:
             ValueError: the tensor has no such dim.
@@ -164,15 +167,15 @@ class Layout(Interned):
         return self.axes_per_dim[place]
 
     def dim_of(self, axis: str) -> int | None:
-        """The dim that an axis splits, or None."""
+        """Return the dim that an axis splits, or None."""
         return self._dim_of.get(_checked_name(axis))
 
     def partial_op(self, axis: str) -> str | None:
-        """The reduction that is due on an axis, or None."""
+        """Return the reduction that is due on an axis, or None."""
         return self._partial_op.get(_checked_name(axis))
 
     def replace(self, *, axes_per_dim: Sequence[AxesOfDim] | None = None, partial: PartialAxes | None = None) -> Layout:
-        """This layout with other axes per dim, or other partial axes."""
+        """Return this layout with other axes per dim, or other partial axes."""
         return Layout(
             self.mesh,
             self.axes_per_dim if axes_per_dim is None else axes_per_dim,
@@ -180,11 +183,11 @@ class Layout(Interned):
         )
 
     def with_dims(self, *dims: AxesOfDim) -> Layout:
-        """Other axes per dim, the same partial ones."""
+        """Return this layout with other axes per dim and the same partial ones."""
         return Layout(self.mesh, dims, self.partial)
 
     def without_partial(self, *axes: str) -> Layout:
-        """Nothing partial on these axes (without any: on all): what it is once the reductions are done."""
+        """Return the layout once the reductions over these axes are done; without any, over all."""
         for axis in axes:
             self.mesh.axis_index(axis)
         return Layout(
@@ -204,7 +207,7 @@ class Layout(Interned):
 
 
 def layout(*dims: AxesOfDim, mesh: DeviceMesh | None = None, partial: PartialAxes = ()) -> Layout:
-    """A layout by axis names: for each tensor dim a name, several from the outermost split inwards, or None.
+    """Make a layout by axis names: for each tensor dim a name, several from the outermost split inwards, or None.
 
     The mesh is `mesh`, or that of the `with mesh:` around the call.
 
@@ -234,7 +237,7 @@ def _checked_name(axis: object) -> str:
 
 
 def check_same_mesh(first: Layout, second: Layout) -> None:
-    """Raises where two layouts are of different meshes."""
+    """Raise where two layouts are of different meshes."""
     if first.mesh is not second.mesh:
         raise ArgumentError(
             "The layouts are of different meshes.",
@@ -272,8 +275,10 @@ def _partial_pairs(partial: PartialAxes) -> tuple[tuple[str, str], ...]:
         return ((partial, "sum"),)
     if not hasattr(partial, "__iter__"):
         raise ArgumentTypeError(
-            "Partial axes are given by name, with their reduction.", expected='such as {"tp": "max"}', got=describe(partial)
-        )  # fmt: skip
+            "Partial axes are given by name, with their reduction.",
+            expected='such as {"tp": "max"}',
+            got=describe(partial),
+        )
     items: Iterable[Any] = partial.items() if isinstance(partial, Mapping) else partial
     pairs = []
     for item in items:
@@ -282,8 +287,10 @@ def _partial_pairs(partial: PartialAxes) -> tuple[tuple[str, str], ...]:
             continue
         if not isinstance(item, (tuple, list)) or [type(part) for part in item] != [str, str]:
             raise ArgumentTypeError(
-                "Partial axes are given by name, with their reduction.", expected='such as {"tp": "max"}', got=describe(item)
-            )  # fmt: skip
+                "Partial axes are given by name, with their reduction.",
+                expected='such as {"tp": "max"}',
+                got=describe(item),
+            )
         pairs.append((item[0], item[1]))
     return tuple(pairs)
 
@@ -324,8 +331,10 @@ def _from_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim: in
             if not -ndim <= placement.dim < ndim:
                 raise ArgumentError(
                     "The tensor has no such dim.",
-                    expected=f"a dim of the {ndim} that the tensor has", got=f"{placement}", where=f"axis {axis!r} of {mesh}",
-                )  # fmt: skip
+                    expected=f"a dim of the {ndim} that the tensor has",
+                    got=f"{placement}",
+                    where=f"axis {axis!r} of {mesh}",
+                )
             axes[placement.dim].append(axis)
         elif isinstance(placement, Partial):
             partial.append((axis, placement.op))

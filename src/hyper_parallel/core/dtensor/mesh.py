@@ -1,10 +1,11 @@
 """The mesh: ranks in an array whose axes have names.
 
-What a mesh is (ranks, names, coordinates, sub-meshes of a given rank) is pure. What it is *for this process* (its coordinate, its
-groups) is asked of the platform, inside the call, so that a mesh of a thousand ranks can be planned for on a laptop.
+What a mesh is (ranks, names, coordinates, sub-meshes of a given rank) is pure. What it is *for this process* (its
+coordinate, its groups) is asked of the platform, inside the call, so that a mesh of a thousand ranks can be planned for
+on a laptop.
 
-Once communication was started, the world is known: a mesh with ranks that it does not have, or on devices that this machine does not have, is
-refused when it is made. Before, it is refused when a tensor is to lie on it.
+Once communication was started, the world is known: a mesh with ranks that it does not have, or on devices that this
+machine does not have, is refused when it is made. Before, it is refused when a tensor is to lie on it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class DeviceMesh(Interned):
         rank_list: the ranks in row-major order, for a `mesh` that is a shape.
 
     Raises:
-        ValueError: ranks that repeat, are negative or do not fill the shape; names that repeat or do not match the axes.
+        ValueError: ranks that repeat, are negative or do not fill the shape; names that repeat or do not match the
+            axes.
         RuntimeError: communication was started, and there are not so many processes, or no such devices.
 
     Example:
@@ -113,17 +115,17 @@ class DeviceMesh(Interned):
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
-        """The axis names, by the name of the argument."""
+        """Return the axis names, by the name of the argument."""
         return self.axis_names
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """The shape, by the name of the argument."""
+        """Return the shape, by the name of the argument."""
         return self.shape
 
     @property
     def rank_list(self) -> tuple[int, ...]:
-        """The ranks in row-major order, by the name of the argument."""
+        """Return the ranks in row-major order, by the name of the argument."""
         return self.ranks
 
     @property
@@ -131,11 +133,11 @@ class DeviceMesh(Interned):
         return len(self.shape)
 
     def size(self, axis: str | int | None = None) -> int:
-        """Number of ranks, of one axis or of all."""
+        """Return the number of ranks, of one axis or of all."""
         return len(self.ranks) if axis is None else self.shape[self.axis_index(axis)]
 
     def axis_index(self, axis: str | int) -> int:
-        """Position of an axis, which is given by its name or by its position.
+        """Return the position of an axis, which is given by its name or by its position.
 
         Raises:
             ValueError: there is no such axis.
@@ -155,7 +157,7 @@ class DeviceMesh(Interned):
         )
 
     def coordinate_of(self, rank: int) -> tuple[int, ...]:
-        """Where a rank is in the mesh.
+        """Return where a rank is in the mesh.
 
         Raises:
             ValueError: the mesh does not have this rank.
@@ -164,15 +166,18 @@ class DeviceMesh(Interned):
         found = None if place is None else self._coordinates.get(place)
         if found is None:
             raise ArgumentError(
-                "The mesh does not have this rank.", expected=f"one of {_some(self.ranks)}", got=describe(rank), where=repr(self)
-            )  # fmt: skip
+                "The mesh does not have this rank.",
+                expected=f"one of {_some(self.ranks)}",
+                got=describe(rank),
+                where=repr(self),
+            )
         return found
 
     def has_rank(self, rank: int) -> bool:
         return as_int(rank) in self._coordinates
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
-        """The rank at a coordinate.
+        """Return the rank at a coordinate.
 
         Raises:
             ValueError: the coordinate lies outside of the mesh.
@@ -187,7 +192,10 @@ class DeviceMesh(Interned):
         return self.ranks[sum(at * stride for at, stride in zip(inside, self._strides, strict=True))]
 
     def ranks_along(self, axes: str | int | Sequence[str | int], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` on these axes alone, itself included; with several axes the last varies fastest."""
+        """Return the ranks that differ from `rank` on these axes alone, itself included.
+
+        With several axes the last varies fastest.
+        """
         indices = self._indices_of(axes)
         coordinate = self.coordinate_of(rank)
         first = sum(
@@ -199,7 +207,7 @@ class DeviceMesh(Interned):
         return tuple(self.ranks[first + sum(step)] for step in steps)
 
     def submesh(self, axes: str | int | Sequence[str | int], rank: int) -> DeviceMesh:
-        """The mesh of these axes, in this order, that `rank` is in."""
+        """Return the mesh of these axes, in this order, that `rank` is in."""
         indices = self._indices_of(axes)
         return DeviceMesh._interned(
             self.device_type,
@@ -209,7 +217,9 @@ class DeviceMesh(Interned):
         )
 
     def flatten(self, name: str | None = None) -> DeviceMesh:
-        """The same ranks in the same order on one axis; `mesh["dp", "cp"].flatten("dp_cp")` joins two of several.
+        """Return the same ranks in the same order on one axis.
+
+        `mesh["dp", "cp"].flatten("dp_cp")` joins two of several.
 
         Its name is that of all axes, joined by "_", unless told.
         """
@@ -218,7 +228,9 @@ class DeviceMesh(Interned):
         return DeviceMesh._interned(self.device_type, shape, names, self.ranks)
 
     def layout(self, *dims: AxesOfDim, partial: PartialAxes = ()) -> Layout:
-        """A layout on this mesh: for each tensor dim an axis name, several from the outermost split inwards, or None.
+        """Make a layout on this mesh.
+
+        For each tensor dim an axis name, several from the outermost split inwards, or None.
 
         Example:
             >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -241,15 +253,15 @@ class DeviceMesh(Interned):
     # -- for this process ---------------------------------------------------------------------------------------------
 
     def get_rank(self) -> int:
-        """World rank of this process; 0 in a single one."""
+        """Return the world rank of this process; 0 in a single one."""
         return int(communicating_platform().get_rank())
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """Where this process is, or None if the mesh does not have it."""
+        """Return where this process is, or None if the mesh does not have it."""
         return self._coordinates.get(self.get_rank())
 
     def check_started(self) -> None:
-        """Refuse a mesh of which this world, as far as it goes now, has only a part; nothing that was not started is a world of one.
+        """Refuse a mesh that has ranks beyond the world as it is now; a world that was not started has one rank.
 
         Raises:
             RuntimeError: the mesh has ranks that the world does not have.
@@ -267,7 +279,10 @@ class DeviceMesh(Interned):
             )
 
     def _check_possible(self) -> None:
-        """As far as it is known: whoever has not started anything may plan for any machine."""
+        """Refuse a mesh that this world or machine cannot have, as far as that is known.
+
+        Who has not started anything may plan for any machine.
+        """
         world_size = started_world_size()
         if world_size is not None:
             self._check_fits(world_size)
@@ -280,11 +295,12 @@ class DeviceMesh(Interned):
                 expected=f'"{here}"',
                 got=f'"{self.device_type}"',
                 where=repr(self),
-                do=f'Make it a mesh of "{here}", or run this where there are such devices (`hyper-parallel doctor` shows what is here).',
+                do=f'Make it a mesh of "{here}", or run this where there are such devices (`hyper-parallel doctor` '
+                "shows what is here).",
             )
 
     def get_local_rank(self, axis: str | int | None = None) -> int:
-        """This process's position on an axis; a mesh of one axis needs no name.
+        """Return this process's position on an axis; a mesh of one axis needs no name.
 
         Raises:
             RuntimeError: the mesh does not have this process.
@@ -293,9 +309,10 @@ class DeviceMesh(Interned):
         return self.coordinate_of(self._rank_inside())[index]
 
     def get_group(self, axes: str | int | Sequence[str | int] | None = None) -> Any:
-        """The framework's group of the ranks that differ from this one on these axes alone.
+        """Return the framework's group of the ranks that differ from this one on these axes alone.
 
-        A group's own order is the ascending one of its ranks, whatever their order in the mesh. Every rank of the group has to ask.
+        A group's own order is the ascending one of its ranks, whatever their order in the mesh. Every rank of the group
+        has to ask.
 
         Raises:
             RuntimeError: the mesh does not have this process, or has ranks that the world does not have.
@@ -306,7 +323,7 @@ class DeviceMesh(Interned):
         return platform.create_group(list(self.ranks_along(self._only_axis() if axes is None else axes, rank)))
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        """The sub-mesh of these axes that this process is in.
+        """Return the sub-mesh of these axes that this process is in.
 
         Raises:
             RuntimeError: the mesh does not have this process.
@@ -317,7 +334,9 @@ class DeviceMesh(Interned):
     def from_group(
         group: Group, device_type: str, mesh: object = None, *, mesh_dim_names: Sequence[str] | None = None
     ) -> DeviceMesh:
-        """The mesh over an existing group, or over several: one per axis, this process's, and then `mesh` has the ranks.
+        """Make the mesh over an existing group.
+
+        Or over several, one per axis, which this process is in; `mesh` has the ranks then.
 
         `get_group` answers these groups from now on.
 
@@ -326,7 +345,7 @@ class DeviceMesh(Interned):
         """
         platform = communicating_platform()
         groups = list(group) if isinstance(group, (list, tuple)) else [group]
-        members = [tuple(int(rank) for rank in platform.get_process_group_ranks(each)) for each in groups]
+        members = [tuple(int(rank) for rank in platform.get_process_group_ranks(member)) for member in groups]
         if mesh is None:
             if len(groups) != 1:
                 raise ArgumentError(
@@ -342,19 +361,19 @@ class DeviceMesh(Interned):
                 "The groups are not the axes of the mesh.",
                 expected=f"groups of the ranks {expected}", got=str(members), where=repr(made),
             )  # fmt: skip
-        for each in groups:
-            platform.mark_created_groups(each)
+        for member in groups:
+            platform.mark_created_groups(member)
         return made
 
     def to_torch(self) -> Any:
-        """PyTorch's `DeviceMesh` with the same ranks, names and groups."""
+        """Return PyTorch's `DeviceMesh` with the same ranks, names and groups."""
         from hyper_parallel.platform.torch.dtensor import mesh_to_torch
 
         return mesh_to_torch(self)
 
     @staticmethod
     def from_torch(mesh: object) -> DeviceMesh:
-        """The mesh of a PyTorch `DeviceMesh`; its groups are used."""
+        """Make the mesh of a PyTorch `DeviceMesh`; its groups are used."""
         from hyper_parallel.platform.torch.dtensor import mesh_from_torch
 
         made = mesh_from_torch(mesh)
@@ -370,7 +389,8 @@ class DeviceMesh(Interned):
                 expected=f"one of the ranks {_some(self.ranks)}",
                 got=str(rank),
                 where=repr(self),
-                do="Let the other processes call it, or ask for any rank with `submesh`, `ranks_along` or `coordinate_of`.",
+                do="Let the other processes call it, or ask for any rank with `submesh`, `ranks_along` or "
+                "`coordinate_of`.",
             )
         return rank
 
@@ -385,7 +405,7 @@ class DeviceMesh(Interned):
     # -- as an object -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> DeviceMesh:
-        """`layout("dp", None)` in this block is one of this mesh."""
+        """Make this the mesh of `layout("dp", None)` in the block."""
         _entered.set((*_entered.get(), self))
         return self
 
@@ -408,12 +428,13 @@ def init_device_mesh(
     mesh_dim_names: Sequence[str] | None = None,
     rank_list: Sequence[int] | None = None,
 ) -> DeviceMesh:
-    """A mesh of a shape, over the ranks 0, 1, 2, ... or those of `rank_list`, in row-major order.
+    """Make a mesh of a shape, over the ranks 0, 1, 2, ... or those of `rank_list`, in row-major order.
 
     Starts no process and no group: a group is made when it is first asked for.
 
     Raises:
-        ValueError: sizes below 1, ranks that do not fill the shape or repeat, names that repeat or do not match the axes.
+        ValueError: sizes below 1, ranks that do not fill the shape or repeat, names that repeat or do not match the
+            axes.
         RuntimeError: communication was started, and there are not so many processes, or no such devices.
 
     Example:
@@ -426,7 +447,9 @@ def init_device_mesh(
 
 
 def as_mesh(value: object, what: str) -> DeviceMesh:
-    """A mesh, of this package or PyTorch's own, whose groups are used then; PyTorch's is known by its class's name: nothing is imported.
+    """Return a mesh of this package for one of it or of PyTorch, whose groups are used then.
+
+    PyTorch's is known by its class's name: nothing is imported.
 
     Raises:
         TypeError: it is none; `what` says what for.
@@ -440,7 +463,7 @@ def as_mesh(value: object, what: str) -> DeviceMesh:
 
 
 def current_mesh() -> DeviceMesh | None:
-    """The mesh of the innermost `with mesh:` around this call, or None."""
+    """Return the mesh of the innermost `with mesh:` around this call, or None."""
     entered = _entered.get()
     return entered[-1] if entered else None
 
@@ -448,9 +471,8 @@ def current_mesh() -> DeviceMesh | None:
 def _rebuild(
     device_type: str, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: tuple[int, ...]
 ) -> DeviceMesh:
-    return DeviceMesh._interned(
-        device_type, shape, axis_names, ranks
-    )  # what was saved in a larger world can be read in this one
+    # Not by the class, which checks the world: what was saved in a larger one can be read in this one.
+    return DeviceMesh._interned(device_type, shape, axis_names, ranks)
 
 
 def _some(ranks: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""What a mesh is made from: shapes, ranks and names, looked at once."""
+"""Checks of what a mesh is made from: shapes, ranks and names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["axis_names_of", "ranks_of", "shape_of"]
 
 
 def ranks_of(mesh: Any, rank_list: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and ranks of a mesh: `mesh` has the ranks, or is the shape if there is a `rank_list`."""
+    """Return shape and ranks of a mesh: `mesh` has the ranks, or is the shape if there is a `rank_list`."""
     if rank_list is None:
         shape, ranks = _unnested(mesh)
     else:
@@ -75,15 +75,17 @@ def axis_names_of(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[
 
 
 def _unnested(mesh: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and items of nested sequences."""
+    """Return shape and items of nested sequences."""
     items: list[Any] = [_listed(mesh)]
     shape = []
     while True:
         lengths = {len(item) for item in items}
         if len(lengths) != 1 or lengths == {0}:
             raise ArgumentError(
-                "The ranks of a mesh form no full array.", expected="rows of one length, with at least one rank", got=describe(mesh)
-            )  # fmt: skip
+                "The ranks of a mesh form no full array.",
+                expected="rows of one length, with at least one rank",
+                got=describe(mesh),
+            )
         shape.append(lengths.pop())
         items = [inner for item in items for inner in item]
         nested = [isinstance(item, (list, tuple)) for item in items]
@@ -96,7 +98,7 @@ def _unnested(mesh: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _listed(value: object) -> list[Any] | tuple[Any, ...]:
-    """Sequences, NumPy arrays and tensors as lists."""
+    """Return sequences, NumPy arrays and tensors as lists."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, range):

@@ -14,7 +14,7 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "prod")
 
 
 class Placement(Interned):
-    """Base of the three. Equal placements are the same object."""
+    """Base of the three placements. Equal ones are the same object."""
 
     __slots__ = ()
 
@@ -29,7 +29,9 @@ class Placement(Interned):
 
 
 class Shard(Placement):
-    """Each rank of the axis holds one chunk of `dim`. A negative dim counts from the end, once a layout knows how many there are.
+    """Each rank of the axis holds one chunk of `dim`.
+
+    A negative dim counts from the end, once a layout knows how many there are.
 
     Example:
         >>> Shard(0) is Shard(0)
@@ -115,7 +117,9 @@ class Partial(Placement):
 
 
 def as_placement(value: Any) -> Placement | None:
-    """A placement, of this package or PyTorch's own; None for anything else. PyTorch's is known by its class's name: nothing is imported.
+    """Return a placement of this package for one of it or of PyTorch; None for anything else.
+
+    PyTorch's is known by its class's name: nothing is imported.
 
     Example:
         >>> as_placement(Shard(0)), as_placement("tp")
@@ -126,7 +130,7 @@ def as_placement(value: Any) -> Placement | None:
     kind = type(value)
     if kind.__module__.partition(".")[0] != "torch":
         return None
-    # Exactly these: PyTorch's `_StridedShard` is a `Shard` that splits in another order.
+    # By its exact name: PyTorch's `_StridedShard` is a subclass of `Shard` that splits in another order.
     if kind.__name__ == "Shard":
         return Shard(value.dim)
     if kind.__name__ == "Replicate":
@@ -137,7 +141,7 @@ def as_placement(value: Any) -> Placement | None:
 
 
 def check_op(op: object) -> None:
-    """Raises where `op` names no reduction."""
+    """Raise where `op` names no reduction."""
     if not isinstance(op, str):
         raise ArgumentTypeError("A reduction is named by a string.", expected=_ops(), got=describe(op))
     if op not in REDUCE_OPS:

@@ -10,7 +10,7 @@ from hyper_parallel.core.planner.plan.backend import planner_of
 from hyper_parallel.core.planner.plan.batch_words import check_loss_fn
 from hyper_parallel.core.planner.plan.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.plan.budget import budget_note, check_budget, reserve_bytes
-from hyper_parallel.core.planner.plan.plan import MemoryPlan, Origin
+from hyper_parallel.core.planner.plan.plan import MadeWith, MemoryPlan
 from hyper_parallel.core.planner.plan.plan_file import profile_as_dict
 from hyper_parallel.core.planner.plan.progress import Progress, check_progress, progress_of
 from hyper_parallel.core.planner.plan.proof import planned, time_by_turns
@@ -33,22 +33,25 @@ def plan_memory(
     verify: bool = True,
     progress: bool | Progress = True,
 ) -> MemoryPlan:
-    """Choose save, recompute or swap for everything that backward needs, so that a step fits and is as fast as it can be.
+    """Choose save, recompute or swap for all that backward needs, so that a step fits and is as fast as it can be.
 
-    A few real steps are measured; the model, its gradients, buffers and random generators are as before afterwards. Nothing is changed
-    until `plan.apply(model)`.
+    A few real steps are measured; the model, its gradients, buffers and random generators are as before afterwards.
+    Nothing is changed until `plan.apply(model)`.
 
     Args:
         model: the model, on its device and in the mode it trains in.
         batch: what it takes: a tensor, a tuple of arguments, or a dict of keywords.
-        budget: bytes or a size such as "24GiB" for all that is alive at the highest point (parameters, gradients, optimizer state,
-            activations); "40%" of the plain step's activations; or "auto", what the device has left.
+        budget: bytes or a size such as "24GiB" for all that is alive at the highest point (parameters, gradients,
+            optimizer state, activations); "40%" of the plain step's activations; or "auto", what the device has left.
         loss_fn: the loss in what the model gives; without it `.loss`, or the output itself.
-        regions: the blocks that are planned, as paths, patterns ("layers.*") or classes; found by themselves without it.
+        regions: the blocks that are planned, as paths, patterns ("layers.*") or classes; found by themselves without
+            it.
         optimizer: its state counts, also before its first step.
-        reserve: bytes to leave free for what nobody has allocated yet; the state of an `optimizer` is among it that is not known by its kind.
-        keeps_output: whether training still has what the model gave while it runs backward and the next forward, as after `out = model(batch)`
-            in a loop. False where a function of its own computes the loss and returns nothing else. PyTorch; MindSpore's step keeps none.
+        reserve: bytes to leave free for what nobody has allocated yet; the state of an `optimizer` is among it that is
+            not known by its kind.
+        keeps_output: whether training still has what the model gave while it runs backward and the next forward, as
+            after `out = model(batch)` in a loop. False where a function of its own computes the loss and returns
+            nothing else. PyTorch; MindSpore's step keeps none.
         verify: prove the plan with real steps, and solve again if the peak was above the budget.
         progress: show a bar; or a function that is told what happens.
 
@@ -85,7 +88,7 @@ def plan_memory(
         plan = planned(profile, allowed, profiled if verify else None)
         say("timing steps")
         time_by_turns(plan, profiled)
-        plan.origin = Origin(loss_fn, optimizer, reserve_bytes(reserve))
+        plan.origin = MadeWith(loss_fn, optimizer, reserve_bytes(reserve))
         plan.note = budget_note(budget)
         return plan
 
@@ -98,7 +101,9 @@ def explain(
     regions: Sequence[Any] | None = None,
     progress: bool | Progress = True,
 ) -> Explanation:
-    """Which residuals the model keeps: per module and op, how many bytes, and what recomputing them would cost. Plans nothing.
+    """Show which residuals the model keeps: per module and op, how many bytes, and what recomputing them would cost.
+
+    It plans nothing.
 
     Example:
         >>> import torch
@@ -128,7 +133,8 @@ class Explanation:
         regions = self.profile.regions
         total = sum(region.residual_bytes for region in regions)
         model = self.profile.identity.model_words
-        return f"<Explanation of {model}: {format_size(total)} kept for backward by {len(regions)} blocks; print it for the table>"
+        kept = f"{format_size(total)} kept for backward by {len(regions)} blocks"
+        return f"<Explanation of {model}: {kept}; print it for the table>"
 
     def _repr_html_(self) -> str:
         return html_of(residual_parts(self.profile, self._kept))
@@ -137,7 +143,7 @@ class Explanation:
         return text_of(residual_parts(self.profile, self._kept))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything that was measured, for JSON."""
+        """Give everything that was measured, for JSON."""
         return profile_as_dict(self.profile)
 
 
@@ -150,7 +156,7 @@ def check_options(
     verify: bool,
     progress: bool | Progress,
 ) -> None:
-    """Those of `plan_memory` that can be checked without a model.
+    """Check the options of `plan_memory` that can be checked without a model.
 
     Raises:
         ValueError, TypeError: one cannot be used.

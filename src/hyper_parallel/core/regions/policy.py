@@ -11,7 +11,6 @@ from hyper_parallel.core.activation_checkpoint.policies import as_policy_fn
 from hyper_parallel.core.activation_checkpoint.policy import ByOutput, CheckpointPolicy, as_policy
 from hyper_parallel.core.activation_checkpoint.rules import Policy
 from hyper_parallel.core.regions.module_calls import Occurrence
-from hyper_parallel.core.regions.questions import PolicyContext
 
 Answer: TypeAlias = CheckpointPolicy | ByOutput
 # (op, path of its module below the block, which call of the op it is, its result) -> what the plan says.
@@ -27,6 +26,42 @@ class Observer(Protocol):
 
     def observe(self, call: Any) -> None:
         """A call is over; `call` is what the framework's regions tell of it."""
+
+
+class PolicyContext:
+    """What a policy is told about an op beside its arguments.
+
+    Attributes:
+        is_recompute: False in forward, True when the function runs again.
+        module: path of the innermost module that runs, from the outermost one; "" outside of modules.
+        occurrence: how often this op ran before in this module in this call of the region.
+        call: how many calls of this module came before the one that runs, in this call of the region. Calls in which no
+            op ran but those of modules inside it do not count.
+        occurrence_in_call: how often this op ran before in this call of the module.
+        op_output: its result. When the function runs again there may be no memory behind it, only shape and dtype.
+    """
+
+    __slots__ = ("call", "is_recompute", "module", "occurrence", "occurrence_in_call", "op_output")
+
+    def __init__(
+        self,
+        is_recompute: bool,
+        module: str,
+        occurrence: int,
+        op_output: object,
+        call: int = 0,
+        occurrence_in_call: int = 0,
+    ) -> None:
+        self.is_recompute = is_recompute
+        self.module = module
+        self.occurrence = occurrence
+        self.op_output = op_output
+        self.call = call
+        self.occurrence_in_call = occurrence_in_call
+
+    def __repr__(self) -> str:
+        when = "recompute" if self.is_recompute else "forward"
+        return f"<{when}, module {self.module!r}, call {self.call}, occurrence {self.occurrence}>"
 
 
 class RegionPolicy(ABC):

@@ -1,4 +1,9 @@
-"""`_OP_DISPATCHER`: operators on DTensors, of either framework. See the README, rules D1 to D5."""
+"""`_OP_DISPATCHER` carries out operators on DTensors, of either framework. See the README, rules D1 to D5.
+
+A call becomes a result in four types: the table's rule answers a `RuleAnswer` (layouts), the framework's
+`DispatchBackend` makes a `PreparedOp` of it (the local implementation as well), the dispatcher makes a `DispatchedOp`
+of that (what moves, what is tied), keeps it, and carries it out each time the same call comes again.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,8 @@ from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard import registry
 from hyper_parallel.core.shard.communication_log import check_may_move, why
-from hyper_parallel.core.shard.decision import Decision, LocalCall, tied_axes
 from hyper_parallel.core.shard.dispatched_op import DispatchedOp, has_empty_parts
+from hyper_parallel.core.shard.rule_answer import LocalCall, RuleAnswer, tied_axes
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.user_rule import decide_by_user_rule
 from hyper_parallel.platform.opaque import Tensor
@@ -26,57 +31,60 @@ class NoRuleError(HyperParallelError, NotImplementedError):
     """An operator on DTensors has no rule."""
 
 
-class Glue(Protocol):
-    """What a framework adds. Its DTensor class has it as `_glue`."""
+class DispatchBackend(Protocol):
+    """What the dispatcher asks of a framework. There is one object per framework, registered by `add_dtensor`."""
 
     def is_tensor(self, value: object) -> bool: ...  # of the framework, plain or not
     def is_plain_scalar(self, value: object) -> bool: ...  # a tensor without dims that needs no gradient
     def op_name(self, func: Any) -> str: ...
-    def decide(self, func: object, args: Sequence[Any], kwargs: dict[str, Any]) -> Prepared | None: ...
+    def prepare(
+        self, func: object, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> PreparedOp | None: ...  # None: no rule
     def wrap(self, local: object, spec: Spec) -> Any: ...
     def redistribute(self, tensor: Tensor, layout: Layout) -> Any: ...
     def coordinate(self, layout: Layout) -> tuple[int, ...]: ...
-    def anchored(self, result: object, locals_: Sequence[Any]) -> Any: ...  # rule G7
+    def anchored(self, result: object, locals_: Sequence[Any]) -> Any: ...  # rule T3
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Stands for a DTensor among the arguments while a rule is asked."""
+class ArgumentSlot:
+    """A DTensor's place among the arguments while a rule is asked: rules see layouts and shapes, never tensors."""
 
-    index: int  # among the DTensors of the call
+    index: int  # its position among the DTensors of the call
     spec: Spec
 
 
-class Prepared(NamedTuple):
-    """What a framework's table makes of a rule's decision."""
+class PreparedOp(NamedTuple):
+    """One call as a framework's table prepared it: what the rule answered, and which local implementation fits."""
 
-    decision: Decision
-    order: Sequence[int]  # for each tensor of the decision, its index among the DTensors of the call
+    answer: RuleAnswer
+    order: Sequence[int]  # for each tensor of the answer, its index among the DTensors of the call
+    inputs: Sequence[Spec] = ()  # the specs that the rule was asked with, in that order
     local: LocalCall | None = None  # None: the operator itself
     returns_argument: int | None = None  # an operator in place answers the DTensor that it was given
     is_sequence: bool = False  # the outputs come in a list or tuple
-    is_raw: bool = False  # `local` answers what the caller gets
-    is_kept: bool = True  # for the next call; not where it holds only as long as the caller allows it
+    is_raw: bool = False  # what `local` returns is what the caller gets: nothing is wrapped
+    is_kept: bool = True  # False inside `unknown_ops("replicate")`: the next call may be outside
 
 
 class View(NamedTuple):
-    """How a DTensor was made that looks at another one's memory (rule G5)."""
+    """Says how a DTensor was made that shares another one's memory. A view keeps it, for its ties (rule T1)."""
 
     source: Any
-    call: DispatchedOp
+    op: DispatchedOp
     func: Any
     args: Sequence[Any]
     kwargs: dict[str, Any] | None
 
     def tied(self, axes: tuple[str, ...]) -> Any:
-        """The same view of the source's tie."""
+        """Make the same view of the source's tie, for uses whose gradient is partial on `axes`."""
         given, tie = list(self.args), self.source._tied(axes)
-        given[self.call.positions[0]] = tie  # type: ignore[index]
-        if self.call.local is not None:
-            result = self.call.local(self.func, given, self.kwargs or {})
+        given[self.op.positions[0]] = tie  # type: ignore[index]
+        if self.op.local is not None:
+            result = self.op.local(self.func, given, self.kwargs or {})
         else:
             result = self.func(*given, **(self.kwargs or {}))
-        if self.call.has_empty_parts:  # rule G7
+        if self.op.has_empty_parts:  # rule T3
             result = _OP_DISPATCHER._dtensors[type(self.source)].anchored(result, [tie])
         return result
 
@@ -88,29 +96,30 @@ _unknown: ContextVar[str] = ContextVar("what happens to unknown operators", defa
 
 
 class OpDispatcher:
-    """Finds or makes the decision for a call, and carries it out."""
+    """Finds or makes the `DispatchedOp` of a call, and carries it out. There is one per process, `_OP_DISPATCHER`."""
 
-    LIMIT = 16384  # decisions that are kept
+    LIMIT = 16384  # ops that are kept; a program with ever new sequence lengths makes ever new ones
 
     def __init__(self) -> None:
-        self._calls: dict[tuple[Any, ...], DispatchedOp] = {}
-        self._dtensors: dict[type, Glue] = {}
-        registry.on_change(self._calls.clear)
+        self._ops: dict[tuple[Any, ...], DispatchedOp] = {}
+        self._dtensors: dict[type, DispatchBackend] = {}
+        registry.on_change(self._ops.clear)
 
-    def add_dtensor(self, kind: type, glue: Glue) -> None:
-        """A class of DTensors; exactly this class is looked for, not its subclasses."""
-        self._dtensors[kind] = glue
+    def add_dtensor(self, kind: type, backend: DispatchBackend) -> None:
+        """Make a class of DTensors known; exactly this class is found, not its subclasses."""
+        self._dtensors[kind] = backend
 
-    def glue_of(self, kind: type) -> Glue:
-        """What the framework of a class of DTensors has added."""
+    def backend_of(self, kind: type) -> DispatchBackend:
+        """Return the backend of the framework that a class of DTensors belongs to."""
         return self._dtensors[kind]
 
     def dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
-        """The result of an operator with DTensors among its arguments.
+        """Compute an operator that has DTensors among its arguments.
 
         Raises:
             NotImplementedError: the operator has no rule.
-            ValueError: meshes differ, shapes do not fit, or a plain tensor is among the arguments of a built-in operator.
+            ValueError: meshes differ, shapes do not fit, or a plain tensor is among the arguments of a built-in
+                operator.
         """
         dtensors = self._dtensors
         key = [func]
@@ -134,25 +143,26 @@ class OpDispatcher:
                 self._look_into(value, key, tensors)
         known = tuple(key)
         try:
-            call = self._calls.get(known)
+            op = self._ops.get(known)
         except TypeError:  # an argument that cannot be hashed: decided every time
-            known, call = (), None
-        if call is not None and call.simple is not None:  # most calls: nothing to move, to tie or to replace
+            known, op = (), None
+        if op is not None and op.simple is not None:  # most calls: nothing to move, to tie or to replace
             given = list(args)
-            for position, tensor in zip(call.positions, tensors):  # type: ignore[arg-type]  # noqa: B905 - as many as tensors
+            # Not `strict`: there are as many positions as tensors, and every call comes here.
+            for position, tensor in zip(op.positions, tensors):  # type: ignore[arg-type]  # noqa: B905
                 given[position] = tensor._local
             result = func(*given, **kwargs) if kwargs else func(*given)
-            made = dtensors[type(tensors[0])].wrap(result, call.simple)
-            if call.is_view:
-                made._view_of = View(tensors[0], call, func, args, kwargs)
+            made = dtensors[type(tensors[0])].wrap(result, op.simple)
+            if op.is_view:
+                made._view_of = View(tensors[0], op, func, args, kwargs)
             return made
-        if call is None:
-            call = self._decide(func, args, kwargs or {}, tensors)
-            if known and call.is_kept:
-                if len(self._calls) >= self.LIMIT:
-                    self._calls.clear()
-                self._calls[known] = call
-        return self._carry_out(call, func, args, kwargs, tensors)
+        if op is None:
+            op = self._decide(func, args, kwargs or {}, tensors)
+            if known and op.is_kept:
+                if len(self._ops) >= self.LIMIT:
+                    self._ops.clear()
+                self._ops[known] = op
+        return self._carry_out(op, func, args, kwargs, tensors)
 
     def _look_into(self, value: Any, key: list[Any], tensors: list[Any]) -> None:
         kind = type(value)
@@ -165,57 +175,58 @@ class OpDispatcher:
             key.append(_BOOLS[value])
         elif isinstance(value, (list, tuple)):
             key.append(kind)
-            for each in value:
-                self._look_into(each, key, tensors)
+            for item in value:
+                self._look_into(item, key, tensors)
             key.append(len(value))
         elif isinstance(value, dict):
             key.append(kind)
-            for name, each in value.items():
+            for name, item in value.items():
                 key.append(name)
-                self._look_into(each, key, tensors)
+                self._look_into(item, key, tensors)
         elif isinstance(value, slice):
             key.append((slice, value.start, value.stop, value.step))
-        elif any(glue.is_tensor(value) for glue in self._dtensors.values()):
-            # Another tensor of the same look is decided alike; holding it would keep its memory.
+        elif any(backend.is_tensor(value) for backend in self._dtensors.values()):
+            # A plain tensor of the same class and shape is decided alike; a key that held it would keep its memory.
             key.append((kind, tuple(value.shape)))
         else:
             key.append(value)
 
-    def _carry_out(self, call: DispatchedOp, func: Any, args: Sequence[Any], kwargs: Any, tensors: list[Any]) -> Any:
+    def _carry_out(self, op: DispatchedOp, func: Any, args: Sequence[Any], kwargs: Any, tensors: list[Any]) -> Any:
         locals_ = []
-        for tensor, (target, tied) in zip(tensors, call.moves):  # noqa: B905 - as long as each other, and every call comes here
+        # Not `strict`: there are as many moves as tensors, and every call comes here.
+        for tensor, (target, tied) in zip(tensors, op.moves):  # noqa: B905
             if target is not None:
-                tensor = self._moved(tensor, target, call.name)
+                tensor = self._moved(tensor, target, op.name)
             locals_.append(tensor._tied(tied) if tied else tensor._local)
-        if call.positions is not None:
+        if op.positions is not None:
             given = list(args)
-            for position, local in zip(call.positions, locals_):  # noqa: B905
+            for position, local in zip(op.positions, locals_):  # noqa: B905
                 given[position] = local
         else:
             given, kwargs = self._rebuilt((args, kwargs or {}), iter(locals_))
-        if call.local is not None:
-            result = call.local(func, given, kwargs or {})
+        if op.local is not None:
+            result = op.local(func, given, kwargs or {})
         elif kwargs:
             result = func(*given, **kwargs)
         else:
             result = func(*given)
-        if call.has_empty_parts:
+        if op.has_empty_parts:
             result = self._dtensors[type(tensors[0])].anchored(result, locals_)
-        if call.returns_argument is not None:
-            return tensors[call.returns_argument]._changed_in_place()
+        if op.returns_argument is not None:
+            return tensors[op.returns_argument]._changed_in_place()
         wrap = self._dtensors[type(tensors[0])].wrap
-        if call.wrap_output is not None:
-            return call.wrap_output(result)
-        if not call.is_sequence:
-            spec = call.outputs[0]
+        if op.wrap_output is not None:
+            return op.wrap_output(result)
+        if not op.is_sequence:
+            spec = op.outputs[0]
             if spec is None:
                 return result
             made = wrap(result, spec)
-            if call.is_view:
-                made._view_of = View(tensor, call, func, args, kwargs)  # of the tensor as it was moved
+            if op.is_view:
+                made._view_of = View(tensor, op, func, args, kwargs)  # `tensor` as it was moved
             return made
         return type_of_sequence(result)(
-            each if spec is None else wrap(each, spec) for each, spec in zip(result, call.outputs, strict=True)
+            value if spec is None else wrap(value, spec) for value, spec in zip(result, op.outputs, strict=True)
         )
 
     def _moved(self, tensor: Any, target: Layout, name: str) -> Any:
@@ -224,14 +235,14 @@ class OpDispatcher:
             return self._dtensors[type(tensor)].redistribute(tensor, target)
 
     def _rebuilt(self, value: Any, locals_: Iterator[Any]) -> Any:
-        """The arguments with the local tensors in their places, in the order in which `_look_into` found them."""
+        """Put local tensors in the places of the DTensors, in the order in which `_look_into` found these."""
         if type(value) in self._dtensors:
             return next(locals_)
         if isinstance(value, (list, tuple)):
-            return type_of_sequence(value)(self._rebuilt(each, locals_) for each in value)
+            return type_of_sequence(value)(self._rebuilt(item, locals_) for item in value)
         if isinstance(value, dict):
-            return {name: self._rebuilt(each, locals_) for name, each in value.items()}
-        if type(value).__module__ == "numpy":  # a dim or a length, as users have them; rules ask for Python's
+            return {name: self._rebuilt(item, locals_) for name, item in value.items()}
+        if type(value).__module__ == "numpy":  # users have dims and lengths of it; rules ask for Python's
             number = as_int(value)
             return value if number is None else number
         return value
@@ -239,8 +250,8 @@ class OpDispatcher:
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def _decide(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any]) -> DispatchedOp:
-        glue = self._dtensors[type(tensors[0])]
-        name = glue.op_name(func)
+        backend = self._dtensors[type(tensors[0])]
+        name = backend.op_name(func)
         mesh = tensors[0]._spec.layout.mesh
         for tensor in tensors[1:]:
             if tensor._spec.layout.mesh is not mesh:
@@ -252,9 +263,11 @@ class OpDispatcher:
                 )
         rule = registry.by_name(name)
         if rule is not None:
-            return decide_by_user_rule(rule, func, args, kwargs, tensors, glue)
-        if all(_is_number(tensor, glue) for tensor in tensors) and _has_plain((args, kwargs), glue, self._dtensors):
-            # Numbers, among plain tensors: those stay plain. (PyTorch's clipping multiplies every gradient by one number.)
+            return decide_by_user_rule(rule, func, args, kwargs, tensors, backend)
+        if all(_is_number(tensor, backend) for tensor in tensors) and _has_plain(
+            (args, kwargs), backend, self._dtensors
+        ):
+            # PyTorch's clipping multiplies every gradient by one number, which may be a DTensor: plain ones stay plain.
             positions = _positions(args, kwargs, self._dtensors)
             return DispatchedOp(
                 ((None, ()),) * len(tensors),
@@ -268,11 +281,11 @@ class OpDispatcher:
                 name,
                 is_kept=False,
             )
-        slots = [Slot(index, tensor._spec) for index, tensor in enumerate(tensors)]
+        slots = [ArgumentSlot(index, tensor._spec) for index, tensor in enumerate(tensors)]
         slotted_args, slotted_kwargs = self._rebuilt((list(args), kwargs), iter(slots))
-        self._check_no_plain(name, (slotted_args, slotted_kwargs), glue)
+        self._check_no_plain(name, (slotted_args, slotted_kwargs), backend)
         try:
-            prepared = glue.decide(func, slotted_args, slotted_kwargs)
+            prepared = backend.prepare(func, slotted_args, slotted_kwargs)
         except HyperParallelError as error:
             if error.where is None:
                 raise type(error)(
@@ -293,58 +306,72 @@ class OpDispatcher:
                 got=", ".join(repr(tensor._spec) for tensor in tensors),
                 do=_what_to_do(name),
             )
-        decision = prepared.decision
-        if len(prepared.order) != len(decision.inputs):
+        answer = prepared.answer
+        if len(prepared.order) != len(answer.inputs):
             raise ArgumentError(
                 f"`{name}` was given a distributed tensor where it takes a number.",
-                expected=f"{len(decision.inputs)} distributed tensors",
+                expected=f"{len(answer.inputs)} distributed tensors",
                 got=f"{len(prepared.order)}: {describe([repr(tensor._spec) for tensor in tensors], 200)}",
                 do="Pass the number itself, `x.item()`.",
             )
         moves: list[tuple[Layout | None, tuple[str, ...]]] = [(None, ())] * len(tensors)
-        for index, target in zip(prepared.order, decision.inputs, strict=True):
+        for index, target in zip(prepared.order, answer.inputs, strict=True):
             is_moved = target is not tensors[index]._spec.layout
-            moves[index] = (target if is_moved else None, tied_axes(target, decision.outputs))
-        call = DispatchedOp(
-            tuple(moves), _positions(args, kwargs, self._dtensors), decision.outputs, prepared.is_sequence, prepared.local,
-            prepared.returns_argument, _as_it_is if prepared.is_raw else None,
-            prepared.returns_argument is None and has_empty_parts(tensors, decision), name, prepared.is_kept,
-        )  # fmt: skip
-        is_simple = (
-            call.positions is not None
-            and len(call.outputs) == 1
-            and not (call.is_sequence or call.has_empty_parts or any(target or tied for target, tied in moves))
-            and call.local is None
-            and call.returns_argument is None
-            and call.wrap_output is None
+            moves[index] = (target if is_moved else None, tied_axes(target, answer.outputs))
+        op = DispatchedOp(
+            tuple(moves),
+            _positions(args, kwargs, self._dtensors),
+            answer.outputs,
+            prepared.is_sequence,
+            prepared.local,
+            prepared.returns_argument,
+            _as_it_is if prepared.is_raw else None,
+            prepared.returns_argument is None and has_empty_parts(tensors, answer),
+            name,
+            prepared.is_kept,
         )
-        call = call._replace(is_view=decision.is_view and call.positions is not None and len(tensors) == 1)
-        return call._replace(simple=call.outputs[0]) if is_simple else call
+        is_simple = (
+            op.positions is not None
+            and len(op.outputs) == 1
+            and not (op.is_sequence or op.has_empty_parts or any(target or tied for target, tied in moves))
+            and op.local is None
+            and op.returns_argument is None
+            and op.wrap_output is None
+        )
+        op = op._replace(is_view=answer.is_view and op.positions is not None and len(tensors) == 1)
+        return op._replace(simple=op.outputs[0]) if is_simple else op
 
-    def _check_no_plain(self, name: str, value: Any, glue: Glue) -> None:
-        if isinstance(value, Slot):
+    def _check_no_plain(self, name: str, value: Any, backend: DispatchBackend) -> None:
+        if isinstance(value, ArgumentSlot):
             return
         if isinstance(value, (list, tuple)):
-            for each in value:
-                self._check_no_plain(name, each, glue)
+            for item in value:
+                self._check_no_plain(name, item, backend)
         elif isinstance(value, dict):
-            self._check_no_plain(name, list(value.values()), glue)
-        elif glue.is_tensor(value) and not glue.is_plain_scalar(value) and not name.startswith(("_foreach", "_fused")):
+            self._check_no_plain(name, list(value.values()), backend)
+        elif (
+            backend.is_tensor(value)
+            and not backend.is_plain_scalar(value)
+            and not name.startswith(("_foreach", "_fused"))
+        ):
             # Not a TypeError: PyTorch's operators swallow one, and say that they do not support the operands.
             raise ArgumentError(
                 f"`{name}` has a plain tensor among its distributed ones.",
                 expected="DTensors alone (numbers, and tensors without dims, may be mixed in)",
                 got=describe(value),
-                do="Say how it lies: `hp.distribute_tensor(tensor, mesh, placements)` of a whole tensor, `DTensor.from_local` of a part.",
+                do="Say how it lies: `hp.distribute_tensor(tensor, mesh, placements)` of a whole tensor, "
+                "`DTensor.from_local` of a part.",
             )
 
 
-# What calls an operator without a rule, and what to do then; by the beginning of its name.
+# By the beginning of an operator's name: what to do where it has no rule.
 _INSTEAD = {
-    "new_": "Make it with its layout: `hp.zeros(size, mesh, placements)`. (What asks for it: `fully_shard`, Adafactor and the like take plain parameters.)",
+    "new_": "Make it with its layout: `hp.zeros(size, mesh, placements)`. (What asks for it: `fully_shard`, "
+    "Adafactor and the like take plain parameters.)",
     **dict.fromkeys(
         ("kaiming_", "xavier_", "trunc_normal_", "orthogonal_", "uniform_", "normal_", "constant_"),
-        "Fill a plain tensor, and copy it: `p.copy_(hp.distribute_tensor(whole, p.layout))`; or fill the parameter before it gets its layout.",
+        "Fill a plain tensor, and copy it: `p.copy_(hp.distribute_tensor(whole, p.layout))`; or fill the parameter "
+        "before it gets its layout.",
     ),
 }
 
@@ -354,23 +381,24 @@ def _what_to_do(name: str) -> str:
         if name.startswith(beginning):
             return advice
     return (
-        f"Register one (a subclass of `hp.DistributedOp`, made with the name {name!r}), or compute it on whole tensors: "
+        f"Register one (a subclass of `hp.DistributedOp`, made with the name {name!r}), or compute it on whole "
+        "tensors: "
         '`with hp.unknown_ops("replicate"):`.'
     )
 
 
-def _is_number(tensor: Any, glue: Glue) -> bool:
-    """Whether a DTensor is one number, the same on all ranks, that nobody wants the gradient of."""
-    return tensor._spec.shape == () and tensor._spec.layout.is_replicated and glue.is_plain_scalar(tensor)
+def _is_number(tensor: Any, backend: DispatchBackend) -> bool:
+    """Say whether a DTensor is one number, the same on all ranks, that nobody wants the gradient of."""
+    return tensor._spec.shape == () and tensor._spec.layout.is_replicated and backend.is_plain_scalar(tensor)
 
 
-def _has_plain(value: object, glue: Glue, dtensors: dict[type, Glue]) -> bool:
-    """Whether plain tensors with dims are among the arguments."""
+def _has_plain(value: object, backend: DispatchBackend, dtensors: dict[type, DispatchBackend]) -> bool:
+    """Say whether plain tensors with dims are among the arguments."""
     if isinstance(value, (list, tuple)):
-        return any(_has_plain(each, glue, dtensors) for each in value)
+        return any(_has_plain(item, backend, dtensors) for item in value)
     if isinstance(value, dict):
-        return _has_plain(list(value.values()), glue, dtensors)
-    return glue.is_tensor(value) and type(value) not in dtensors and not glue.is_plain_scalar(value)
+        return _has_plain(list(value.values()), backend, dtensors)
+    return backend.is_tensor(value) and type(value) not in dtensors and not backend.is_plain_scalar(value)
 
 
 def _as_it_is(result: object) -> Any:
@@ -378,7 +406,10 @@ def _as_it_is(result: object) -> Any:
 
 
 def type_of_sequence(value: Any) -> Callable[[Any], Any]:
-    """What makes the same kind of list or tuple from an iterable; the framework's named results become tuples of their kind."""
+    """Return what makes the same kind of list or tuple from an iterable.
+
+    The framework's named results (of `torch.max`) become tuples of their kind.
+    """
     kind = type(value)
     if kind in (list, tuple):
         return kind
@@ -389,7 +420,9 @@ def type_of_sequence(value: Any) -> Callable[[Any], Any]:
     return list
 
 
-def _positions(args: Sequence[Any], kwargs: dict[str, Any], dtensors: dict[type, Glue]) -> tuple[int, ...] | None:
+def _positions(
+    args: Sequence[Any], kwargs: dict[str, Any], dtensors: dict[type, DispatchBackend]
+) -> tuple[int, ...] | None:
     def is_nested(value: object) -> bool:
         if type(value) in dtensors:
             return True
@@ -404,7 +437,9 @@ def _positions(args: Sequence[Any], kwargs: dict[str, Any], dtensors: dict[type,
 
 @contextlib.contextmanager
 def unknown_ops(what: str) -> Iterator[None]:
-    """`with hp.unknown_ops("replicate"):` operators without a rule compute on whole tensors inside; `"error"` is the default.
+    """Let operators without a rule compute on whole tensors: `with hp.unknown_ops("replicate"):`.
+
+    The default is `"error"`.
 
     Raises:
         ValueError: any other word.

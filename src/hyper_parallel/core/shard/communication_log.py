@@ -1,4 +1,7 @@
-"""What DTensors send: counted under `comm_debug`, and refused under `explicit_communication` where nobody asked for it."""
+"""The log of what DTensors send.
+
+It is counted under `comm_debug`, and refused under `explicit_communication` where nobody asked for it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class Communication(NamedTuple):
 
     kind: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all", …
     axes: tuple[str, ...]
-    num_bytes: int  # that this rank receives
+    num_bytes: int  # those that this rank receives
     why: str  # "asked" (redistribute, full_tensor, …), "implied" by an operator, or "gradient"
     where: str  # the operator, or the two layouts
 
@@ -39,30 +42,30 @@ class CommLog:
 
     @property
     def total(self) -> int:
-        """How many collectives."""
+        """Count the collectives."""
         return len(self.entries)
 
     @property
     def num_bytes(self) -> int:
-        """What this rank received, all together."""
-        return sum(each.num_bytes for each in self.entries)
+        """Count the bytes that this rank received, all together."""
+        return sum(entry.num_bytes for entry in self.entries)
 
     def counts(self, why: str | None = None) -> dict[str, int]:
-        """Collectives by kind; `why` is "asked", "implied" or "gradient"."""
-        return dict(Counter(each.kind for each in self.entries if why is None or each.why == why))
+        """Count the collectives by kind; `why` is "asked", "implied" or "gradient"."""
+        return dict(Counter(entry.kind for entry in self.entries if why is None or entry.why == why))
 
     def __str__(self) -> str:
         if not self.entries:
             return "No communication."
         lines = [f"{self.total} collectives, {self.num_bytes:,} bytes received by this rank"]
         lines += [
-            f"  {each.kind:<16}{'·'.join(each.axes):<12}{each.num_bytes:>14,} B  {each.why:<9}{each.where}"
-            for each in self.entries
+            f"  {entry.kind:<16}{'·'.join(entry.axes):<12}{entry.num_bytes:>14,} B  {entry.why:<9}{entry.where}"
+            for entry in self.entries
         ]
         return "\n".join(lines)
 
 
-_logs: list[CommLog] = []  # of the process: backward may run in another thread than the `with`
+_logs: list[CommLog] = []  # one list per process: backward may run in another thread than the `with`
 # Context variables: `overlap_forward_backward` carries them over to its other thread.
 _is_explicit: ContextVar[bool] = ContextVar("communication is explicit", default=False)
 _why: ContextVar[tuple[str, str]] = ContextVar("why is sent what is sent", default=("asked", ""))
@@ -70,7 +73,7 @@ _why: ContextVar[tuple[str, str]] = ContextVar("why is sent what is sent", defau
 
 @contextlib.contextmanager
 def comm_debug() -> Iterator[CommLog]:
-    """Counts the communication of DTensors inside, backward included: `with hp.comm_debug() as c: ...; print(c)`."""
+    """Count the communication of DTensors inside, backward included: `with hp.comm_debug() as c: ...; print(c)`."""
     log = CommLog()
     _logs.append(log)
     try:
@@ -81,7 +84,7 @@ def comm_debug() -> Iterator[CommLog]:
 
 @contextlib.contextmanager
 def explicit_communication() -> Iterator[None]:
-    """Inside, an operator that would have to move its arguments raises; what is asked for by name is allowed."""
+    """Raise where an operator inside would have to move its arguments; what is asked for by name is allowed."""
     before = _is_explicit.get()
     _is_explicit.set(True)
     try:
@@ -91,7 +94,7 @@ def explicit_communication() -> Iterator[None]:
 
 
 def check_may_move(operator: str, source: Layout, target: Layout) -> None:
-    """Raises inside `explicit_communication`."""
+    """Raise inside `explicit_communication`."""
     if _is_explicit.get():
         raise StateError(
             f"`{operator}` would have to move one of its arguments.",
@@ -104,7 +107,7 @@ def check_may_move(operator: str, source: Layout, target: Layout) -> None:
 
 @contextlib.contextmanager
 def why(reason: str, where: str) -> Iterator[None]:
-    """What is sent inside is for this reason."""
+    """Note this reason beside everything that is sent inside."""
     before = _why.get()
     _why.set((reason, where))
     try:
@@ -118,7 +121,7 @@ def is_open() -> bool:
 
 
 def note(kind: str, axes: tuple[str, ...], num_bytes: int) -> None:
-    """Every collective is told here."""
+    """Note one collective in every log that is open. Every collective of a DTensor comes here."""
     if _logs:
         reason, where = _why.get()
         entry = Communication(kind, axes, num_bytes, reason, where)

@@ -11,7 +11,7 @@ __all__ = ["dim_in", "dims_in"]
 
 
 def dim_in(dim: int, ndim: int) -> int:
-    """A dim counted from the beginning.
+    """Return a dim counted from the beginning: `dim_in(-1, 3)` is 2.
 
     Raises:
         IndexError's kin: there is no such dim.
@@ -22,7 +22,7 @@ def dim_in(dim: int, ndim: int) -> int:
 
 
 def dims_in(dims: Any, ndim: int) -> tuple[int, ...]:
-    """Several, in ascending order; None and an empty list mean all."""
+    """Return several dims counted from the beginning, in ascending order; None and an empty list mean all."""
     if dims is None or (isinstance(dims, Sequence) and not dims):
         return tuple(range(ndim))
     listed: Iterable[int] = (dims,) if isinstance(dims, int) else dims

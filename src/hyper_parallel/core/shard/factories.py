@@ -1,4 +1,4 @@
-"""DTensors from nothing: `size` is the global shape, and values do not depend on the mesh."""
+"""Factories of DTensors: `size` is the global shape, and values do not depend on the mesh."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ __all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
 
 
 def full(
-    size: Sequence[int], fill_value: Any, mesh: Any, placements: object = None, *, dtype: Any = None, device: Any = None,
+    size: Sequence[int],
+    fill_value: Any,
+    mesh: Any,
+    placements: object = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
     requires_grad: bool = False,
-) -> Any:  # fmt: skip
-    """A DTensor of one value.
+) -> Any:
+    """Make a DTensor of one value.
 
     Args:
         size: the global shape.
@@ -41,44 +47,83 @@ def full(
 
 
 def ones(
-    size: Sequence[int], mesh: object, placements: object = None, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False
-) -> Any:  # fmt: skip
-    """A DTensor of ones. Options are those of `full`."""
+    size: Sequence[int],
+    mesh: object,
+    placements: object = None,
+    *,
+    dtype: Dtype = None,
+    device: Device = None,
+    requires_grad: bool = False,
+) -> Any:
+    """Make a DTensor of ones. Options are those of `full`."""
     return full(size, 1.0, mesh, placements, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 def zeros(
-    size: Sequence[int], mesh: object, placements: object = None, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False
-) -> Any:  # fmt: skip
-    """A DTensor of zeros. Options are those of `full`."""
+    size: Sequence[int],
+    mesh: object,
+    placements: object = None,
+    *,
+    dtype: Dtype = None,
+    device: Device = None,
+    requires_grad: bool = False,
+) -> Any:
+    """Make a DTensor of zeros. Options are those of `full`."""
     return full(size, 0.0, mesh, placements, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 def empty(
-    size: Sequence[int], mesh: object, placements: object = None, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False
-) -> Any:  # fmt: skip
-    """A DTensor of whatever is in memory. Options are those of `full`."""
+    size: Sequence[int],
+    mesh: object,
+    placements: object = None,
+    *,
+    dtype: Dtype = None,
+    device: Device = None,
+    requires_grad: bool = False,
+) -> Any:
+    """Make a DTensor of whatever is in memory. Options are those of `full`."""
     return full(size, None, mesh, placements, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 def rand(
-    size: Sequence[int], mesh: object, placements: object = None, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False
-) -> Any:  # fmt: skip
-    """Uniform random numbers, the same whatever the mesh: those of one stream over the whole tensor. Options are those of `full`."""
+    size: Sequence[int],
+    mesh: object,
+    placements: object = None,
+    *,
+    dtype: Dtype = None,
+    device: Device = None,
+    requires_grad: bool = False,
+) -> Any:
+    """Draw uniform random numbers. Options are those of `full`.
+
+    They are the same whatever the mesh: those of one stream over the whole tensor.
+    """
     return _drawn("rand", size, mesh, placements, dtype, device, requires_grad)
 
 
 def randn(
-    size: Sequence[int], mesh: object, placements: object = None, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False
-) -> Any:  # fmt: skip
-    """Normal random numbers, the same whatever the mesh: those of one stream over the whole tensor. Options are those of `full`."""
+    size: Sequence[int],
+    mesh: object,
+    placements: object = None,
+    *,
+    dtype: Dtype = None,
+    device: Device = None,
+    requires_grad: bool = False,
+) -> Any:
+    """Draw normal random numbers. Options are those of `full`.
+
+    They are the same whatever the mesh: those of one stream over the whole tensor.
+    """
     return _drawn("randn", size, mesh, placements, dtype, device, requires_grad)
 
 
 def _drawn(
     kind: str, size: Sequence[int], mesh: object, placements: object, dtype: Any, device: Any, requires_grad: bool
 ) -> Any:
-    """Every rank draws the whole stream, slab by slab, and keeps its part: time for the sake of one stream, not memory."""
+    """Let every rank draw the whole stream, slab by slab, and keep its part.
+
+    That costs time for the sake of one stream, not memory.
+    """
 
     def make(framework: Any, spec: Spec, box: Box) -> Any:
         with in_our_words(kind, dtype=dtype, device=device):
@@ -96,8 +141,8 @@ def _made(
     spec = Spec(layout.without_partial(), size)
     box = box_of(spec.layout, spec.shape, mesh_coordinate(layout.mesh))
     folder = framework_folder("a factory of DTensors")
-    glue = _OP_DISPATCHER.glue_of(importlib.import_module(folder).DTensor)
-    made = glue.wrap(make(importlib.import_module(f"{folder}.making"), spec, box), spec)
+    backend = _OP_DISPATCHER.backend_of(importlib.import_module(folder).DTensor)
+    made = backend.wrap(make(importlib.import_module(f"{folder}.making"), spec, box), spec)
     if layout.partial:
-        made = glue.redistribute(made, layout)
+        made = backend.redistribute(made, layout)
     return made.requires_grad_() if requires_grad else made

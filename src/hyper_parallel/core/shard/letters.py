@@ -1,4 +1,7 @@
-"""Rules written as an einsum: dims that share a letter are split together; a letter that the output lacks leaves a partial sum."""
+"""Rules written as an einsum.
+
+Dims that share a name are split together; a name that the output lacks leaves a partial sum.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ ELLIPSIS = "..."
 
 
 def parse(equation: str) -> tuple[list[list[str]], list[str]]:
-    """`"... k, n k -> ... n"` as lists of names per input and for the output.
+    """Return `"... k, n k -> ... n"` as lists of names per input and for the output.
 
     Raises:
         ValueError: it has no arrow, a name twice in one term, or a name in the output that no input has.
@@ -52,7 +55,7 @@ def _names(term: str, equation: str) -> list[str]:
 
 
 def terms_for(inputs: list[list[str]], output: list[str], ndims: Sequence[int]) -> tuple[list[list[str]], list[str]]:
-    """The same with `...` spelt out as `.0`, `.1`, counted from the right, for inputs of these numbers of dims."""
+    """Spell `...` out as `.0`, `.1`, counted from the right, for inputs of these numbers of dims."""
     if len(inputs) != len(ndims):
         raise ArgumentError(
             "The equation does not fit the call.", expected=f"{len(inputs)} tensors", got=f"{len(ndims)}"
@@ -72,15 +75,19 @@ def terms_for(inputs: list[list[str]], output: list[str], ndims: Sequence[int]) 
 
 def _spelt(term: list[str], extra: int) -> list[str]:
     hidden = [f".{extra - 1 - i}" for i in range(extra)]
-    return [each for name in term for each in (hidden if name == ELLIPSIS else [name])]
+    return [letter for name in term for letter in (hidden if name == ELLIPSIS else [name])]
 
 
 def strategies_of(
     inputs: Sequence[Sequence[str]], output: Sequence[str], *, is_linear: bool = True, unsplit: Sequence[str] = ()
 ) -> list[Strategy]:
-    """One strategy per letter, besides "all whole". With `is_linear` one partial input makes a partial output.
+    """Make one strategy per name, besides "all whole". With `is_linear` one partial input makes a partial output.
 
-    An input may lack a letter that others have (it is broadcast). Letters in `unsplit`, and those that end with `!`, are never split.
+    An input may lack a name that others have (it is broadcast). Names in `unsplit`, and those that end with `!`, are
+    never split.
+
+    An input may lack a letter that others have (it is broadcast). Letters in `unsplit`, and those that end with `!`,
+    are never split.
     """
     whole = Strategy((R,) * len(inputs), (R,))
     letters = dict.fromkeys([*output, *(name for term in inputs for name in term)])

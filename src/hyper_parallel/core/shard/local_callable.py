@@ -1,4 +1,7 @@
-"""What `DFunction` is on every framework: a name, a rule looked up by it, and arguments bound to `forward`'s parameters."""
+"""`DFunction` as far as it is the same on every framework.
+
+That is a name, a rule that is looked up by it, and arguments that are bound to the parameters of `forward`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ class _LocalCallable:
 
 
 class FunctionOnShards:
-    """Mixed into each framework's class of autograd functions. Its `apply` decides; this has what it decides between."""
+    """Mixed into each framework's class of autograd functions.
+
+    Its `apply` decides; this has what it decides between.
+    """
 
     _op_name: ClassVar[str | None] = None
     _dtensor_types: ClassVar[tuple[type, ...]] = ()
@@ -52,12 +58,15 @@ class FunctionOnShards:
         if isinstance(value, cls._dtensor_types):
             return True
         if type(value) in (list, tuple):
-            return any(cls._has_dtensor(each) for each in value)
-        return type(value) is dict and any(cls._has_dtensor(each) for each in value.values())
+            return any(cls._has_dtensor(item) for item in value)
+        return type(value) is dict and any(cls._has_dtensor(item) for item in value.values())
 
     @classmethod
     def _check_own(cls, args: Sequence[Any]) -> None:
-        """Raises at a tensor of the other framework: this one's autograd would pass it over, without a word and without a gradient."""
+        """Raise at a tensor of the other framework.
+
+        This one's autograd would pass it over, without a word and without a gradient.
+        """
         for arg in args:
             framework = framework_of(arg)
             if framework is not None and framework.value == cls._other_framework:
@@ -65,7 +74,8 @@ class FunctionOnShards:
                     f"`{cls.__name__}` works on one framework, and a tensor of the other one was given.",
                     expected=f"tensors of {cls._framework_function.__module__.partition('.')[0]}",
                     got=f"{describe(arg)} of {framework.value}",
-                    do="One process works on one framework: set HYPER_PARALLEL_PLATFORM before `DFunction` is imported.",
+                    do="One process works on one framework: set HYPER_PARALLEL_PLATFORM before `DFunction` is "
+                    "imported.",
                 )
 
     @classmethod
@@ -85,7 +95,8 @@ class FunctionOnShards:
                 f"`{cls.__name__}` has no rule for distributed tensors.",
                 expected=f"a rule with the name {cls._op_name!r}",
                 got="none",
-                do=f'Make one: a subclass of `hp.DistributedOp` with `infer_layout`, made with the name "{cls._op_name}".',
+                do="Make one: a subclass of `hp.DistributedOp` with `infer_layout`, made with the name "
+                f'"{cls._op_name}".',
             )
         return _OP_DISPATCHER.dispatch(cls._get_local_callable(), bound, None)
 
@@ -95,10 +106,13 @@ class FunctionOnShards:
 
     @classmethod
     def _get_local_callable(cls) -> _LocalCallable:
-        """Re-enters `apply` with local tensors. Of this very class: one that is inherited would run the parent's `forward`."""
+        """Return what re-enters `apply` with local tensors.
+
+        It belongs to this very class: one that is inherited would run the parent's `forward`.
+        """
         found = cls.__dict__.get("_local_callable")
         if found is None:
-            # Through `apply`, which a subclass may have overridden, and which binds keywords: a rule's `preprocess` may answer some.
+            # `apply`, not `forward`: a subclass may override it, and it binds keywords that a `preprocess` may answer.
             found = _LocalCallable(cls.apply, str(cls._op_name))  # type: ignore[attr-defined]
             cls._local_callable = found  # type: ignore[attr-defined]
         made: _LocalCallable = found
@@ -106,10 +120,13 @@ class FunctionOnShards:
 
     @classmethod
     def _bound(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Keywords by their place among `forward`'s parameters: the frameworks' own `apply` takes none, or loses their gradients."""
+        """Put keywords in their places among `forward`'s parameters.
+
+        The frameworks' own `apply` takes none, or loses their gradients.
+        """
         signature = inspect.signature(cls.forward)
         try:
-            # The first parameter is the context.
+            # None stands for the context, which is the first parameter.
             bound = signature.bind(None, *args, **kwargs)
         except TypeError as error:
             raise ArgumentTypeError(

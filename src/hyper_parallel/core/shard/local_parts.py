@@ -1,4 +1,7 @@
-"""What a process knows of its part of a distributed tensor, for every framework: where it is, what it holds, with whom it talks."""
+"""The part of a distributed tensor that this process has, for every framework.
+
+Where the process is on the mesh, what it holds, and with whom it talks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ __all__ = ["as_layout", "checked_spec", "mesh_coordinate", "noted_transport"]
 
 
 def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Where this process is on a mesh.
+    """Return where this process is on a mesh.
 
     Raises:
         RuntimeError: the mesh does not have it, or has ranks that were not started.
@@ -39,18 +42,20 @@ def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def noted_transport(platform: object, tensors: LocalTensors, mesh: DeviceMesh) -> PlatformTransport:
-    """The collectives of a platform, told to the communication log."""
+    """Return the collectives of a platform, each of which is told to the communication log."""
 
     def noted(kind: str, ranks: tuple[int, ...], num_bytes: int) -> None:
         coordinates = [mesh.coordinate_of(rank) for rank in ranks]
-        axes = tuple(axis for i, axis in enumerate(mesh.axis_names) if len({each[i] for each in coordinates}) > 1)
+        axes = tuple(
+            axis for i, axis in enumerate(mesh.axis_names) if len({coordinate[i] for coordinate in coordinates}) > 1
+        )
         note(kind, axes, num_bytes)
 
     return PlatformTransport(platform, tensors, noted)
 
 
 def as_layout(mesh: DeviceMesh | Any, placements: Sequence[Placement] | Layout | None, ndim: int) -> Layout:
-    """A layout from placements; without any the tensor is replicated."""
+    """Make a layout from placements; without any the tensor is replicated."""
     if isinstance(mesh, Layout):
         return mesh
     if isinstance(placements, Layout):
@@ -62,10 +67,11 @@ def as_layout(mesh: DeviceMesh | Any, placements: Sequence[Placement] | Layout |
 
 
 def checked_spec(local: Any, layout: Layout, shape: Sequence[int] | None, run_check: bool) -> Spec:
-    """The spec of a part; the global shape is taken to be even where none is given.
+    """Return the spec of a part; the global shape is taken to be even where none is given.
 
     Raises:
-        ValueError: the part does not have the shape that layout and global shape give it; with `run_check` also on other ranks.
+        ValueError: the part does not have the shape that layout and global shape give it; with `run_check` also on
+            other ranks.
     """
     mine = tuple(local.shape)
     if layout.ndim != len(mine):
@@ -92,7 +98,7 @@ def checked_spec(local: Any, layout: Layout, shape: Sequence[int] | None, run_ch
 
 
 def _check_on_all_ranks(dtype: str, spec: Spec, problem: str | None, is_shape_given: bool) -> None:
-    """Raises on every rank where one of them differs, and names it."""
+    """Raise on every rank where one of them differs, and name it."""
     platform = get_platform()
     mesh = spec.layout.mesh
     mine = (mesh.get_rank(), dtype, spec.shape, problem)
@@ -101,8 +107,8 @@ def _check_on_all_ranks(dtype: str, spec: Spec, problem: str | None, is_shape_gi
         found = [None] * len(mesh.ranks)
         platform.all_gather_object(found, mine, platform.create_group(list(mesh.ranks)))
     wrong = [f"rank {rank}: {text}" for rank, _, _, text in found if text is not None]
-    if not wrong and len({(each, shape) for _, each, shape, _ in found}) > 1:
-        wrong = [f"rank {rank}: {each}{list(shape)}" for rank, each, shape, _ in found]
+    if not wrong and len({(dtype, shape) for _, dtype, shape, _ in found}) > 1:
+        wrong = [f"rank {rank}: {dtype}{list(shape)}" for rank, dtype, shape, _ in found]
     if wrong:
         hint = "" if is_shape_given else " Where the parts are uneven, pass `shape`, the global shape."
         raise ArgumentError(

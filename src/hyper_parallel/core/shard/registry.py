@@ -1,4 +1,4 @@
-"""The rules that have a name: of users' own functions and operators, and in place of built-in ones."""
+"""The rules that have a name: those of users' own functions and operators, and those that replace built-in ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _lock = threading.Lock()
 
 
 def register(name: str, rule: object, *, override: bool = False) -> None:
-    """Raises where the name is taken, unless `override` is given."""
+    """Register a user's rule. Raise where the name is taken, unless `override` is given."""
     with _lock:
         is_taken = name in _rules or name in _builtin_names
         if is_taken and not override:
@@ -40,17 +40,17 @@ def unregister(name: str) -> None:
 
 
 def by_name(name: str) -> Any | None:
-    """The user's rule of that name, or None."""
+    """Return the user's rule of that name, or None."""
     return _rules.get(name)
 
 
 def names_taken(names: set[str]) -> None:
-    """Names that built-in rules have."""
+    """Note names that built-in rules have."""
     _builtin_names.update(names)
 
 
 def on_change(listener: Callable[[], None]) -> None:
-    """Called after every change: what was decided by the old rules must be forgotten."""
+    """Have a function called after every change: what was decided by the old rules must be forgotten."""
     _listeners.append(listener)
 
 

@@ -1,4 +1,8 @@
-"""`shard_module`: layouts for the parameters, inputs and outputs of a module, by dotted name or pattern. `custom_shard`: a local function on shards."""
+"""Layouts for what is not written with DTensors in mind.
+
+`shard_module` lays out the parameters, inputs and outputs of a module, by dotted name or pattern. `custom_shard` makes
+a function of local tensors one of DTensors.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import DeviceMesh, as_mesh
 from hyper_parallel.core.dtensor.placements import Placement, Shard, as_placement
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
-from hyper_parallel.core.shard.decision import tied_axes
 from hyper_parallel.core.shard.local_parts import checked_spec
+from hyper_parallel.core.shard.rule_answer import tied_axes
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform import platform_of
 from hyper_parallel.platform.opaque import Module
@@ -26,14 +30,16 @@ __all__ = ["ShardPlan", "custom_shard", "shard_module"]
 
 @dataclass
 class ShardPlan:
-    """Which layouts a module's parameters, inputs and outputs have.
+    """Says which layouts a module's parameters, inputs and outputs have.
 
-    Keys are dotted names, or patterns in which `*` stands for anything, dots included (`"layers.*.attention.wq.weight"`, `"*.wq.weight"`), as in the
-    `regions=` of a plan; of several that match, the last wins. A layout is a `Layout`, a list of placements, or axis names per dim such as `("tp", None)`.
+    Keys are dotted names, or patterns in which `*` stands for anything, dots included
+    (`"layers.*.attention.wq.weight"`, `"*.wq.weight"`), as in the `regions=` of a plan; of several that match, the last
+    wins. A layout is a `Layout`, a list of placements, or axis names per dim such as `("tp", None)`.
 
     Attributes:
         parameters: by the parameter's name. Others are replicated.
-        inputs: by the module's name (`""` is the module itself): one layout per positional argument, None to leave one as it is; or a dict by keyword.
+        inputs: by the module's name (`""` is the module itself): one layout per positional argument, None to leave one
+            as it is; or a dict by keyword.
         outputs: by the module's name: one layout, or one per output.
     """
 
@@ -43,23 +49,29 @@ class ShardPlan:
 
 
 def shard_module(module: Module, mesh: DeviceMesh, plan: ShardPlan | Mapping[str, Mapping[str, Any]]) -> Any:
-    """Makes every parameter of a module a DTensor, and lays out what goes in and comes out. The module itself is changed and returned.
+    """Make every parameter of a module a DTensor, and lay out what goes in and comes out.
 
-    Every rank has the same whole parameters when it calls this. What goes in where `inputs` names the module may be plain: it is taken to be the
-    same on all ranks, and laid out. Elsewhere a module takes DTensors: plain tensors do not mix with its parameters.
+    The module itself is changed and returned.
+
+    Every rank has the same whole parameters when it calls this. What goes in where `inputs` names the module may be
+    plain: it is taken to be the same on all ranks, and laid out. Elsewhere a module takes DTensors: plain tensors do
+    not mix with its parameters.
 
     Raises:
         ValueError: a name or pattern that matches nothing, or a layout that does not fit.
 
     Example:
-        shard_module(mlp, mesh, ShardPlan(parameters={"up.weight": ("tp", None), "down.weight": (None, "tp")}, outputs={"": (None, None)}))
+        shard_module(mlp, mesh, ShardPlan(parameters={"up.weight": ("tp", None), "down.weight": (None, "tp")},
+        outputs={"": (None, None)}))
     """
     if not isinstance(plan, ShardPlan):
         wrong = [part for part in plan if part not in ("parameters", "inputs", "outputs")] if _is_table(plan) else plan
         if not _is_table(plan) or wrong:
             raise ArgumentError(
-                "A plan has three parts.", expected="a ShardPlan, or a dict of parameters, inputs and outputs", got=describe(wrong)
-            )  # fmt: skip
+                "A plan has three parts.",
+                expected="a ShardPlan, or a dict of parameters, inputs and outputs",
+                got=describe(wrong),
+            )
         plan = ShardPlan(**plan)
     for part in (plan.parameters, plan.inputs, plan.outputs):
         if not _is_table(part) or not all(isinstance(name, str) for name in part):
@@ -71,9 +83,8 @@ def shard_module(module: Module, mesh: DeviceMesh, plan: ShardPlan | Mapping[str
     chosen = _matches(plan.parameters, list(parameters), "parameter")
     inputs = _matches(plan.inputs, list(cells), "module")
     outputs = _matches(plan.outputs, list(cells), "module")
-    folder = (
-        f"hyper_parallel.platform.{platform.platform_type.value}.dtensor"  # by name: a module is copied with its hooks
-    )
+    # A name, not the package: hooks hold it, and a module is copied with its hooks.
+    folder = f"hyper_parallel.platform.{platform.platform_type.value}.dtensor"
     tensors = importlib.import_module(folder)
     shared: dict[int, Any] = {}  # a parameter that stands in two places stays one
     for name, parameter in parameters.items():
@@ -109,7 +120,9 @@ def custom_shard(
     in_placements: Sequence[Any],
     out_placements: object,
 ) -> Callable[..., Any]:
-    """A function of local tensors as one of DTensors: arguments are laid out as said and passed locally, results are wrapped as said.
+    """Make a function of local tensors one of DTensors.
+
+    Arguments are laid out as said and passed locally, results are wrapped as said.
 
     Args:
         fn: the function on this rank's parts.
@@ -117,7 +130,8 @@ def custom_shard(
         in_placements: one layout per positional argument, None for what is no tensor.
         out_placements: a layout, or a tuple with one per result; a list is one layout's placements.
 
-    Gradients of an argument that is replicated on an axis on which results vary are summed over it, as for every operator.
+    Gradients of an argument that is replicated on an axis on which results vary are summed over it, as for every
+    operator.
     """
 
     mesh = as_mesh(mesh, "A function of shards runs over a mesh.")
@@ -148,47 +162,48 @@ def _call_on_shards(
     mesh: DeviceMesh,
     out_placements: Any,
 ) -> Any:
-    """`fn` on local tensors; the results as DTensors."""
-    glue = _OP_DISPATCHER.glue_of(dtensor)
+    """Call `fn` on local tensors, and wrap its results."""
+    backend = _OP_DISPATCHER.backend_of(dtensor)
     is_several = isinstance(out_placements, tuple)
     wanted = out_placements if is_several else (out_placements,)
-    # What varies is known from the layouts alone, so the ties can be made before the call.
-    outputs = [None if each is None else _spec_of_any_shape(each, mesh) for each in wanted]
+    # The layouts alone say what varies, and ties must be made before the call: they are what it is called with.
+    outputs = [None if layout is None else _spec_of_any_shape(layout, mesh) for layout in wanted]
     locals_ = [arg._tied(tied_axes(arg._spec.layout, outputs)) if isinstance(arg, dtensor) else arg for arg in args]
     result = fn(*locals_, **kwargs)
 
-    def made(index: int, value: Any, each: Any) -> Any:
-        if each is None or not glue.is_tensor(value):
+    def made(index: int, value: Any, wanted_layout: Any) -> Any:
+        if wanted_layout is None or not backend.is_tensor(value):
             return value
-        layout = as_layout(each, mesh, len(value.shape), f"result {index}")
-        return glue.wrap(value, checked_spec(value, layout, None, False))
+        layout = as_layout(wanted_layout, mesh, len(value.shape), f"result {index}")
+        return backend.wrap(value, checked_spec(value, layout, None, False))
 
     results = tuple(result) if is_several else (result,)
-    outcome = [made(index, value, each) for index, (value, each) in enumerate(zip(results, wanted, strict=True))]
+    outcome = [made(index, value, layout) for index, (value, layout) in enumerate(zip(results, wanted, strict=True))]
     return tuple(outcome) if is_several else outcome[0]
 
 
 def _own_placements(wanted: Any) -> Any:
-    """A list of placements with those of PyTorch's replaced by ours; anything else as it is."""
+    """Replace PyTorch's placements in a list by ours; leave anything else as it is."""
     if type(wanted) not in (list, tuple):
         return wanted
-    return type(wanted)(as_placement(each) or each for each in wanted)
+    return type(wanted)(as_placement(placement) or placement for placement in wanted)
 
 
 def _spec_of_any_shape(wanted: Any, mesh: DeviceMesh) -> Spec:
     wanted = _own_placements(wanted)
     if isinstance(wanted, Layout):
         ndim = wanted.ndim
-    elif any(isinstance(each, Placement) for each in wanted):
-        # More dims than any placement names; a negative one counts from an end that is not known yet, and splits all the same.
-        ndim = 1 + max([0, *(abs(each.dim) for each in wanted if isinstance(each, Shard))])
+    elif any(isinstance(placement, Placement) for placement in wanted):
+        # At least as many dims as any placement names. Where a negative dim ends up is not known yet, but for the ties
+        # it only counts that it is split.
+        ndim = 1 + max([0, *(abs(placement.dim) for placement in wanted if isinstance(placement, Shard))])
     else:
         ndim = len(wanted)
     return Spec(as_layout(wanted, mesh, ndim, "a result"), (1,) * ndim)
 
 
 def as_layout(wanted: Any, mesh: DeviceMesh, ndim: int, what: str) -> Layout:
-    """A layout as users write it: a `Layout`, placements (PyTorch's, too), or axis names per dim.
+    """Make a layout of what users write: a `Layout`, placements (PyTorch's, too), or axis names per dim.
 
     Raises:
         ValueError: it does not fit the mesh or the tensor.
@@ -198,7 +213,7 @@ def as_layout(wanted: Any, mesh: DeviceMesh, ndim: int, what: str) -> Layout:
         layout = wanted
     elif isinstance(wanted, (list, tuple)):
         # Placements and axis names are not mixed: an empty list is the layout of a tensor without dims.
-        if any(isinstance(each, Placement) for each in wanted):
+        if any(isinstance(placement, Placement) for placement in wanted):
             layout = Layout.from_placements(mesh, list(wanted), ndim)
         else:
             layout = Layout(mesh, tuple(wanted))
@@ -270,10 +285,10 @@ def _lay_out_outputs(
 
 
 def _per_value(wanted: Any, count: int) -> list[Any]:
-    """One layout per value: a list of layouts, or one layout, which is for the first."""
+    """Return one layout per value, from a list of layouts, or from one, which is for the first."""
     wanted = _own_placements(wanted)
     is_one = isinstance(wanted, Layout) or (
-        isinstance(wanted, (list, tuple)) and all(each is None or isinstance(each, (str, Placement)) for each in wanted)
+        isinstance(wanted, (list, tuple)) and all(item is None or isinstance(item, (str, Placement)) for item in wanted)
     )
     listed = [wanted] if is_one else list(wanted)
     if len(listed) > count:

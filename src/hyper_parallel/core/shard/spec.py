@@ -1,4 +1,7 @@
-"""`Spec`: what a rule knows of a tensor, its layout and its global shape. Interned, so that a cache finds it by its address."""
+"""`Spec`: what a rule knows of a tensor, its layout and its global shape.
+
+Interned, so that a cache finds it by its address.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ __all__ = ["Spec"]
 class Spec(Interned):
     """A layout with a global shape. Equal ones are the same object.
 
-    The table is emptied when it has grown large (programs with ever new sequence lengths): two equal specs may then be different
-    objects, which costs a cache miss and nothing else.
+    The table is emptied when it has grown large (programs with ever new sequence lengths): two equal specs may then be
+    different objects, which costs a cache miss and nothing else.
 
     Example:
         >>> from hyper_parallel import init_device_mesh
@@ -51,12 +54,12 @@ class Spec(Interned):
 
     @property
     def has_empty_parts(self) -> bool:
-        """Whether a rank holds nothing of the tensor: the last one of every axis holds least."""
+        """Say whether a rank holds nothing of the tensor: the last one of every axis holds least."""
         last = tuple(size - 1 for size in self.layout.mesh.shape)
         return 0 in self.local_shape_at(last)
 
     def local_shape_at(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of what the rank at this coordinate of the mesh holds."""
+        """Return the shape of what the rank at this coordinate of the mesh holds."""
         return box_of(self.layout, self.shape, coordinate).sizes
 
     def __repr__(self) -> str:

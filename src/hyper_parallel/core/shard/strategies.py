@@ -1,12 +1,14 @@
 """One-axis strategies, and how the engine extends them to all axes of a mesh.
 
-A *strategy* says for ONE mesh axis how each input has to lie, and how the outputs lie then: matmul on an axis is `(S(0), R -> S(0))`,
-`(R, S(1) -> S(1))`, `(S(1), S(0) -> P())`, or `(R, R -> R)`. An operator's rule is the list of those that are right whatever the other axes
-do. For every axis of the mesh the engine takes the strategy that moves the fewest bytes of what is there; ties go to the one that
-leaves less to reduce, then to the one that changes fewer inputs, then to the first in the list.
+A *strategy* says for ONE mesh axis how each input has to lie, and how the outputs lie then: matmul on an axis is
+`(S(0), R -> S(0))`, `(R, S(1) -> S(1))`, `(S(1), S(0) -> P())`, or `(R, R -> R)`. An operator's rule is the list of
+those that are right whatever the other axes do. For every axis of the mesh the engine takes the strategy that moves the
+fewest bytes of what is there; ties go to the one that leaves less to reduce, then to the one that changes fewer inputs,
+then to the first in the list.
 
-Where several axes split one dim, their order counts: inputs that are split alike must be split in the same order. So one order of
-all axes is chosen per call (that of the largest input wins), and every dim of every input and output uses it.
+Where several axes split one dim, their order counts: inputs that are split alike must be split in the same order. So
+one order of all axes is chosen per call (that of the largest input wins), and every dim of every input and output uses
+it.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ __all__ = ["Chosen", "P", "R", "S", "Strategy", "choose", "place_on"]
 
 
 class S(NamedTuple):
-    """Split along a dim."""
+    """The tensor is split along a dim."""
 
     dim: int
 
 
 class P(NamedTuple):
-    """Partial: the value is the reduction of what the ranks hold."""
+    """The tensor is partial: its value is the reduction of what the ranks hold."""
 
     op: str = "sum"
 
@@ -44,7 +46,7 @@ Place = Union[S, P, _Replicated]  # noqa: UP007 - evaluated at run time on Pytho
 
 
 class Strategy(NamedTuple):
-    """How inputs and outputs lie on one axis."""
+    """One way in which inputs and outputs may lie on one axis."""
 
     inputs: tuple[Place, ...]
     outputs: tuple[Place, ...]
@@ -63,7 +65,10 @@ _FREE, _NEVER = 0.0, float("inf")
 def choose(
     inputs: Sequence[Spec], strategies: Sequence[Strategy], output_ndims: Sequence[int], pinned: Sequence[int] = ()
 ) -> Chosen:
-    """The layouts that move the fewest bytes; inputs whose index is `pinned` keep theirs (the target of an op in place)."""
+    """Choose the layouts that move the fewest bytes.
+
+    Inputs whose index is `pinned` keep theirs (the target of an op in place).
+    """
     mesh = inputs[0].layout.mesh
     picked: dict[str, Strategy] = {}
     for axis in mesh.axis_names:
@@ -79,7 +84,7 @@ def choose(
 
 
 def place_on(layout: Layout, axis: str) -> Place:
-    """How a tensor of this layout lies on an axis."""
+    """Return how a tensor of this layout lies on an axis."""
     dim = layout.dim_of(axis)
     if dim is not None:
         return S(dim)
@@ -117,7 +122,7 @@ def _best(axis: str, inputs: Sequence[Spec], strategies: Sequence[Strategy], pin
 
 
 def _elements_on(axis: str, spec: Spec) -> float:
-    """How many elements the ranks of one axis hold together."""
+    """Count the elements that the ranks of one axis hold together."""
     others = 1
     for names in spec.layout.axes_per_dim:
         for name in names:
@@ -127,21 +132,21 @@ def _elements_on(axis: str, spec: Spec) -> float:
 
 
 def _moved(place: Place, wanted: Place, elements: float, size: int) -> float:
-    """Elements that a rank receives, about; what can be done without communication is free."""
+    """Estimate the elements that a rank receives; what can be done without communication is free."""
     if place == wanted or size == 1:
         return _FREE
     share = elements * (size - 1) / size
     if isinstance(place, _Replicated):
         return _FREE if isinstance(wanted, S) or wanted == P("sum") else _NEVER
     if isinstance(place, S):
-        # Zeros around what is there need no communication, but the memory of the whole: only where nothing else fits.
+        # Zeros around what is there need no communication, but the memory of the whole: a last resort, and so dear.
         padded = 3 * share if wanted == P("sum") else _NEVER
         return share if isinstance(wanted, _Replicated) else share / size if isinstance(wanted, S) else padded
     return 2 * share if isinstance(wanted, _Replicated) else share if isinstance(wanted, S) else _NEVER
 
 
 def _axis_order(mesh: DeviceMesh, inputs: Sequence[Spec], picked: dict[str, Strategy]) -> list[str]:
-    """One order of the axes in which every dim is split, as much as possible that of the inputs, the largest first."""
+    """Choose one order of the axes in which every dim is split: if possible that of the inputs, the largest first."""
     before: dict[str, set[str]] = {axis: set() for axis in mesh.axis_names}  # axis -> those that must come earlier
 
     def comes_before(first: str, second: str) -> bool:

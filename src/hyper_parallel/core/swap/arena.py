@@ -1,10 +1,12 @@
 """Pinned host memory: blocks of exact sizes out of large slabs, under a hard budget.
 
-A framework's own allocator of pinned memory rounds up to powers of two (1.5 to 2 times the memory); this one reserves at most 1.05
-times the bytes in use at the peak, for totals of 1 GiB and more (smaller ones may leave most of a first slab of 32 MiB unused).
+A framework's own allocator of pinned memory rounds up to powers of two (1.5 to 2 times the memory); this one reserves
+at most 1.05 times the bytes in use at the peak, for totals of 1 GiB and more (smaller ones may leave most of a first
+slab of 32 MiB unused).
 
-Pinning costs about 0.43 s per GiB, so memory is pinned in steps, mostly in the first training step, and never given back on its own.
-The steps are small, since what the last one leaves unused counts against the 1.05: 1/32 of what is there, between 32 MiB and 1 GiB.
+Pinning costs about 0.43 s per GiB, so memory is pinned in steps, mostly in the first training step, and never given
+back on its own. The steps are small, since what the last one leaves unused counts against the 1.05: 1/32 of what is
+there, between 32 MiB and 1 GiB.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from hyper_parallel._base.errors import ArgumentError, describe
-from hyper_parallel.core.swap.device import Block
+from hyper_parallel.core.swap.device import HostBlock
 from hyper_parallel.core.swap.pool import BlockPool, Growth, PoolBlock, TierStats, check_budget
 
 MIB = 1024**2
@@ -21,7 +23,7 @@ GROWTH = Growth(min_bytes=32 * MIB, max_bytes=1024 * MIB, share=1 / 32)
 
 
 @final
-class HostBlock(PoolBlock):
+class PinnedBlock(PoolBlock):
     """Pinned memory: `parts` of slabs, which are whatever `new_slab` returned; the platform makes the views.
 
     With `max_parts=1` there is one part, also as `slab` and `offset`.
@@ -32,12 +34,13 @@ class HostBlock(PoolBlock):
 
 @final
 class PinnedArena:
-    """The host tier.
+    """The tier of pinned host memory. It lives as long as its engine.
 
-    `new_slab(num_bytes)`: pin that many bytes, or raise MemoryError or OSError; the arena then stops growing, and `take` answers
-    None and counts it. `free_slab(slab)`: give them back; called by `trim` only, when no copy can touch them any more.
-    `max_parts`: how many parts a block may have. 16 for a platform that copies part by part: then the bound on reserved bytes holds
-    for sizes that change from step to step as well (at 1 they can take 1.7 times what they use). 1 for one that cannot.
+    `new_slab(num_bytes)`: pin that many bytes, or raise MemoryError or OSError; the arena then stops growing, and
+    `take` answers None and counts it. `free_slab(slab)`: give them back; called by `trim` only, when no copy can touch
+    them any more. `max_parts`: how many parts a block may have. 16 for a platform that copies part by part: then the
+    bound on reserved bytes holds for sizes that change from step to step as well (at 1 they can take 1.7 times what
+    they use). 1 for one that cannot.
 
     Example:
         >>> arena = PinnedArena(bytearray, lambda slab: None, budget_bytes=1 << 20, max_parts=1)
@@ -60,32 +63,32 @@ class PinnedArena:
         max_parts: int,
         growth: Growth = GROWTH,
     ) -> None:
-        self._pool: BlockPool[HostBlock] = BlockPool(
-            HostBlock, new_slab, free_slab, budget_bytes, growth, max_parts=max_parts
+        self._pool: BlockPool[PinnedBlock] = BlockPool(
+            PinnedBlock, new_slab, free_slab, budget_bytes, growth, max_parts=max_parts
         )
 
-    def take(self, num_bytes: int) -> HostBlock | None:
-        """A block, or None, counted, past the budget or when no more memory can be pinned."""
+    def take(self, num_bytes: int) -> PinnedBlock | None:
+        """Take a block; None, counted, past the budget or when no more memory can be pinned."""
         return self._pool.take(num_bytes)
 
-    def give(self, block: Block) -> None:
+    def give(self, block: HostBlock) -> None:
         """Take a block back: from any thread, at any moment, without blocking. It is free when `take` next looks."""
-        if not isinstance(block, HostBlock) or block._pool is not self._pool:
+        if not isinstance(block, PinnedBlock) or block._pool is not self._pool:
             raise ArgumentError("This block is not from this arena.", got=describe(block))
         self._pool.give(block)
 
     def trim(self) -> int:
-        """Give back slabs that hold no block, after joining the copies that used them last; the bytes given back."""
+        """Give back slabs that hold no block, after joining the copies that used them last; return the bytes."""
         return self._pool.trim()
 
     @property
     def used_bytes(self) -> int:
-        """Bytes asked for and not given back."""
+        """Return the bytes that were asked for and not given back."""
         return self._pool.used_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """Pinned bytes, in use or not."""
+        """Return the pinned bytes, in use or not."""
         return self._pool.reserved_bytes
 
     @property

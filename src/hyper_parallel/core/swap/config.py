@@ -1,7 +1,8 @@
 """The settings of swapping, for the process or for a `with` block.
 
-Settings are layers: the first is the process's, and each `with configure_swap(...)` puts one on top until it ends. The topmost
-counts, for every thread: activations saved by one thread are loaded by another, so a setting of one thread would not mean much.
+Settings are layers: the first is the process's, and each `with configure_swap(...)` puts one on top until it ends. The
+topmost counts, for every thread: activations saved by one thread are loaded by another, so a setting of one thread
+would not mean much.
 
 Invariant: `_layers` is never empty; it is replaced whole, so that `current_config` reads it without a lock.
 """
@@ -30,7 +31,7 @@ _ON_FULL = ("wait", "keep")
 
 @dataclass(frozen=True)
 class SwapConfig:
-    """One setting. None: from the machine, by the functions below, when the engine needs it; `check=None`: no check."""
+    """One setting. None means: from the machine, by the functions below, when needed; for `check`: no check."""
 
     host_budget: int | None = None
     disk_dir: str | None = None
@@ -98,8 +99,8 @@ class SwapSetting:
 
 _layers: tuple[_Layer, ...] = (_Layer(SwapConfig()),)
 _callbacks: tuple[Callable[[SwapConfig], None], ...] = ()
-# Held while callbacks run, so that they hear of changes in order. They may configure again (it is reentrant), but must not wait
-# for a thread that does.
+# Held while callbacks run, so that they hear of changes in order. They may configure again (it is reentrant), but must
+# not wait for a thread that does.
 _lock = threading.RLock()
 
 
@@ -117,23 +118,23 @@ def configure_swap(
 ) -> SwapSetting:
     """Set how activations are swapped: for the process, at once; as a context manager, until the `with` block ends.
 
-    A call states the whole setting: what is left out has its default, not what an earlier call said. None means "from the
-    machine". A `with` block holds for all threads while it lasts. A call that raises changes nothing.
+    A call states the whole setting: what is left out has its default, not what an earlier call said. None means "from
+    the machine". A `with` block holds for all threads while it lasts. A call that raises changes nothing.
 
     Args:
         host_budget: pinned host memory, at most. 60 % of what is available, shared by the processes of this machine.
         disk_dir: a directory for what does not fit there; on a CPU, for everything. None: no disk.
         disk_budget: bytes of files in it, at most. 80 % of the free space.
-        window_bytes: memory of activations that are still being copied out. At most 512 MiB, less on small devices; half of it is
-            used until bursts turn out to need more.
+        window_bytes: memory of activations that are still being copied out. At most 512 MiB, less on small devices;
+            half of it is used until bursts turn out to need more.
         prefetch_bytes: memory of activations that came back before they were asked for. At most 512 MiB, less on small
-            devices; an eighth of it is used until loads turn out to come late. What the next group needs also comes where it fits below the
-            highest point that was reached already.
+            devices; an eighth of it is used until loads turn out to come late. What the next group needs also comes
+            where it fits below the highest point that was reached already.
         min_bytes: smaller ones stay. 1 MiB for the host, 64 KiB for the disk.
-        on_full: when the window is full, "wait" for a copy (the memory promise holds), or "keep" the next activation on the
-            device (no time is lost).
-        check: "values" compares recomputed values with a checksum of the originals; "values:16" in every 16th call of each
-            region only.
+        on_full: when the window is full, "wait" for a copy (the memory promise holds), or "keep" the next activation on
+            the device (no time is lost).
+        check: "values" compares recomputed values with a checksum of the originals; "values:16" in every 16th call of
+            each region only.
 
     Sizes are bytes or texts such as "8GiB".
 
@@ -165,12 +166,12 @@ def configure_swap(
 
 
 def current_config() -> SwapConfig:
-    """The setting that counts now."""
+    """Return the setting that counts now."""
     return _layers[-1].config
 
 
 def on_change(callback: Callable[[SwapConfig], None]) -> Callable[[], None]:
-    """Call `callback` with every new setting, in order; the function that ends this.
+    """Call `callback` with every new setting, in order; return the function that ends this.
 
     One that raises makes a call of `configure_swap` fail and change nothing.
     """
@@ -186,13 +187,13 @@ def on_change(callback: Callable[[SwapConfig], None]) -> Callable[[], None]:
     return forget
 
 
-# -- what None means ------------------------------------------------------------------------------------------------------
+# -- what None means --------------------------------------------------------------------------------------------------
 
 
 def default_host_budget(
     total_bytes: int, available_bytes: int, *, limit_bytes: int | None = None, num_processes: int = 1
 ) -> int:
-    """60 % of the memory that is there for us, in equal parts for the processes of the machine; at least one byte.
+    """Return 60 % of the memory that is there for us, divided by the processes of the machine; at least one byte.
 
     Pinned memory cannot be swapped out by the system: taking all of it would have another process killed.
     """
@@ -203,7 +204,7 @@ def default_host_budget(
 
 
 def machine_host_budget() -> int:
-    """`default_host_budget` of this machine, now."""
+    """Return `default_host_budget` of this machine, now."""
     memory = read_host_memory()
     return default_host_budget(
         memory.total_bytes,
@@ -214,12 +215,12 @@ def machine_host_budget() -> int:
 
 
 def default_disk_budget(free_bytes: int, *, num_processes: int = 1) -> int:
-    """80 % of the free space, in equal parts for the processes of the machine; at least one byte."""
+    """Return 80 % of the free space, divided by the processes of the machine; at least one byte."""
     return max(free_bytes * 8 // 10 // num_processes, 1)
 
 
 def machine_disk_budget(directory: str) -> int:
-    """`default_disk_budget` of the disk of `directory`, now."""
+    """Return `default_disk_budget` of the disk of `directory`, now."""
     try:
         disk = os.statvfs(directory)
     except OSError as error:
@@ -231,7 +232,7 @@ def machine_disk_budget(directory: str) -> int:
 
 
 def default_window_bytes(device_bytes: int) -> int:
-    """512 MiB on devices of 40 GiB and more; 1/80 of smaller ones, but at least 64 MiB.
+    """Return 512 MiB on devices of 40 GiB and more; 1/80 of smaller ones, but at least 64 MiB.
 
     A larger one buys no speed: where the link is behind, compute waits for it sooner or later.
     """
@@ -239,16 +240,16 @@ def default_window_bytes(device_bytes: int) -> int:
 
 
 def default_prefetch_bytes(device_bytes: int) -> int:
-    """512 MiB on devices of 40 GiB and more; 1/80 of smaller ones, but at least 32 MiB."""
+    """Return 512 MiB on devices of 40 GiB and more; 1/80 of smaller ones, but at least 32 MiB."""
     return min(max(device_bytes // 80, 32 * MIB), GIB // 2)
 
 
 def default_min_bytes(tier: str) -> int:
-    """By the name of the tier."""
+    """Return the smallest storage that is worth a copy to the tier of this name."""
     return MIN_BYTES[tier]
 
 
-# -- checking -------------------------------------------------------------------------------------------------------------
+# -- checking ---------------------------------------------------------------------------------------------------------
 
 
 def _notify(config: SwapConfig) -> None:
@@ -294,8 +295,8 @@ def _disk_budget(value: object, directory: object) -> int | None:
 
 
 def _one_of(value: object, accepted: tuple[Any, ...], name: str) -> Any:
-    if not any(value is each or (isinstance(value, str) and value == each) for each in accepted):
-        expected = " or ".join(repr(each) for each in accepted)
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in accepted):
+        expected = " or ".join(repr(choice) for choice in accepted)
         raise ArgumentError(f"{name} has no such choice.", expected=expected, got=describe(value))
     return value
 

@@ -1,13 +1,14 @@
 """The disk tier: blocks are ranges of files that have no name.
 
-Files are made without a name (`O_TMPFILE`), or unlinked at once where the file system cannot do that, so that nothing is left
-behind, whatever kills the process. Their space is reserved when they are made: a full disk is found by `take`, which answers None,
-and hardly ever by a write. (Where a file system gives no such promise, the write's event carries the error; see `disk_stream.py`.)
+Files are made without a name (`O_TMPFILE`), or unlinked at once where the file system cannot do that, so that nothing
+is left behind, whatever kills the process. Their space is reserved when they are made: a full disk is found by `take`,
+which answers None, and hardly ever by a write. (Where a file system gives no such promise, the write's event carries
+the error; see `disk_stream.py`.)
 
 Guarantee: a descriptor is closed once, and never while a job uses it: its number may be another file's a moment later.
 
-A forked child shares the parent's files, and would write over what the parent keeps there: in the child the tier starts anew, and
-a block of the parent can be given back and nothing else.
+A forked child shares the parent's files, and would write over what the parent keeps there: in the child the tier starts
+anew, and a block of the parent can be given back and nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from hyper_parallel._base.errors import ArgumentError, StateError, describe
-from hyper_parallel.core.swap.device import Block
+from hyper_parallel.core.swap.device import HostBlock
 from hyper_parallel.core.swap.pool import BlockPool, Growth, PoolBlock, TierStats, check_budget
 
 MIB = 1024**2
@@ -53,7 +54,7 @@ class DiskFile:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[int]:
-        """The descriptor, which stays open until the block is left."""
+        """Give the descriptor, which stays open until the block is left."""
         if os.getpid() != self.pid:
             raise StateError(
                 "A block on disk was used in a forked process.",
@@ -69,7 +70,7 @@ class DiskFile:
             self._leave()
 
     def close(self) -> None:
-        """No job may begin; the descriptor is closed now, or by the last job under way."""
+        """Let no job begin; close the descriptor now, or let the last job under way do it."""
         with self._lock:
             if self._is_closed:
                 return
@@ -91,7 +92,8 @@ class DiskFile:
             os.close(self._fd)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # given: names are gone when Python ends
-        # Nobody can hold the lock any more, and a job under way holds the file: so this never blocks and never cuts one off.
+        # Nobody can hold the lock any more, and a job under way holds the file: so this never blocks and never cuts one
+        # off.
         if not getattr(self, "_is_closed", True):
             self._is_closed = True
             for fd in getattr(self, "_fds", ()):
@@ -100,7 +102,7 @@ class DiskFile:
 
 @final
 class DiskBlock(PoolBlock):
-    """`parts` of `DiskFile`s.
+    """A block on disk: its `parts` are of `DiskFile`s.
 
     Invariant: is_written only if the whole block holds what the last write was given. A read checks it: what lies in a
     block whose write failed is the bytes of somebody else.
@@ -115,7 +117,7 @@ class DiskBlock(PoolBlock):
 
 @final
 class DiskTier:
-    """A directory and a budget.
+    """The tier of files: a directory and a budget.
 
     Example:
         >>> tier = DiskTier(tempfile.gettempdir(), budget_bytes=1 << 20)
@@ -138,10 +140,10 @@ class DiskTier:
         self._pool = self._new_pool(budget_bytes)
 
     def take(self, num_bytes: int) -> DiskBlock | None:
-        """A block, or None, counted, past the budget or when the disk is full."""
+        """Take a block; None, counted, past the budget or when the disk is full."""
         return self._own_pool().take(num_bytes)
 
-    def give(self, block: Block) -> None:
+    def give(self, block: HostBlock) -> None:
         """Take a block back: from any thread, at any moment, without blocking. It is free when `take` next looks."""
         if isinstance(block, DiskBlock) and block._pool is self._pool:
             self._pool.give(block)
@@ -150,22 +152,25 @@ class DiskTier:
         # else: the parent's block in a forked child; the parent has it, and gives it back itself
 
     def trim(self) -> int:
-        """Give the space of files that hold no block back to the disk, after joining their last copies; the bytes given back."""
+        """Give files that hold no block back to the disk, after joining their last copies; return the bytes."""
         return self._own_pool().trim()
 
     def close(self) -> None:
-        """Close every file, in use or not; a job under way closes its own. Blocks can still be given back, and not be used."""
+        """Close every file, in use or not; a job under way closes its own.
+
+        Blocks can still be given back, and not be used.
+        """
         self._is_closed = True
         self._own_pool().close()
 
     @property
     def used_bytes(self) -> int:
-        """Bytes asked for and not given back."""
+        """Return the bytes that were asked for and not given back."""
         return self._own_pool().used_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of files, in use or not."""
+        """Return the bytes of files, in use or not."""
         return self._own_pool().reserved_bytes
 
     @property

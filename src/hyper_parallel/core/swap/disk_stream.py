@@ -1,17 +1,17 @@
 """Streams of the disk: a thread that reads and writes blocks in order, and the compute stream of a CPU.
 
 Guarantees:
-    jobs of one stream run in the order in which they were launched; a job that fails does not stop those after it
-    a job's event is done exactly once, after the job has let go of the memory it used
-    `join` returns or raises: at the latest when nothing has moved on the stream for `timeout_s`
-    a block whose write failed is never read as if it had been written
-    Ctrl-C at any place of a call leaves no lock taken: a job is launched or it is not. So no call from outside uses a lock, an event or a
-        queue that is written in Python; see the README, "Ctrl-C"
+    - jobs of one stream run in the order in which they were launched; a job that fails does not stop those after it
+    - a job's event is done exactly once, after the job has let go of the memory it used
+    - `join` returns or raises: at the latest when nothing has moved on the stream for `timeout_s`
+    - a block whose write failed is never read as if it had been written
+    - Ctrl-C at any place of a call leaves no lock taken: a job is launched or it is not. So no call from outside uses a
+      lock, an event or a queue that is written in Python; see the README, "Ctrl-C"
 
 Assumes that memory given to a job is not touched until its event is done; that is the window's work (O2, O7).
 
-The thread is a daemon, begins with the first job and ends when there was none for a while: a program that swaps nothing has no
-thread of ours, and none has to be stopped.
+The thread is a daemon, begins with the first job and ends when there was none for a while: a program that swaps nothing
+has no thread of ours, and none has to be stopped.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class DiskEvent:
         """Block until the job is done.
 
         Raises:
-            StateError: the job failed; or nothing moved on its stream for `timeout_s`; or a forked process asks for a job of its
-                parent.
+            StateError: the job failed; or nothing moved on its stream for `timeout_s`; or a forked process asks for a
+                job of its parent.
             DamagedFileError: the file was cut.
         """
         self.join_end(timeout_s)
@@ -76,7 +76,7 @@ class DiskEvent:
             raise copy.copy(self.error) from self.error.__cause__
 
     def join_end(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """As `join`, but a job that failed is only over."""
+        """Block until the job is done, as `join`; one that failed is only over."""
         stream = self._stream
         if stream is None or self._is_done:
             return
@@ -96,7 +96,7 @@ class DiskEvent:
                 )
 
     def wait_end(self, timeout_s: float) -> bool:
-        """Block until the job is done, or so long; whether it is done."""
+        """Block until the job is done, or so long; return whether it is done."""
         mine = threading.Lock()
         mine.acquire()
         self._waiting.append(mine)
@@ -145,7 +145,8 @@ class DiskStream:
         self._lock = threading.Lock()  # of the beginning and the end of the thread
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None: the thread shall end
         self._is_started = False
-        # Held by the thread that does jobs: if Ctrl-C comes when one was just started, a second one is, and waits for the end of the first.
+        # Held by the thread that does jobs: if Ctrl-C comes when one was just started, a second one is started, and
+        # waits for the end of the first.
         self._working = threading.Lock()
         self._worker: threading.Thread | None = None
         self._last = DiskEvent(None, "nothing")  # of the job launched last
@@ -166,15 +167,15 @@ class DiskStream:
         return self._launch(what, function)
 
     def record_event(self) -> DiskEvent:
-        """The end of the last job: everything before it has happened as well, and its `error` is that of this job alone."""
+        """Return the end of the last job: everything before it has happened then. Its `error` is of this job alone."""
         self._look_for_fork()
         return self._last
 
     def wait_event(self, event: Event) -> None:
-        """Later jobs begin after the event, whether or not what it marks has failed.
+        """Let later jobs begin after the event, whether or not what it marks has failed.
 
-        If that cannot be known (`join` of an event of another kind raised), no later job of this stream runs: each fails with
-        the reason. An order that is not kept would be wrong numbers.
+        If that cannot be known (`join` of an event of another kind raised), no later job of this stream runs: each
+        fails with the reason. An order that is not kept would be wrong numbers.
         """
         self._look_for_fork()
         if event.query():
@@ -186,7 +187,10 @@ class DiskStream:
         self._launch("wait for another stream", lambda: self._wait(event))
 
     def close(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """Do what was launched, end the thread and wait for that, as long as something moves. A later job starts a new one."""
+        """Do what was launched, end the thread and wait for that, as long as something moves.
+
+        A later job starts a new thread.
+        """
         self._look_for_fork()
         with self._lock:
             last = self._last
@@ -221,7 +225,8 @@ class DiskStream:
             self._work(is_helper=True)
 
     def _look_for_fork(self) -> None:
-        # The child of a fork has this object and not its thread; a lock may be held for ever by a thread that is not here.
+        # The child of a fork has this object and not its thread; a lock may be held for ever by a thread that is not
+        # here.
         if self._pid != os.getpid():
             self._begin()
 
@@ -301,7 +306,8 @@ class DiskStream:
             return
         other = event._stream
         seen = other.last_progress if other is not None else 0.0
-        # Without an end: going on would break the order. Whoever joins has a deadline, and it runs only while nothing moves there.
+        # Without an end: going on would break the order. Whoever joins has a deadline, and it runs only while nothing
+        # moves there.
         while not event.wait_end(_WATCH_S):
             if other is not None and other.last_progress != seen:
                 seen = other.last_progress
@@ -310,7 +316,7 @@ class DiskStream:
 
 @final
 class HostMoment:
-    """Now: what computes in the calling thread has reached it when it is made."""
+    """The time at which it is made: what computes in the calling thread has got there then."""
 
     __slots__ = ("_time_s",)
 
@@ -372,7 +378,7 @@ def _what(verb: str, block: DiskBlock) -> str:
 
 
 def _explained(error: BaseException, what: str) -> BaseException:
-    """The error in the user's words, and without tracebacks: their frames hold the memory of the job."""
+    """Put an error into the user's words, without tracebacks: their frames hold the memory of the job."""
     explained = error
     if isinstance(error, OSError):
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -1,7 +1,7 @@
 """The engine: launches offloads and loads in an order that is always right, and holds what must be held.
 
-See the README in this folder for the rules O1 to O9 that the comments name. Thread-safe: one lock, held for bookkeeping and for
-enqueueing, never while the host waits.
+See the README in this folder for the orders O1 to O9 that the comments name. Thread-safe: one lock, held for bookkeeping
+and for enqueueing, never while the host waits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class SwapEngine:
         _turn: how forwards ended so far
         _lost: memory that a copy may still touch and whose end nothing tells; see `_settle`
         _launching: the stream and the memory of a copy from before its launch until all is noted; see `_settle_cut_off`
-        _depth_bytes, _room_bytes: how much of the limits of prefetch and of the window turned out to be of use; see `_learn`
+        _depth_bytes, _room_bytes: how much of the limits of prefetch and of the window turned out to be of use; see
+            `_learn`
     """
 
     def __init__(self, device: SwapDevice, tiers: list[Tier], limits: Limits) -> None:
@@ -74,12 +75,13 @@ class SwapEngine:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def new_group(self, label: str, ahead_bytes: int | None = None, *, ends_forward: bool = False) -> Group:
-        """A group that comes after every group this thread made before.
+        """Make a group that comes after every group this thread made before.
 
         `ends_forward`: for who knows that it is the last of its forward; else that is learned from the step before.
 
-        `ahead_bytes`: for who knows how high memory rises in the backward of this group, with all that it swapped brought back: so much more may
-        be loaded meanwhile for the groups whose backward comes after, in place of `prefetch_bytes`.
+        `ahead_bytes`: for who knows how high memory rises in the backward of this group, with all that it swapped
+        brought back: so much more may be loaded meanwhile for the groups whose backward comes after, in place of
+        `prefetch_bytes`.
         """
         with self._lock:
             chain = self._chain()
@@ -90,39 +92,46 @@ class SwapEngine:
         return group
 
     def has_groups(self) -> bool:
-        """Whether a group that this thread made is still alive."""
+        """Tell whether a group that this thread made is still alive."""
         with self._lock:
             return bool(self._chain())
 
     def _chain(self) -> list[weakref.ref[Group]]:
-        """The groups that this thread made; the last of them is alive."""
+        """Return the groups that this thread made; the last of them is alive."""
         chain: list[weakref.ref[Group]] = self._thread.__dict__.setdefault("chain", [])
         while chain and chain[-1]() is None:  # groups of a step that is over
             chain.pop()
         return chain
 
     def expect(self, group: Group, slots: Iterable[Slot]) -> None:
-        """From now on backward is expected to ask for a group's slots in this order; loads are launched in it.
+        """Tell in which order backward will ask for a group's slots; loads are launched in it from now on.
 
-        Those that are not listed come after them, in the reverse of the order of saving; those that are saved later come before
-        them. A slot of another group may be listed: a storage may be shared. An order that backward does not keep costs time only.
+        Those that are not listed come after them, in the reverse of the order of saving; those that are saved later
+        come before them. A slot of another group may be listed: a storage may be shared. An order that backward does
+        not keep costs time only.
         """
         with self._lock:
             group.expect(slots)
 
     def keep(self, group: Group, num_bytes: int) -> None:
-        """The forward of a group holds so much more itself, for its backward. In the last group that takes the place of sources in the window.
+        """Note that the forward of a group holds so much more itself, for its backward.
 
-        What the last group holds, and what comes after it (a head, a loss), is often the highest point of a step, and sources of earlier groups would be
-        there for nothing. They have had time to leave: as a rule nobody waits. Which group is the last is known from the step before.
-        Where it swaps itself, nothing is done: its own sources would be there anyway.
+        In the last group that takes the place of sources in the window: see `_let_leave`.
+
+        What the last group holds, and what comes after it (a head, a loss), is often the highest point of a step, and
+        sources of earlier groups would be there for nothing. They have had time to leave: as a rule nobody waits. Which
+        group is the last is known from the step before. Where it swaps itself, nothing is done: its own sources would
+        be there anyway.
         """
         group.kept_bytes += num_bytes
         if self._is_last(group):
             self._let_leave(group, max(self.room_bytes - group.kept_bytes, 0))
 
     def end_forward(self, group: Group) -> None:
-        """The forward of a group is over: if it is the last one, and has swapped nothing, all sources leave; see `keep`."""
+        """Note that the forward of a group is over.
+
+        If it is the last one, and has swapped nothing, all sources leave; see `keep`.
+        """
         if self._is_last(group):
             self._let_leave(group)
 
@@ -133,7 +142,7 @@ class SwapEngine:
     def save(
         self, source: Buffer, num_bytes: int, group: Group, label: object, read_version: Callable[[], int]
     ) -> Slot:
-        """Manage a storage: its offload is launched, or it is kept on the device with the reason counted.
+        """Manage a storage: launch its offload, or keep it on the device and count the reason.
 
         `source` must not lead to an autograd node. `read_version` tells how often the storage was changed in place.
         """
@@ -167,16 +176,16 @@ class SwapEngine:
 
     @property
     def room_bytes(self) -> int:
-        """How much of the window is used by now: what was learned, within the limits, which may change."""
+        """Return how much of the window is used by now: what was learned, within the limits, which may change."""
         return min(max(self._room_bytes, self.limits.first_window_bytes), self.limits.window_bytes)
 
     @property
     def depth_bytes(self) -> int:
-        """How far ahead is loaded by now: what was learned, within the limits, which may change."""
+        """Return how far ahead is loaded by now: what was learned, within the limits, which may change."""
         return min(max(self._depth_bytes, self.limits.prefetch_bytes // 8, 1), max(self.limits.prefetch_bytes, 1))
 
     def _make_room(self, slot: Slot) -> None:
-        """Until the source fits into the window, let compute wait for the oldest offload (O2)."""
+        """Let compute wait for the oldest offload until the source fits into the window (O2)."""
         while True:
             with self._lock:
                 oldest = self._window.oldest()
@@ -185,11 +194,11 @@ class SwapEngine:
             self._wait_for_offload(oldest)
 
     def _let_leave(self, group: Group, at_most_bytes: int = 0) -> None:
-        """Let compute wait for what groups before the newest have offloaded, until at most so much is left, and drop it.
+        """Let compute wait for what groups before the newest have offloaded, until at most so much is left.
 
-        They have had the forward of a group to leave, so as a rule nobody waits. But the host runs ahead of the device and sees their
-        copies still under way; without this the sources would stay through the allocations of the first group's backward, the highest
-        point of the step.
+        They have had the forward of a group to leave, so as a rule nobody waits. But the host runs ahead of the device
+        and sees their copies still under way; without this the sources would stay through the allocations of the first
+        group's backward, the highest point of the step.
         """
         while True:
             with self._lock:
@@ -202,8 +211,9 @@ class SwapEngine:
             self._wait_for_offload(oldest)
 
     def _wait_for_offload(self, oldest: InFlight) -> None:
-        # The wait comes before the reference is dropped, and on the stream whose pool the memory returns to: what reuses it
-        # there is then written after the copy has read. (Another thread may drop the same entry meanwhile: it waited, too.)
+        # The wait comes before the reference is dropped, and on the stream whose pool the memory returns to: what
+        # reuses it there is then written after the copy has read. (Another thread may drop the same entry meanwhile: it
+        # waited, too.)
         since = self._stalls.begin(oldest.stream, oldest.event)
         _wait(oldest.stream, oldest.event)  # plant: source-after-offload
         self._stalls.end("offload", oldest.stream, since)
@@ -213,7 +223,7 @@ class SwapEngine:
                 self._finish_offload(self._window.pop_oldest())
 
     def _launch_offload(self, slot: Slot, stream: Stream, copy_stream: Stream | None = None) -> str | None:
-        """Enqueue the copy; the reason, if it cannot be."""
+        """Enqueue the copy to slower memory; return the reason if it cannot be."""
         for tier in self.tiers:
             block = tier.take(slot.num_bytes)
             if block is not None:
@@ -255,9 +265,9 @@ class SwapEngine:
         return None
 
     def _settle(self, stream: Stream, label: object, memory: object) -> bool:
-        """A copy is under way and its event could not be recorded: only the host can wait for it now.
+        """Let the host wait for a copy that is under way and whose event could not be recorded.
 
-        False if that fails as well: then nothing will ever tell when the memory may be used again, and it stays with us.
+        False if that fails as well: nothing will ever tell when the memory may be used again, and it stays with us.
         """
         try:
             _join(stream.record_event())
@@ -268,7 +278,7 @@ class SwapEngine:
         return True
 
     def _settle_cut_off(self) -> None:
-        """Ctrl-C came in the middle of a launch: its copy may be under way, and nobody has its event."""
+        """Settle a launch that Ctrl-C cut off: its copy may be under way, and nobody has its event."""
         launching = self._launching
         if launching is not None:
             self._settle(*launching)
@@ -300,7 +310,7 @@ class SwapEngine:
         slot.drop_source()
 
     def _fail_offload(self, slot: Slot, error: BaseException) -> None:
-        """The copy did not happen (a full disk): the source is still here, so it stays."""
+        """Keep the source, which is still here, since the copy did not happen (a full disk)."""
         slot.move(Change.FAIL_OFFLOAD)
         block, tier = slot.block, slot.tier
         slot.block = slot.tier = slot.offloaded = None
@@ -334,7 +344,9 @@ class SwapEngine:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def acquire(self, handle: Handle) -> Buffer:
-        """The storage's contents on the device, valid for what the caller enqueues on its current stream from now on.
+        """Return the storage's contents on the device.
+
+        They are valid for what the caller enqueues on its current stream from now on.
 
         Raises:
             StateError: the storage was changed in place after it was saved.
@@ -383,7 +395,7 @@ class SwapEngine:
         return buffer
 
     def arrive(self, group: Group) -> None:
-        """Backward is in a group, and asks for nothing that it swapped: what it will ask for next can be loaded."""
+        """Note that backward is in a group and asks for nothing that it swapped: load what it will ask for next."""
         self._arrive(group)
         with self._lock:
             self._load_ahead(group)
@@ -400,7 +412,7 @@ class SwapEngine:
                 self._learn_window()
 
     def _learn_window(self) -> None:
-        """A forward is over: if compute waited for room in the window, and the link had pauses, a larger one is of use."""
+        """Use more of the window if compute waited for room there, and the link had pauses, in the last forward."""
         pause_ms = self._offloads.collect()
         if schedule.is_window_too_small(self._stalls.take_offload_ms(), pause_ms):
             self._room_bytes = schedule.deepened(self.room_bytes, self.limits.window_bytes)
@@ -466,7 +478,7 @@ class SwapEngine:
         return self.device.allocate(num_bytes, stream)
 
     def _give_up_prefetched(self) -> bool:
-        """Drop buffers that nobody has asked for yet: they can come again. True if there was one."""
+        """Drop buffers that nobody has asked for yet: they can come again. Return whether there was one."""
         prefetched = self._prefetch.unclaimed()
         for slot in prefetched:
             if slot.loaded is not None:
@@ -483,19 +495,19 @@ class SwapEngine:
 
     # -- by hand ------------------------------------------------------------------------------------------------------
     #
-    # Someone else decides when something moves; the orders are the same. A stream given by the caller takes the place of the
-    # engine's own. Nobody waits for room in the window here: the caller holds the source anyway, until it has called `wait_offload`.
-    # `acquire` is the end of a load by hand, too.
+    # Someone else decides when something moves; the orders are the same. A stream given by the caller takes the place
+    # of the engine's own. Nobody waits for room in the window here: the caller holds the source anyway, until it has
+    # called `wait_offload`. `acquire` is the end of a load by hand, too.
 
     def hold(self, source: Buffer, num_bytes: int, stream: Stream, label: object) -> Slot:
-        """A slot that belongs to no forward and stays until `launch_offload`.
+        """Make a slot that belongs to no forward and stays until `launch_offload`.
 
         `stream`: the one whose pool the source's memory returns to. Who holds the source looks for changes in place.
         """
         return Slot(source, num_bytes, stream, Group(str(label), []), label, lambda: 0)
 
     def launch_offload(self, slot: Slot, copy_stream: Stream | None = None) -> bool:
-        """Launch the offload of a held slot; False, counted in `stats`, if no tier has room: then it stays as it is."""
+        """Launch the offload of a held slot; return False, counted in `stats`, if no tier has room for it."""
         current = self.device.current_stream()
         with self._lock:
             self._drop_finished()
@@ -509,7 +521,7 @@ class SwapEngine:
         return reason is None
 
     def wait_offload(self, slot: Slot) -> None:
-        """Make the current stream wait for a slot's offload, and drop the source; nothing if there is none under way.
+        """Make the current stream wait for a slot's offload, and drop the source. Does nothing if none is under way.
 
         A copy that failed leaves the source where it is, counted in `stats`.
         """
@@ -535,7 +547,10 @@ class SwapEngine:
                 self._finish_offload(InFlight(slot, home, None, offloaded, 0))
 
     def new_handle(self, slot: Slot) -> Handle:
-        """A handle of a held slot. Unlike autograd's it waits for nothing before `launch_load`: no buffer is held for it."""
+        """Make a handle of a held slot.
+
+        Unlike autograd's it waits for nothing before `launch_load`: no buffer is held for it.
+        """
         handle = Handle(slot)
         slot.waiting.pop(handle.number, None)
         return handle
@@ -548,14 +563,14 @@ class SwapEngine:
             handle.slot.waiting[handle.number] = None
 
     def launch_early(self, slot: Slot, copy_stream: Stream | None = None) -> None:
-        """Launch the load of a slot of autograd's, if nothing of it is on the device and backward will still ask for it."""
+        """Launch the load of a slot that backward will still ask for, if nothing of it is on the device."""
         with self._lock:
             self._drop_finished()
             if slot.waiting:
                 self._load_early(slot, copy_stream)
 
     def wait_group_offload(self, group: Group) -> None:
-        """`wait_offload` of every slot of a group."""
+        """Call `wait_offload` with every slot of a group."""
         for slot in _living(group):
             self.wait_offload(slot)
 
@@ -577,7 +592,7 @@ class SwapEngine:
         self.wait_loads(_living(group))
 
     def wait_loads(self, slots: list[Slot]) -> None:
-        """The same, of these slots."""
+        """Make the current stream wait for the loads of these slots that are under way."""
         current = self.device.current_stream()
         with self._lock:
             loads = [slot.loaded for slot in slots if slot.state is SlotState.H2D]
@@ -600,7 +615,10 @@ class SwapEngine:
             self._drop_finished()
 
     def add_stats_to(self, total: SwapStats) -> None:
-        """Add this engine's numbers, with what is done by now, to a sum. A wait of compute that is not over is counted later."""
+        """Add this engine's numbers, with what is done by now, to a sum.
+
+        A wait of compute that is not over is counted later.
+        """
         with self._lock:
             self._drop_finished()
             total.add(self.stats)
@@ -628,7 +646,7 @@ def _living(group: Group) -> list[Slot]:
 
 
 def _wait(stream: Stream, event: Event) -> BaseException | None:
-    """Let `stream` wait; a copy that failed is an answer, not an exception."""
+    """Let `stream` wait for an event; return the error of a copy that failed, in place of raising it."""
     try:
         stream.wait_event(event)
     except Exception:

@@ -1,7 +1,8 @@
 """The engines of this process, one per device, kept in step with the configuration.
 
-An engine lives as long as the process: its streams and its pinned memory are expensive. Configuration changes its limits and the
-budget of its tier; another disk directory means another engine, while tensors that went to the old directory come back from there.
+An engine lives as long as the process: its streams and its pinned memory are expensive. Configuration changes its
+limits and the budget of its tier; another disk directory means another engine, while tensors that went to the old
+directory come back from there.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ def host_engine(
     memory_of: Callable[[Any], memoryview],
     device_bytes: int,
 ) -> tuple[SwapEngine, int]:
-    """The engine of an accelerator and the smallest storage that is worth a copy.
+    """Return the engine of an accelerator and the smallest storage that is worth a copy.
 
-    It swaps to pinned memory and, past that budget, to the configured directory. `memory_of`: the bytes of a block of one part.
+    It swaps to pinned memory and, past that budget, to the configured directory. `memory_of`: the bytes of a block of
+    one part.
     """
 
     def build(config: SwapConfig) -> Managed:
@@ -84,7 +86,10 @@ def _attach_disk(
 
 
 def disk_engine(make_device: Callable[[], SwapDevice], device_bytes: int) -> tuple[SwapEngine, int] | None:
-    """The engine of the CPU, which swaps to files; None while no directory is configured (rule 14)."""
+    """Return the engine of the CPU, which swaps to files; None while no directory is configured.
+
+    Without a directory a tensor on the CPU has nowhere to go: swapping does nothing there.
+    """
     directory = settings.current_config().disk_dir
     if directory is None:
         return None
@@ -103,7 +108,7 @@ def all_engines() -> dict[str, Managed]:
 
 
 def total_stats() -> SwapStats:
-    """The numbers of all engines together."""
+    """Add up the numbers of all engines."""
     total = SwapStats()
     total.add(_retired)
     for managed in all_engines().values():

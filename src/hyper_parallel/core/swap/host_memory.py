@@ -1,4 +1,7 @@
-"""How much memory the host has for this process: the machine's own account, and the limits of the control groups around it."""
+"""How much memory the host has for this process.
+
+That is the machine's own account, and the limits of the control groups around the process.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ class HostMemory(NamedTuple):
 
 
 def read_host_memory(root: str | os.PathLike[str] = "/") -> HostMemory:
-    """Read it now. `root` is where `proc` and `sys` are found, for tests."""
+    """Read the memory of the host as it is now. `root` is where `proc` and `sys` are found, for tests."""
     base = Path(root)
     fields = _fields(base / "proc/meminfo")
     total = fields.get("MemTotal", 0) * 1024
@@ -26,7 +29,7 @@ def read_host_memory(root: str | os.PathLike[str] = "/") -> HostMemory:
 
 
 def num_local_processes() -> int:
-    """How many processes a launcher started on this machine: they share its memory. 1 without a launcher."""
+    """Return how many processes a launcher started on this machine: they share its memory. 1 without a launcher."""
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(int(value), 1) if value.isdigit() else 1
 
@@ -39,7 +42,7 @@ class _Group(NamedTuple):
 
 
 def _groups(base: Path) -> list[_Group]:
-    """The control groups of this process, each with all those around it: any of them may be the tight one."""
+    """Find the control groups of this process, each with all those around it: any of them may be the tight one."""
     found = []
     for line in _text(base / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -65,7 +68,7 @@ def _room(group: _Group, total: int) -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Read the lines that have a name and a number."""
     pairs = (line.replace(":", " ").split() for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdigit()}
 

@@ -1,17 +1,21 @@
 """Blocks out of slabs under a hard budget: what the pinned arena and the disk tier have in common.
 
-A *slab* is one large piece of slower memory: registered host memory, or a file. Blocks are ranges of slabs. The pool asks its owner
-for a new slab when no free range fits, never past the budget, and keeps slabs until `trim`.
+A *slab* is one large piece of slower memory: registered host memory, or a file. Blocks are ranges of slabs. The pool
+asks its owner for a new slab when no free range fits, never past the budget, and keeps slabs until `trim`.
 
 Guarantees:
-    reserved_bytes <= budget_bytes, unless the budget was lowered later (then nothing new is reserved)
-    a block carries the events of all earlier users of its memory that were not done when it was taken
-    `give` takes no lock and calls nothing: a finaliser may call it at any bytecode, also inside `take` of the same thread
-    a block that is gone without `give` (Ctrl-C came in between, or in a finaliser) is free as well: C does that, where no Ctrl-C comes
-    a call that Ctrl-C cuts off leaves a mark, and the next one begins again from what is certain: the slabs and the blocks that are out
+    - reserved_bytes <= budget_bytes, unless the budget was lowered later (then nothing new is reserved)
+    - a block carries the events of all earlier users of its memory that were not done when it was taken
+    - `give` takes no lock and calls nothing: a finaliser may call it at any bytecode, also inside `take` of the same
+      thread
+    - a block that is gone without `give` (Ctrl-C came in between, or in a finaliser) is free as well: C does that,
+      where no Ctrl-C comes
+    - a call that Ctrl-C cuts off leaves a mark, and the next one begins again from what is certain: the slabs and the
+      blocks that are out
 
-Assumes that no finaliser calls anything else of a pool: the lock is not reentrant. It is held while a slab is made, which takes
-about half a second per GiB of pinned memory, so other threads wait for the growth instead of growing as well.
+Assumes that no finaliser calls anything else of a pool: the lock is not reentrant. It is held while a slab is made,
+which takes about half a second per GiB of pinned memory, so other threads wait for the growth instead of growing as
+well.
 """
 
 from __future__ import annotations
@@ -74,7 +78,7 @@ class PoolBlock:
 
     @property
     def last_uses(self) -> tuple[Event, ...]:
-        """Whoever writes the block comes after all of these (O3, O9); then its own copies take their place."""
+        """Return what the writer of the block must wait for (O3, O9); its own copies then take their place."""
         return self._out.last_uses
 
     @last_uses.setter
@@ -83,12 +87,12 @@ class PoolBlock:
 
     @property
     def slab(self) -> Any:
-        """That of the only part."""
+        """Return the slab of the only part."""
         return self._only_part().slab
 
     @property
     def offset(self) -> int:
-        """That of the only part."""
+        """Return the offset of the only part."""
         return self._only_part().offset
 
     def _only_part(self) -> Part:
@@ -104,7 +108,7 @@ class PoolBlock:
 
     @property
     def last_use(self) -> Event | None:
-        """The last of `last_uses`; setting it replaces them all, which is right once a copy has waited for them."""
+        """Return the last of `last_uses`. Setting it replaces them all: right once a copy has waited for them."""
         return self.last_uses[-1] if self.last_uses else None
 
     @last_use.setter
@@ -121,10 +125,10 @@ AnyBlock = TypeVar("AnyBlock", bound=PoolBlock)
 
 @dataclass(frozen=True)
 class Growth:
-    """How large the next slab is: a share of what is there, within limits, as a whole number of the blocks asked for.
+    """Says how large the next slab is: a share of what is there, within limits, a whole number of the blocks asked for.
 
-    The share bounds what is reserved and not used at the peak. The whole number leaves no rest at a slab's end that a workload of
-    one size could not use; and a block larger than the step gets a slab of its own, exactly.
+    The share bounds what is reserved and not used at the peak. The whole number leaves no rest at a slab's end that a
+    workload of one size could not use; and a block larger than the step gets a slab of its own, exactly.
     """
 
     min_bytes: int
@@ -152,10 +156,10 @@ class TierStats(NamedTuple):
 
 
 class BlockPool(Generic[AnyBlock]):
-    """See the head of the file.
+    """Gives and takes back blocks of slabs; what it guarantees stands at the head of the file.
 
-    `new_slab(num_bytes)` may raise MemoryError or OSError: growing then stops until `trim`, or, with `retries_after_give`, until a
-    block came back. `free_slab(slab)` is called when nothing uses the slab any more.
+    `new_slab(num_bytes)` may raise MemoryError or OSError: growing then stops until `trim`, or, with
+    `retries_after_give`, until a block came back. `free_slab(slab)` is called when nothing uses the slab any more.
     """
 
     def __init__(
@@ -185,7 +189,7 @@ class BlockPool(Generic[AnyBlock]):
         self._ranges: RangeAllocator[Event] = RangeAllocator(
             ALIGNMENT, lambda event: not event.query(), max_parts=max_parts, min_part_bytes=MIN_PART_BYTES
         )
-        self._slabs: dict[int, tuple[Any, int]] = {}  # by region, with their bytes
+        self._slabs: dict[int, tuple[Any, int]] = {}  # by slab part, with their bytes
         self._reserved_bytes = 0  # of slabs, also of those that `trim` is about to free
         self._used_bytes = 0  # as asked for
         self._used_aligned_bytes = 0
@@ -216,7 +220,7 @@ class BlockPool(Generic[AnyBlock]):
         self._given.append(block._out)
 
     def trim(self) -> int:
-        """Join the last uses of slabs without a block in use, and free those slabs; the bytes that were freed."""
+        """Join the last uses of slabs without a block in use and free those slabs; return the freed bytes."""
         leaving: dict[int, tuple[Any, int, tuple[Event, ...]]] = {}
         freed_bytes = 0
         try:
@@ -225,15 +229,15 @@ class BlockPool(Generic[AnyBlock]):
                 self._is_changing = True
                 self._has_stopped_growing = False
                 # Out of the allocator first: while this thread joins, no other may take a block there.
-                for region in self._ranges.free_regions():
-                    events = self._ranges.remove_region(region)
-                    leaving[region] = (*self._slabs[region], events)
-                    del self._slabs[region]
+                for slab_part in self._ranges.free_slab_parts():
+                    events = self._ranges.remove_slab_part(slab_part)
+                    leaving[slab_part] = (*self._slabs[slab_part], events)
+                    del self._slabs[slab_part]
                 self._is_changing = False
-            for region, (slab, num_bytes, events) in list(leaving.items()):
+            for slab_part, (slab, num_bytes, events) in list(leaving.items()):
                 for event in events:
                     _join(event)
-                del leaving[region]
+                del leaving[slab_part]
                 freed_bytes += num_bytes
                 self._free_slab(slab)
         finally:
@@ -242,7 +246,7 @@ class BlockPool(Generic[AnyBlock]):
                 self._reserved_bytes -= freed_bytes
                 # A join failed: a copy may still run there, so it stays ours.
                 for slab, num_bytes, events in leaving.values():
-                    self._slabs[self._ranges.add_region(num_bytes, events)] = slab, num_bytes
+                    self._slabs[self._ranges.add_slab_part(num_bytes, events)] = slab, num_bytes
         return freed_bytes
 
     def close(self) -> None:
@@ -289,9 +293,9 @@ class BlockPool(Generic[AnyBlock]):
             )
 
     def _mend(self) -> None:
-        """A call was cut off: begin again from what is certain."""
+        """Begin again from what is certain, after a call that was cut off."""
         if not self._is_closed:
-            slab_bytes = {region: num_bytes for region, (_, num_bytes) in self._slabs.items()}
+            slab_bytes = {slab_part: num_bytes for slab_part, (_, num_bytes) in self._slabs.items()}
             self._ranges.restore(slab_bytes, [out.pieces for out in self._outs])
         self._used_bytes = sum(out.num_bytes for out in self._outs)
         self._used_aligned_bytes = sum(self._ranges.aligned(out.num_bytes) for out in self._outs)
@@ -315,7 +319,7 @@ class BlockPool(Generic[AnyBlock]):
         return block
 
     def _parts(self, pieces: Pieces, padding_bytes: int) -> tuple[Part, ...]:
-        parts = [Part(self._slabs[piece.region][0], piece.offset, piece.num_bytes) for piece in pieces]
+        parts = [Part(self._slabs[piece.slab_part][0], piece.offset, piece.num_bytes) for piece in pieces]
         parts[-1] = parts[-1]._replace(num_bytes=parts[-1].num_bytes - padding_bytes)
         return tuple(parts)
 
@@ -338,7 +342,7 @@ class BlockPool(Generic[AnyBlock]):
         self._is_changing = False
 
     def _grow(self, size: int) -> bool:
-        """Add a slab with room for `size` bytes; False, counted, if there can be none."""
+        """Add a slab with room for `size` bytes; return False, counted, if there can be none."""
         room_bytes = self.budget_bytes - self._reserved_bytes
         if size > room_bytes:
             self._num_over_budget += 1
@@ -352,7 +356,7 @@ class BlockPool(Generic[AnyBlock]):
                 self._failure = f"{type(error).__name__}: {error}"
                 continue
             try:
-                self._slabs[self._ranges.add_region(num_bytes)] = slab, num_bytes
+                self._slabs[self._ranges.add_slab_part(num_bytes)] = slab, num_bytes
             except BaseException:
                 self._free_slab(slab)  # nobody else knows it
                 raise
@@ -372,7 +376,7 @@ def check_budget(budget_bytes: int) -> None:
 
 
 def _join(event: Event) -> None:
-    """A copy that failed is over as well: only its end matters here."""
+    """Wait for the end of a copy. One that failed is over as well: only its end matters here."""
     try:
         event.join()
     except Exception:

@@ -1,7 +1,7 @@
 """What is loaded before anybody asks for it: in which order, and how much.
 
-The order comes from the groups: the rest of the one that backward is in, then those before it. How much is decided by `schedule`, as pure
-functions; see the README, "Prefetch". Whoever calls holds the engine's lock.
+The order comes from the groups: the rest of the one that backward is in, then those before it. How much is decided by
+`schedule`, as pure functions; see the README, "Prefetch". Whoever calls holds the engine's lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hyper_parallel.core.swap.states import SlotState
 
 
 class Wish(NamedTuple):
-    """A slot that will be asked for: by this group, in whose stack it is there. It may be the slot of another one."""
+    """A slot that a group will ask for, and its place in that group's stack. It may be the slot of another group."""
 
     slot: Slot
     group: Group
@@ -30,7 +30,8 @@ class Prefetch:
     Fields:
         _unclaimed: slots that were loaded ahead and not asked for yet, weakly
         _peak_bytes: most memory of the device in use when somebody asked, since the last backward began
-        _levels: by a group's label, the memory in use at each question of its last backward, less what was loaded for others
+        _levels: by a group's label, the memory in use at each question of its last backward, less what was loaded for
+            others
     """
 
     def __init__(self) -> None:
@@ -42,11 +43,11 @@ class Prefetch:
         self._peak_bytes = 0
 
     def unclaimed(self) -> list[Slot]:
-        """Those that are loaded, or being loaded, and that nobody has asked for."""
+        """Return the slots that are loaded, or being loaded, and that nobody has asked for."""
         return [slot for ref in self._unclaimed if (slot := ref()) is not None and slot.state is SlotState.H2D]
 
     def add(self, slot: Slot) -> None:
-        """Somebody else has launched the load of a slot ahead of time."""
+        """Note that somebody else has launched the load of a slot ahead of time."""
         while self._unclaimed and self._unclaimed[0]() is None:
             self._unclaimed.pop(0)  # or a program that never waits for what it loads would pile them up
         self._unclaimed.append(weakref.ref(slot))
@@ -65,7 +66,7 @@ class Prefetch:
         launched: list[Slot] = []
         counted, limit_bytes = unclaimed, depth_bytes
         if group.ahead_bytes is not None:
-            own = itertools.takewhile(lambda each: each[0].group is group, _wishes(group))
+            own = itertools.takewhile(lambda wish: wish[0].group is group, _wishes(group))
             launched = _launch_all([wish for wish, _ in own], launch)
             counted, limit_bytes = [slot for slot in unclaimed if slot.group is not group], group.ahead_bytes
         counted_bytes = sum(slot.num_bytes for slot in counted)
@@ -76,17 +77,18 @@ class Prefetch:
     def _fit_below_the_peak(
         self, group: Group, ahead: Iterable[Slot], bytes_in_use: Callable[[], int | None]
     ) -> list[Wish]:
-        """What the next group needs and what fits below a point that is passed, whose memory was needed anyway.
+        """Choose what the next group needs and what fits below a point that is passed, whose memory was needed anyway.
 
-        What it asks for one by one never is there all at once: it may come when the group that backward is in has passed a highest point of its
-        own, and fill that up. What the next group begins its backward with (a region runs again) is there at its own highest point in
-        any case: it may come where it fits below the highest point of this whole backward, less what the group that backward is in will still
-        need itself, going by its last backward. What lies further ahead may not come.
+        What it asks for one by one never is there all at once: it may come when the group that backward is in has
+        passed a highest point of its own, and fill that up. What the next group begins its backward with (a region runs
+        again) is there at its own highest point in any case: it may come where it fits below the highest point of this
+        whole backward, less what the group that backward is in will still need itself, going by its last backward. What
+        lies further ahead may not come.
 
         `ahead`: what is loaded already and not asked for.
         """
         near = group.with_next()
-        wishes = list(itertools.takewhile(lambda each: each[0].group in near, _wishes(group)))
+        wishes = list(itertools.takewhile(lambda wish: wish[0].group in near, _wishes(group)))
         if group.ahead_bytes is not None and not wishes:
             return []  # who knows the group's need does not need its level either: to ask for it costs the host time
         used_bytes = bytes_in_use()
@@ -102,7 +104,10 @@ class Prefetch:
         )
 
     def _rise_from_here(self, group: Group, own_bytes: int) -> int | None:
-        """How much more memory than now the group's backward came to use after this question the last time; None: nobody knows."""
+        """Return how much more memory than now the group's backward used after this question the last time.
+
+        None if nobody knows.
+        """
         if group.levels is None:
             group.rises = schedule.rises(self._levels.get(group.label, ()))
             group.levels = self._levels[group.label] = []
@@ -112,14 +117,14 @@ class Prefetch:
 
 
 def _wishes(group: Group) -> Iterator[tuple[Wish, int]]:
-    """What backward will ask for, with its size, in the order in which it is expected to."""
+    """Go through what backward will ask for, with its size, in the order in which it is expected to."""
     seen: set[Slot] = set()
     for earlier in group.earlier():
         for position in range(earlier.cursor, -1, -1):
             slot = earlier.stack[position]()
             if slot in seen:
                 continue
-            # One that nobody waits for was asked for before the order changed: loaded again it would be held for nobody.
+            # One that nobody waits for was asked for before the order changed: a second load would be held for nobody.
             if slot is not None and slot.waiting and slot.state in (SlotState.HOST, SlotState.DISK):  # plant: waiting
                 seen.add(slot)
                 yield Wish(slot, earlier, position), slot.num_bytes

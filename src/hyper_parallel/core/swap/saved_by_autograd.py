@@ -1,7 +1,8 @@
 """A tensor that autograd saved and the engine moves, as the `SwapTensor` that shows it.
 
-Example: after `with AsyncSaveOnCpu() as block: loss = f(x)` the first swapped tensor is `block.storage.swap_storage[0][0]`. Its `state` is
-where it is now. The four calls may hurry it along; backward does what was not called.
+Example: after `with AsyncSaveOnCpu() as block: loss = f(x)` the first swapped tensor is
+`block.storage.swap_storage[0][0]`. Its `state` is where it is now. The four calls may hurry it along; backward does
+what was not called.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Residual(Protocol):
     def handle(self) -> Handle: ...
 
     def seen_in(self, buffer: Buffer) -> Any:
-        """The tensor, over a buffer that has the contents of its storage."""
+        """Return the tensor, over a buffer that has the contents of its storage."""
 
 
 class SavedByAutograd:
@@ -60,7 +61,7 @@ class SavedByAutograd:
         self._living().engine.wait_loads([self._slot()])
 
     def value(self) -> Any:
-        """The tensor, if it is on the device; a load that is under way is waited for."""
+        """Return the tensor, if it is on the device; a load that is under way is waited for."""
         residual, slot = self._living(), self._slot()
         if slot.state is SlotState.H2D:
             self.wait_load()

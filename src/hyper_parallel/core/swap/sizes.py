@@ -20,7 +20,7 @@ ACCEPTED = 'bytes as an integer, or a text such as "8GiB", "512 MiB", "1.5GB" (B
 
 
 def parse_size(value: object, name: str) -> int:
-    """The bytes that `value` stands for; `name` is the option it was given to, for the error.
+    """Return the bytes that `value` stands for; `name` is the option it was given to, for the error.
 
     A fraction of a byte that a unit leaves ("0.3KiB") is rounded down.
 
@@ -43,7 +43,7 @@ def parse_size(value: object, name: str) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """The size in the largest binary unit that leaves at least 1, with up to two decimals.
+    """Write the size in the largest binary unit that leaves at least 1, with up to two decimals.
 
     Example:
         >>> format_size(1610612736), format_size(700)

@@ -1,7 +1,10 @@
-"""A slot: the record of one storage while it is managed. A group: the slots of one call, in the order of saving and of asking.
+"""A slot is the record of one storage while it is managed; a group has the slots of one call.
 
-Ownership: handles hold slots, slots hold their group, a group holds its slots weakly. Nothing else keeps a slot alive, so a dropped
-graph gives everything back by reference counting alone.
+A group knows its slots in two orders: the one in which they were saved, and the one in which backward is expected to
+ask for them.
+
+Ownership: handles hold slots, slots hold their group, a group holds its slots weakly. Nothing else keeps a slot alive,
+so a dropped graph gives everything back by reference counting alone.
 """
 
 from __future__ import annotations
@@ -11,13 +14,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
-from hyper_parallel.core.swap.device import Block, Buffer, Event, Stream, Tier
+from hyper_parallel.core.swap.device import Buffer, Event, HostBlock, Stream, Tier
 from hyper_parallel.core.swap.states import Change, SlotState, after
 from hyper_parallel.core.swap.stats import Pause
 
 
 class Slot:
-    """One storage.
+    """The record of one storage, from its saving until autograd drops its last handle.
 
     Invariants (outside the engine's lock they may be seen half changed):
         state in (HOST, DISK)  ->  source is None and buffer is None and block is not None
@@ -27,8 +30,9 @@ class Slot:
     """
 
     __slots__ = (
-        "__weakref__", "block", "buffer", "changed", "group", "handles", "index", "is_expected", "label", "loaded", "num_bytes", "offloaded",
-        "pause", "position", "read_version", "saved_version", "source", "state", "stream", "tier", "waiting",
+        "__weakref__", "block", "buffer", "changed", "group", "handles", "index", "is_expected", "label", "loaded",
+        "num_bytes", "offloaded", "pause", "position", "read_version", "saved_version", "source", "state", "stream",
+        "tier", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -46,7 +50,7 @@ class Slot:
         self.stream = stream  # that of the forward; autograd runs the backward of an op on the same one
         self.source: Buffer | None = source
         self.buffer: Buffer | None = None
-        self.block: Block | None = None
+        self.block: HostBlock | None = None
         self.tier: Tier | None = None
         self.offloaded: Event | None = None
         self.loaded: Event | None = None
@@ -79,8 +83,8 @@ class Slot:
         self.read_version = None  # it holds an alias of the source
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Any thread, any moment: only calls that never block. The block knows its last copies (O3, O9). When Python ends, the tier's modules
-        # may have lost their names, and its memory goes with the process.
+        # Any thread, any moment: only calls that never block. The block knows its last copies (O3, O9). When Python
+        # ends, the tier's modules may have lost their names, and its memory goes with the process.
         block, tier = getattr(self, "block", None), getattr(self, "tier", None)
         if block is not None and tier is not None and not ends():
             tier.give(block)  # plant: give-block
@@ -89,8 +93,8 @@ class Slot:
 class Handle:
     """What autograd keeps in place of a saved tensor.
 
-    `group` is that of the call which will ask. It is another one than the slot's where a call saves what an earlier one has saved
-    already: when it asks, backward has got to its own group, not to the slot's.
+    `group` is that of the call which will ask. It is another one than the slot's where a call saves what an earlier one
+    has saved already: when it asks, backward has got to its own group, not to the slot's.
     """
 
     __slots__ = ("__weakref__", "group", "number", "slot")
@@ -112,7 +116,8 @@ class Handle:
 class Group:
     """The slots of one call of one module (or one `with` block).
 
-    Invariant: stack[slot.position]() is slot, for every living slot of `slots`. The stack may have slots of other groups, too.
+    Invariant: stack[slot.position]() is slot, for every living slot of `slots`. The stack may have slots of other
+    groups, too.
     """
 
     def __init__(
@@ -158,14 +163,14 @@ class Group:
         self.cursor = len(stack) - 1  # what was asked for already waits for nothing, and is passed over
 
     def in_order(self) -> Iterator[Slot]:
-        """The living slots of its own, as backward is expected to ask for them."""
+        """Go through the living slots of its own, as backward is expected to ask for them."""
         for ref in reversed(self.stack):
             slot = ref()
             if slot is not None and slot.group is self:
                 yield slot
 
     def earlier(self) -> Iterator[Group]:
-        """This group and the living ones before it, newest first."""
+        """Go through this group and the living ones before it, newest first."""
         seen = False
         for ref in reversed(self.chain):
             group = ref()
@@ -174,12 +179,12 @@ class Group:
                 yield group
 
     def with_next(self) -> tuple[Group | None, ...]:
-        """This group, and the one whose backward comes right after."""
+        """Return this group, and the one whose backward comes right after."""
         earlier = self.earlier()
         return next(earlier, None), next((other for other in earlier if other.slots), None)
 
     def is_newest(self) -> bool:
-        """Whether nothing that is still alive was saved after this group."""
+        """Tell whether nothing that is still alive was saved after this group."""
         for ref in reversed(self.chain):
             group = ref()
             if group is self:
@@ -189,7 +194,7 @@ class Group:
         return True
 
     def begin_pass(self) -> None:
-        """Backward starts over (it was run with the graph retained): every handle will ask again."""
+        """Note that backward starts over (it was run with the graph retained): every handle will ask again."""
         self.cursor = len(self.stack) - 1
         for ref in self.slots:
             slot = ref()
@@ -197,5 +202,5 @@ class Group:
                 slot.waiting = dict(slot.handles)
 
     def key(self, slot: Slot) -> tuple[str, int, int]:
-        """What names this slot in the next step, too."""
+        """Return what names this slot in the next step, too."""
         return self.label, slot.index, slot.num_bytes

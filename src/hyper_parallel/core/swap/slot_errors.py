@@ -1,4 +1,4 @@
-"""What a handle raises when it is asked and cannot answer."""
+"""The errors that a handle raises when it is asked and cannot answer."""
 
 from __future__ import annotations
 

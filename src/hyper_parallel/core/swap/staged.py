@@ -3,11 +3,12 @@
     offload:  device --(offload stream)--> staging --(disk thread)--> file
     load:     file --(disk thread)--> staging --(load stream, enqueued by the thread)--> device
 
-To the engine nothing changes: `StagedDevice` is a device, `StagedDisk` a tier, and an event of a staged copy is done when its last step is.
-The orders of the README hold for the same reasons on the device's side; on the file's side one thread does everything in order (O3, O4, O9).
+To the engine nothing changes: `StagedDevice` is a device, `StagedDisk` a tier, and an event of a staged copy is done
+when its last step is. The orders of the README hold for the same reasons on the device's side; on the file's side one
+thread does everything in order (O3, O4, O9).
 
-What differs: a stream cannot wait for a thread. Where the engine lets a compute stream wait for a staged copy, the host waits until the
-thread has enqueued its part (a load), or is done (an offload).
+What differs: a stream cannot wait for a thread. Where the engine lets a compute stream wait for a staged copy, the host
+waits until the thread has enqueued its part (a load), or is done (an offload).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from hyper_parallel.core.swap.arena import PinnedArena
-from hyper_parallel.core.swap.device import Block, Buffer, Event, Moment, Stream, SwapDevice
+from hyper_parallel.core.swap.device import Buffer, Event, HostBlock, Moment, Stream, SwapDevice
 from hyper_parallel.core.swap.disk import DiskBlock, DiskTier
 from hyper_parallel.core.swap.disk_stream import DiskEvent, DiskStream
 
@@ -27,10 +28,10 @@ class StagedBlock:
 
     __slots__ = ("disk", "last_uses", "num_bytes", "staging", "tier")
 
-    def __init__(self, tier: StagedDisk, disk: DiskBlock, staging: Block) -> None:
+    def __init__(self, tier: StagedDisk, disk: DiskBlock, staging: HostBlock) -> None:
         self.tier = tier
         self.disk = disk
-        self.staging: Block | None = staging
+        self.staging: HostBlock | None = staging
         self.num_bytes = disk.num_bytes
         self.last_uses: tuple[Event, ...] = ()
 
@@ -115,7 +116,7 @@ class StagedStream:
         self._staged: Event | None = None
 
     def launched(self, event: Event) -> None:
-        """The last thing given to this stream ends with `event`, not with what the stream itself holds."""
+        """Note that the last thing given to this stream ends with `event`, not with what the stream itself holds."""
         self._staged = event
 
     def record_event(self) -> Event:
@@ -133,7 +134,8 @@ class StagedStream:
             self.raw.wait_event(event)
 
     def record_time(self) -> Moment:
-        # The device's own clock is right for waits of the host in between, too: its stream stands still only when it has run dry.
+        # The device's own clock is right for waits of the host in between, too: its stream stands still only when it
+        # has run dry.
         return self.raw.record_time()
 
     def __eq__(self, other: object) -> bool:
@@ -147,9 +149,9 @@ class StagedStream:
 class StagedDevice:
     """A device whose blocks may be places in files.
 
-    `memory_of`: the bytes of a pinned block. `load_staging`: what loads pass through; the thread alone takes from it and gives back before it
-    takes again, so that it is as large as the largest storage. Shared with the offloads it could be empty when a load comes: blocks
-    of offloads that are queued behind it would hold it all.
+    `memory_of`: the bytes of a pinned block. `load_staging`: what loads pass through; the thread alone takes from it
+    and gives back before it takes again, so that it is as large as the largest storage. Shared with the offloads it
+    could be empty when a load comes: blocks of offloads that are queued behind it would hold it all.
     """
 
     def __init__(self, device: SwapDevice, load_staging: PinnedArena, memory_of: Callable[[Any], memoryview]) -> None:
@@ -170,7 +172,7 @@ class StagedDevice:
         return self._load
 
     def stream_of(self, stream: Any) -> StagedStream | None:
-        """A stream of the user's, as the device itself takes it."""
+        """Return a stream of the user's, as the device itself takes it."""
         raw = self._device.stream_of(stream)
         return None if raw is None else StagedStream(raw)
 
@@ -206,7 +208,7 @@ class StagedDevice:
         if not isinstance(block, StagedBlock):
             self._device.launch_load(buffer, block, _raw(stream))
             return
-        staging: list[Block] = []
+        staging: list[HostBlock] = []
 
         def target() -> memoryview:
             taken = self._load_staging.take(block.num_bytes)
@@ -236,5 +238,5 @@ class StagedDevice:
 
 
 def _raw(stream: object) -> Any:
-    """The device's own stream; slots that were saved before the disk was configured have it already."""
+    """Return the device's own stream; slots that were saved before the disk was configured have it already."""
     return stream.raw if isinstance(stream, StagedStream) else stream

@@ -29,7 +29,8 @@ class Change(Enum):
     DROP_BUFFER = "drop the buffer"
 
 
-# Without an entry a change is illegal. HOST stands for wherever the block is: `after` answers DISK for a block of a file.
+# Without an entry a change is illegal. HOST stands for wherever the block is: `after` answers DISK for a block of a
+# file.
 TRANSITIONS: dict[tuple[SlotState, Change], SlotState] = {
     (SlotState.DEVICE, Change.LAUNCH_OFFLOAD): SlotState.D2H,
     (SlotState.D2H, Change.FINISH_OFFLOAD): SlotState.HOST,
@@ -43,7 +44,7 @@ TRANSITIONS: dict[tuple[SlotState, Change], SlotState] = {
 
 
 def after(state: SlotState, change: Change, *, label: object, on_disk: bool = False) -> SlotState:
-    """The state after a change; raises where the table has none."""
+    """Return the state after a change; raise StateError where the table has none."""
     new = TRANSITIONS.get((state, change))
     if new is None:
         legal = sorted(s.value for s, c in TRANSITIONS if c is change)

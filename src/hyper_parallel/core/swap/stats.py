@@ -16,7 +16,7 @@ Copy: TypeAlias = Literal["load", "first load", "offload"]
 
 @dataclass
 class SwapStats:
-    """Counted since the process started."""
+    """What an engine counted since the process started."""
 
     offloaded_bytes: int = 0
     loaded_bytes: int = 0
@@ -31,16 +31,16 @@ class SwapStats:
     kept: Counter[str] = field(default_factory=Counter)  # why -> how many
 
     def add(self, other: SwapStats) -> None:
-        for each in fields(self):
-            mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            setattr(self, each.name, max(mine, theirs) if each.name.startswith("peak") else mine + theirs)
+        for number in fields(self):
+            mine, theirs = getattr(self, number.name), getattr(other, number.name)
+            setattr(self, number.name, max(mine, theirs) if number.name.startswith("peak") else mine + theirs)
 
     def as_dict(self) -> dict[str, Any]:
-        return {**{each.name: getattr(self, each.name) for each in fields(self)}, "kept": dict(self.kept)}
+        return {**{number.name: getattr(self, number.name) for number in fields(self)}, "kept": dict(self.kept)}
 
 
 class Pause(NamedTuple):
-    """The link stood still from the end of one copy to the begin of the next."""
+    """A time in which the link stood still: from the end of one copy to the begin of the next."""
 
     since: Moment
     until: Moment
@@ -51,9 +51,9 @@ class Pause(NamedTuple):
 
 @final
 class LinkUse:
-    """When one direction of the link had nothing to do, taken by its own stream. To measure is a wish, as in `StallTimes`.
+    """Measures when one direction of the link had nothing to do; its own stream takes the times.
 
-    Under the engine's lock.
+    To measure is a wish, as in `StallTimes`. All calls are under the engine's lock.
     """
 
     MAX_PENDING = 512
@@ -64,7 +64,10 @@ class LinkUse:
         self._works = True
 
     def begin(self, stream: Stream) -> Pause | None:
-        """To be called when all that a copy waits for is in its stream, and before the copy; the pause before it."""
+        """Note that a copy begins; return the pause before it.
+
+        To be called when all that the copy waits for is in its stream, and before the copy.
+        """
         since, self._since = self._since, None
         until = self._record(stream)
         if since is None or until is None:
@@ -75,11 +78,14 @@ class LinkUse:
         return pause
 
     def end(self, stream: Stream) -> None:
-        """To be called after the copy."""
+        """Note that the copy ends here. To be called after it."""
         self._since = self._record(stream)
 
     def collect(self) -> float:
-        """A forward is over: milliseconds of pauses within forwards, of those that are over and were not asked for before."""
+        """Return the milliseconds of pauses in the forward that is over.
+
+        Counted are pauses that are over and were not asked for before.
+        """
         self._since = None  # until the next forward the link has nothing to do
         paused_ms = 0.0
         try:
@@ -101,10 +107,11 @@ class LinkUse:
 
 @final
 class StallTimes:
-    """How long compute stands still, taken by its own streams: a moment before the wait and one after it.
+    """Measures how long compute stands still; its own streams take a moment before the wait and one after it.
 
-    The host never waits for a time. One is read when its stream has long passed it, whenever the engine looks for finished copies; a wait
-    that is not over yet is counted later, or, if the process ends before, not at all. To measure is a wish: where it fails, nothing else does.
+    The host never waits for a time. One is read when its stream has long passed it, whenever the engine looks for
+    finished copies; a wait that is not over yet is counted later, or, if the process ends before, not at all. To
+    measure is a wish: where it fails, nothing else does.
 
     `begin` and `end` are called from any thread; `collect` under the engine's lock.
     """
@@ -119,7 +126,7 @@ class StallTimes:
         self._has_said = False
 
     def begin(self, stream: Stream, awaited: Event) -> Moment | None:
-        """To be called before `stream` waits for an event; None if it is done: then there is nothing to measure."""
+        """Take the moment before `stream` waits for an event; None if that is done, with nothing to measure."""
         try:
             if len(self._pending) >= self.MAX_PENDING or awaited.query():
                 return None
@@ -129,7 +136,7 @@ class StallTimes:
             return None
 
     def end(self, copy: Copy, stream: Stream, begin: Moment | None, pause: Pause | None = None) -> None:
-        """To be called after the wait, with what `begin` gave; `pause`: of the link, before the load."""
+        """Take the moment after the wait, with what `begin` gave; `pause` is that of the link, before the load."""
         if begin is not None:
             try:
                 self._pending.append((copy, begin, stream.record_time(), pause))
@@ -137,7 +144,7 @@ class StallTimes:
                 self._give_up(error)
 
     def collect(self) -> int:
-        """Count what is over by now; how many loads of it were late though the link had nothing to do before them."""
+        """Count what is over by now; return how many loads were late though the link had nothing to do before them."""
         num_late = 0
         while self._pending:
             copy, begin, end, pause = self._pending[0]
@@ -161,7 +168,7 @@ class StallTimes:
         return num_late
 
     def take_offload_ms(self) -> float:
-        """How long compute stood still for offloads, of what was collected since this was last asked."""
+        """Return how long compute stood still for offloads, of what was collected since this was last asked."""
         stalled_ms, self._offload_ms = self._offload_ms, 0.0
         return stalled_ms
 

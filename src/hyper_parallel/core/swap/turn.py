@@ -1,4 +1,7 @@
-"""Where forwards end and backward begins: what is learned there for the next step. Whoever calls holds the engine's lock."""
+"""Where forwards end and backward begins, and what is learned there for the next step.
+
+Whoever calls holds the engine's lock.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ _MOST_LAST = 64  # models that train in turns, by far; labels of models that are
 
 
 class Turn:
-    """How forwards ended so far.
+    """Remembers how forwards ended so far. One lives in each engine.
 
     Fields:
         _tail: keys of what forwards of these labels saved at their very end
         _kept_tail: slots that were kept for that reason, weakly
-        _last: labels and numbers of the groups in which backward began the last time, and which had swapped nothing; the newest few
+        _last: labels and numbers of the groups in which backward began the last time, and which had swapped nothing;
+            the newest few
     """
 
     def __init__(self) -> None:
@@ -25,7 +29,10 @@ class Turn:
         self._last: dict[tuple[str, int], None] = {}
 
     def begins_in(self, group: Group, tail_room_bytes: int, enough_bytes: int) -> bool:
-        """The first question of the newest group means that a forward is over (True): what it saved last is its tail."""
+        """Note that backward asks a group; return True if a forward is over with that.
+
+        It is with the first question of the newest group. What that forward saved last is its tail.
+        """
         if group.has_ended:
             return False
         group.has_ended = True
@@ -48,11 +55,14 @@ class Turn:
         return True
 
     def is_last(self, group: Group) -> bool:
-        """Whether a forward ends with this group, as it says or going by the step before, and it has swapped nothing."""
+        """Tell whether a forward ends with this group, and it has swapped nothing.
+
+        The group says so itself, or it was so in the step before.
+        """
         return not group.slots and (group.ends_forward or (group.label, group.number) in self._last)
 
     def keeps(self, slot: Slot, room_bytes: int) -> bool:
-        """Whether a slot is needed first in backward, and there is room to keep it on the device."""
+        """Tell whether a slot is needed first in backward, and there is room to keep it on the device."""
         if slot.group.key(slot) not in self._tail:
             return False
         alive = [kept for ref in self._kept_tail if (kept := ref()) is not None]

@@ -23,7 +23,7 @@ class InFlight:
 
 
 class Window:
-    """First in, first out. `held_bytes == sum(entry.num_bytes)`.
+    """The copies under way, first in, first out. Invariant: `held_bytes == sum(entry.num_bytes)`.
 
     It is counted first, and then one call of C does it: Ctrl-C comes before both or after both.
     """
@@ -49,9 +49,10 @@ class Window:
         return entry
 
     def pop_finished(self) -> Iterator[InFlight]:
-        """The oldest entries whose copies are done; the first that is not ends the look.
+        """Take out the oldest entries whose copies are done; the first that is not ends the look.
 
-        One stream finishes in order. With streams of the user's a later copy may be done before, and is then held a little longer.
+        One stream finishes in order. With streams of the user's a later copy may be done before, and is then held a
+        little longer.
         """
         while self._entries and self._entries[0].event.query():  # plant: finished-only
             yield self.pop_oldest()

@@ -1,1 +1,4 @@
-"""What communication means, whatever the framework: groups, collectives, their gradients, and failures that name a rank."""
+"""What communication means, whatever the framework.
+
+Groups, collectives, their gradients, and failures that name a rank; see the README.
+"""

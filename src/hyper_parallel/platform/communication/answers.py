@@ -12,9 +12,11 @@ from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, Commun
 class Answer(NamedTuple):
     """What one rank knows of its own calls in the group that is asked about.
 
-    number: how many it has made; recent: the names of the last ones, oldest first; num_done: how many of them have finished;
-    now: the call it is in at this moment, in any group, in words ("" for none); details: for each of `recent`, the dtype and sizes
-    that must be the same on every rank ("" for none).
+    number: how many it has made.
+    recent: the names of the last ones, oldest first.
+    num_done: how many of them have finished.
+    now: the call it is in at this moment, in any group, in words; "" for none.
+    details: for each of `recent`, the dtype and sizes that must be the same on every rank; "" for none.
     """
 
     number: int
@@ -24,7 +26,7 @@ class Answer(NamedTuple):
     details: tuple[str, ...] = ()
 
     def call(self, number: int) -> str | None:
-        """The name of its number-th call; None where it has not made it, or it was too long ago."""
+        """Return the name of its number-th call; None where it has not made it, or it was too long ago."""
         back = self.number - number
         return self.recent[-1 - back] if 0 <= back < len(self.recent) else None
 
@@ -43,8 +45,11 @@ class Answer(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The call that failed: the `number`-th of this rank in a group of `ranks`; `is_pair` for send and receive, which are not counted
-    the same on both sides; `details`: of what this rank gave."""
+    """The call that failed: the `number`-th of this rank in a group of `ranks`.
+
+    `is_pair` is for send and receive, which are not counted the same on both sides; `details` are of what this rank
+    gave.
+    """
 
     call: str
     number: int
@@ -60,9 +65,10 @@ def explain(
     cause: str,
     silent_holder: int | None = None,
 ) -> CommunicationError:
-    """The error of one rank.
+    """Make the error of one rank.
 
-    `answers` is None where nobody could be asked; `silent_holder` is the rank that holds the store, where the store does not answer.
+    `answers` is None where nobody could be asked. `silent_holder` is the rank that holds the store, where the store
+    does not answer.
     """
     blamed, reasons = _blame(failure, answers, silent_holder)
     if reasons:
@@ -82,7 +88,10 @@ def explain(
 
 
 def could_not_begin(failure: Failure, error: Exception) -> HyperParallelError:
-    """The error of a call that this rank's framework refused, before anything was sent. It is of the kind that the framework's is."""
+    """Make the error of a call that this rank's framework refused, before anything was sent.
+
+    It is of the kind that the framework's error is.
+    """
     kind: type[HyperParallelError] = CommunicationError
     if isinstance(error, (TypeError, ValueError)):
         kind = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError
@@ -95,7 +104,10 @@ def could_not_begin(failure: Failure, error: Exception) -> HyperParallelError:
 
 
 def broken(failure: Failure, since: str, *, is_all: bool = False) -> CommunicationError:
-    """A call in a group in which another one has failed, or (`is_all`) in a process that cannot communicate any more."""
+    """Make the error of a call in a group in which another one has failed.
+
+    `is_all`: the process cannot communicate at all any more.
+    """
     if is_all:
         where, do = "before", "End the program: this backend cannot tell messages of the failed call from new ones."
     else:
@@ -120,7 +132,7 @@ def ranks_in_words(ranks: Sequence[int], limit: int = 16) -> str:
 def _blame(
     failure: Failure, answers: Mapping[int, Answer] | None, silent_holder: int | None
 ) -> tuple[list[int], list[str]]:
-    """The ranks that are the reason, and what is to be said of them."""
+    """Find the ranks that are the reason, and say what is to be said of them."""
     if silent_holder is not None and silent_holder in failure.ranks:
         return [silent_holder], [f"rank {silent_holder}, which holds the store, does not answer"]
     if answers is None:

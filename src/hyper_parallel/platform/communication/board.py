@@ -1,12 +1,14 @@
-"""What the ranks of one machine call, in memory that they share: for a backend that confuses calls, or ends the process over them.
+"""What the ranks of one machine call, in memory that they share.
 
-A rank writes each call here before it begins. Where nothing may be sent that does not fit (gloo), it looks at the others' before it begins:
-of two ranks, the later one finds the other's call, and does not start its own. Where the first of two would wait in vain (MindSpore's
-CPU), it looks when it is done: who has sent it anything has written before. Only what is there is judged, so a rank that is slower, far ahead
-or on another machine is no error, and no rank waits for another.
+For a backend that confuses calls, or ends the process over them. A rank writes each call here before it begins. Where
+nothing may be sent that does not fit (gloo), it looks at the others' before it begins: of two ranks, the later one
+finds the other's call, and does not start its own. Where the first of two would wait in vain (MindSpore's CPU), it
+looks when it is done: who has sent it anything has written before. Only what is there is judged, so a rank that is
+slower, far ahead or on another machine is no error, and no rank waits for another.
 
-Layout: for each rank `_NUM_SLOTS` slots of `_SLOT_BYTES`; the call `number` of a group is in slot `number % _NUM_SLOTS`, moved on by the group.
-The key is written last: a slot that is being written does not have the key that is looked for.
+Layout: for each rank `_NUM_SLOTS` slots of `_SLOT_BYTES`. The call `number` of a group is in slot
+`number % _NUM_SLOTS`, moved on by the group. The key is written last: a slot that is being written does not have the
+key that is looked for.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ _MOST_TEXT = _SLOT_BYTES - _KEY.size
 
 
 class Board:
-    """`memory` is shared by `num_ranks` ranks, of which this is `rank`."""
+    """Memory that `num_ranks` ranks share, as this one, `rank`, sees it.
+
+    It lives as long as the world. Its maker's descriptor keeps it open for ranks that come later.
+    """
 
     def __init__(self, memory: mmap.mmap, rank: int, descriptor: int = -1) -> None:
         self._memory = memory
@@ -45,7 +50,7 @@ class Board:
 
     @classmethod
     def join(cls, store: Any, rank: int, num_ranks: int, is_maker: bool | None = None) -> Board | None:
-        """The board of this world; None for a rank that is not on the maker's machine, or cannot share memory.
+        """Return the board of this world; None for a rank that is not on the maker's machine, or cannot share memory.
 
         One rank makes it (the first, unless it is told), and the others wait until it has.
         """
@@ -71,7 +76,7 @@ class Board:
         self.close()
 
     def write(self, group: str, number: int, text: str) -> None:
-        """This rank begins its number-th call in a group."""
+        """Note that this rank begins its number-th call in a group."""
         key = zlib.crc32(group.encode())
         start = _place(self._rank, key, number)
         data = text.encode()[:_MOST_TEXT]
@@ -82,7 +87,7 @@ class Board:
             pass
 
     def find_other(self, group: str, number: int, text: str, ranks: Sequence[int]) -> tuple[int, str] | None:
-        """A rank that has begun another call under this number, and that call."""
+        """Find a rank that has begun another call under this number, and that call."""
         key, mine = zlib.crc32(group.encode()), text.encode()[:_MOST_TEXT]
         agreed = _KEY.pack(key, number, len(mine)) + mine
         for rank in ranks:
@@ -99,7 +104,8 @@ class Board:
                     break
                 if seen == (header, theirs):
                     return rank, theirs.decode(errors="replace")
-                # It may be written at this moment, by a rank that is far ahead: only what is the same a little later counts.
+                # A rank that is far ahead may be writing it at this moment: only what is the same a little later
+                # counts.
                 seen = header, theirs
                 time.sleep(_SETTLED_S)
         return None
@@ -110,7 +116,9 @@ def _place(rank: int, group: int, number: int) -> int:
 
 
 def _make(num_bytes: int) -> int:
-    """A file without a name, which ends with its last user, and whose size is fixed; -1 where the system has no such thing."""
+    """Make a file without a name, which ends with its last user, and whose size is fixed; -1 where there is no such
+    thing.
+    """
     if not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
         return -1
     descriptor = os.memfd_create("hyper_parallel board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -128,10 +136,11 @@ def _machine() -> str:
 
 
 def _open(published: str | bytes, num_bytes: int) -> int:
-    """The descriptor of the shared file; -1 where it cannot be opened here.
+    """Return the descriptor of the shared file; -1 where it cannot be opened here.
 
-    Who can write to the store must not be able to name a file of this user's, and have it written: only another process's descriptor of
-    memory with this size is taken, which its maker has sealed. A file on a disk cannot be sealed.
+    Who can write to the store must not be able to name a file of this user's, and have it written: only another
+    process's descriptor of memory with this size is taken, which its maker has sealed. A file on a disk cannot be
+    sealed.
     """
     text = published.decode(errors="replace") if isinstance(published, bytes) else published
     machine, _, path = text.partition(" ")

@@ -1,7 +1,7 @@
 """Collectives without gradient.
 
-Each launches, then either waits or returns the handle. A tensor that the framework cannot write in place (not contiguous; on MindSpore's
-CPU any view) is worked on as a copy.
+Each launches, then either waits or returns the handle. A tensor that the framework cannot write in place (not
+contiguous; on MindSpore's CPU any view) is worked on as a copy.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Collectives(Platform):
 
     @classmethod
     def all_gather_into_tensor(cls, data: object, group_info: object, async_op: bool = False) -> Any:
-        """Concatenation over ranks along dim 0: the tensor, or `(tensor, handle)` with `async_op=True`."""
+        """Concatenate over ranks along dim 0. Returns the tensor, or `(tensor, handle)` with `async_op=True`."""
         call, transport = "all_gather_into_tensor", cls.transport
         transport.check_tensor(data, call)
         return _given(launch_all_gather(transport, data, transport.group(group_info, call), call), async_op)
 
     @classmethod
     def all_reduce(cls, data: Any, group_info: object, async_op: bool = False) -> Any:
-        """Sum over ranks, in place when contiguous: the tensor, or `(tensor, handle)` with `async_op=True`."""
+        """Sum over ranks, in place when contiguous. Returns the tensor, or `(tensor, handle)` with `async_op=True`."""
         transport = cls.transport
         transport.check_tensor(data, "all_reduce")
         group = transport.group(group_info, "all_reduce")
@@ -47,7 +47,10 @@ class Collectives(Platform):
 
     @classmethod
     def reduce_scatter_tensor(cls, data: object, group_info: object, async_op: bool = False) -> Any:
-        """Sum over ranks, of which each keeps its part of dim 0: the tensor, or `(tensor, handle)` with `async_op=True`."""
+        """Sum over ranks; each keeps its part of dim 0.
+
+        Returns the tensor, or `(tensor, handle)` with `async_op=True`.
+        """
         call, transport = "reduce_scatter_tensor", cls.transport
         transport.check_tensor(data, call)
         group = transport.group(group_info, call)
@@ -55,7 +58,7 @@ class Collectives(Platform):
 
     @classmethod
     def broadcast(cls, data: object, src: int, group: Group = None, async_op: bool = False) -> Any:
-        """In place from world rank `src`: the tensor, or `(tensor, handle)` with `async_op=True`."""
+        """Copy world rank `src`'s values, in place. Returns the tensor, or `(tensor, handle)` with `async_op=True`."""
         transport = cls.transport
         transport.check_tensor(data, "broadcast")
         group = transport.group(group, "broadcast")
@@ -71,7 +74,7 @@ class Collectives(Platform):
     def all_to_all_single(
         cls, input_tensor: object, output_shape: Sequence[int], group: Group = None, async_op: bool = False
     ) -> tuple[Any, Handle | None]:
-        """Exchange of equal splits of dim 0: `(output, handle)`, the handle None without `async_op`."""
+        """Exchange equal splits of dim 0. Returns `(output, handle)`, the handle None without `async_op`."""
         call, transport = "all_to_all_single", cls.transport
         transport.check_tensor(input_tensor, call)
         output, handle = launch_equal_exchange(
@@ -84,7 +87,7 @@ class Collectives(Platform):
 
     @classmethod
     def barrier(cls, group: Group = None, async_op: bool = False, device_ids: object = None) -> Handle | None:
-        """Wait until every rank is here; a handle with `async_op=True`."""
+        """Wait until every rank is here. With `async_op=True`, return a handle that does."""
         transport = cls.transport
         group = transport.group(group, "barrier")
         _, handle = transport.launch("barrier", group, transport.launch_barrier, group, device_ids)
@@ -122,7 +125,7 @@ def launch_exchange(
 def launch_equal_exchange(
     transport: Transport, data: Any, output_shape: Sequence[int], group: Any, call: str
 ) -> Launch:
-    """Equal splits of dim 0, one to each rank; the output has the shape that is asked for, of as many elements."""
+    """Exchange equal splits of dim 0, one with each rank; the output has the shape that is asked for."""
     num_ranks = len(transport.ranks_of(group))
     shape = check_output_shape(data.shape, output_shape, num_ranks, call)
     splits = (data.shape[0] // num_ranks,) * num_ranks

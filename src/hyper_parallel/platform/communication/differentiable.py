@@ -30,7 +30,10 @@ class Differentiable(Platform):
 
     @classmethod
     def differentiable_all_gather_concat(cls, data: Any, group: Group, concat_size: int, concat_dim: int) -> Any:
-        """Concatenation over ranks along `concat_dim`; `concat_size` is their number. Backward: reduce-scatter (sum)."""
+        """Concatenate over ranks along `concat_dim`; `concat_size` is their number.
+
+        Backward: reduce-scatter (sum).
+        """
         call = "differentiable_all_gather_concat"
         group, num_ranks = cls._enter(data, group, call)
         check_num_ranks(concat_size, num_ranks, "concat_size", call)
@@ -39,10 +42,11 @@ class Differentiable(Platform):
 
     @classmethod
     def differentiable_all_reduce(cls, data: object, op: object, group: Group) -> Any:
-        """`sum`, `avg`, `max`, `min` or `prod` over ranks into a new tensor.
+        """Reduce over ranks by `sum`, `avg`, `max`, `min` or `prod`, into a new tensor.
 
-        Backward sums the gradient over ranks; for `avg` it is divided, for `max` and `min` it goes where this rank holds the extreme
-        value (ties share it equally), for `prod` it is multiplied by the product of the other ranks' values.
+        Backward sums the gradient over ranks. For `avg` it is divided; for `max` and `min` it goes where this rank
+        holds the extreme value (ties share it equally); for `prod` it is multiplied by the product of the other ranks'
+        values.
         """
         call = "differentiable_all_reduce"
         group, _ = cls._enter(data, group, call)
@@ -54,9 +58,10 @@ class Differentiable(Platform):
 
     @classmethod
     def differentiable_reduce_scatter(cls, data: Any, dev_num: int, axis: int, op: Any, group: Any) -> Any:
-        """`sum`, `avg`, `max` or `min` over ranks, of which each keeps its part of `axis`; `dev_num` is the number of ranks.
+        """Reduce over ranks by `sum`, `avg`, `max` or `min`; each keeps its part of `axis`.
 
-        Backward of `sum`: all-gather, divided for `avg`; for `max` and `min` the gradient goes where this rank holds the extreme value.
+        `dev_num` is the number of ranks. Backward of `sum`: all-gather, divided for `avg`; for `max` and `min` the
+        gradient goes where this rank holds the extreme value.
         """
         call = "differentiable_reduce_scatter"
         group, num_ranks = cls._enter(data, group, call)
@@ -71,7 +76,7 @@ class Differentiable(Platform):
 
     @classmethod
     def differentiable_all_to_all(cls, input_data: Any, output_shape: Sequence[int], group: Group) -> Any:
-        """Exchange of equal splits of dim 0; backward: the reverse exchange."""
+        """Exchange equal splits of dim 0; backward: the reverse exchange."""
         call = "differentiable_all_to_all"
         group, num_ranks = cls._enter(input_data, group, call)
         shape = check_output_shape(input_data.shape, output_shape, num_ranks, call)
@@ -86,7 +91,10 @@ class Differentiable(Platform):
         output_splits: Sequence[int] | None,
         group: Group = None,
     ) -> Any:
-        """Exchange of rows, so many to and from each rank, zeros allowed; both None: equal parts. Backward swaps the splits."""
+        """Exchange rows, so many to and from each rank, zeros allowed; with both splits None, equal parts.
+
+        Backward swaps the splits.
+        """
         return cls._exchange_rows(
             input_tensor, input_splits, output_splits, group, False, "differentiable_all_to_all_single"
         )
@@ -99,7 +107,7 @@ class Differentiable(Platform):
         output_splits: Sequence[int] | None,
         group: Group = None,
     ) -> Any:
-        """The same, returning once it is launched: the first use of the result waits, in backward too.
+        """Exchange rows, returning once it is launched: the first use of the result waits, in backward too.
 
         MindSpore on the CPU runs everything in one order, so there it returns when the exchange is done.
         """
@@ -109,7 +117,10 @@ class Differentiable(Platform):
 
     @classmethod
     def p2p_exchange(cls, tensor: Tensor, peer_rank: int, group: Group = None) -> Any:
-        """Send to and receive from the world rank `peer_rank`, which does the same; itself: a copy. Backward exchanges the gradients."""
+        """Exchange a tensor with the world rank `peer_rank`, which does the same.
+
+        With itself as the peer it is a copy. Backward exchanges the gradients.
+        """
         group, _ = cls._enter(tensor, group, "p2p_exchange")
         peer = check_rank(peer_rank, cls.transport.ranks_of(group), "peer_rank", "p2p_exchange")
         return cls.functions.pair.apply(tensor, peer, group)
@@ -126,12 +137,15 @@ class Differentiable(Platform):
         split_dim: int,
         handle_box: list[Any] | None = None,
     ) -> Any:
-        """Finish an exchange that was launched before: wait for `work`, and build the tensor with `concat_dim` gathered and `split_dim`
-        split from `out_perm` (leading dim: the ranks), tied into the graph of `x`.
+        """Finish an exchange that was launched before.
 
-        Backward launches the reverse exchange and waits for it. With a `handle_box` it does not wait: it appends `(work, buffer)` there and
-        gives `x` zeros; the caller waits just before its matrix product, joins the buffer's pieces along `split_dim`, and puts that in the
-        zeros' place. An entry that is left in the box at the end of backward is an error.
+        It waits for `work`, and builds the tensor with `concat_dim` gathered and `split_dim` split from `out_perm`
+        (leading dim: the ranks), tied into the graph of `x`.
+
+        Backward launches the reverse exchange and waits for it. With a `handle_box` it does not wait: it appends
+        `(work, buffer)` there and gives `x` zeros. The caller waits just before its matrix product, joins the buffer's
+        pieces along `split_dim`, and puts that in the zeros' place. An entry that is left in the box at the end of
+        backward is an error.
         """
         call = "differentiable_async_a2a_wait"
         group, num_ranks = cls._enter(x, group, call)
@@ -156,9 +170,11 @@ class Differentiable(Platform):
 
     @classmethod
     def differentiable_sync_hook(cls, x: Any, hook_name: str, coordinator: Coordinator) -> Any:
-        """`x` itself, and its gradient; on the way forward and backward meet at `coordinator` (a `hyper_parallel.HookCoordinator`).
+        """Return `x` itself; on the way, forward and backward meet at `coordinator`.
 
-        `A` stands before a dispatch, `B` after it, `C` before a combine, `D` after it. While the coordinator is disabled nobody waits.
+        That is a `hyper_parallel.HookCoordinator`, or what has its methods. `A` stands before a dispatch, `B` after it,
+        `C` before a combine, `D` after it. While the coordinator is disabled nobody waits. The gradient is handed on as
+        it is.
         """
         call = "differentiable_sync_hook"
         cls.transport.check_tensor(x, call)
@@ -173,7 +189,7 @@ class Differentiable(Platform):
 
     @classmethod
     def _enter(cls, data: object, group: Group, call: str) -> tuple[Any, int]:
-        """The framework's group, and its size."""
+        """Return the framework's group, and its size."""
         cls.transport.check_tensor(data, call)
         own = cls.transport.group(group, call)
         return own, len(cls.transport.ranks_of(own))

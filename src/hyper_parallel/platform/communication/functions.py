@@ -1,7 +1,8 @@
 """Forward and backward of the collectives with gradient, once for both frameworks.
 
-The two frameworks' custom functions have the same form (`forward(ctx, ...)`, `backward(ctx, grad)`, `apply` with positional arguments), so the
-rules are written once, and made into classes of the framework's own kind by `Functions`. Rules G1 and G2 are in the README.
+The two frameworks' custom functions have the same form (`forward(ctx, ...)`, `backward(ctx, grad)`, `apply` with
+positional arguments). So the rules are written once, and made into classes of the framework's own kind by `Functions`.
+Rules G1 and G2 are in the README.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from hyper_parallel.platform.opaque import Group
 
 
 class Functions:
-    """The custom functions of one framework; `function` is its class of custom functions."""
+    """The custom functions of one framework, made once when its communication is imported.
+
+    `function` is the framework's class of custom functions.
+    """
 
     def __init__(self, function: Any, transport: Transport) -> None:
         def apply(which: type, *arguments: Any) -> Any:
@@ -45,7 +49,7 @@ class Functions:
                 return apply(ReduceScatter, grad, dim, Reduction.SUM, group, call), None, None, None
 
         class ReduceScatter(function):  # type: ignore[misc]
-            """Sum or average."""
+            """Reduce by sum or average; each rank keeps its part."""
 
             @staticmethod
             def forward(ctx: Any, data: object, dim: int, op: Reduction, group: Any, call: str) -> Any:
@@ -77,7 +81,7 @@ class Functions:
                 return shared, None, None, None, None
 
         class AllReduce(function):  # type: ignore[misc]
-            """Sum or average."""
+            """Reduce by sum or average, into a new tensor."""
 
             @staticmethod
             def forward(ctx: Any, data: object, op: Reduction, group: Any, call: str) -> Any:
@@ -89,7 +93,7 @@ class Functions:
                 return apply(AllReduce, grad, *ctx.arguments), None, None, None
 
         class AllReduceOther(function):  # type: ignore[misc]
-            """Max, min or product."""
+            """Reduce by max, min or product, into a new tensor."""
 
             @staticmethod
             def forward(ctx: Any, data: Any, op: Reduction, group: Any, call: str) -> Any:
@@ -110,8 +114,8 @@ class Functions:
                 whole = apply(AllGather, data.reshape((1, *data.shape)), 0, group, call)
                 return total * product_of_others(transport, whole, group), None, None, None
 
-        class Exchange(function):  # type: ignore[misc]
-            """Equal splits."""
+        class ExchangeFn(function):  # type: ignore[misc]
+            """Exchange equal splits."""
 
             @staticmethod
             def forward(ctx: Any, data: Any, output_shape: Sequence[int], group: Any, call: str) -> Any:
@@ -122,10 +126,10 @@ class Functions:
 
             @staticmethod
             def backward(ctx: Any, grad: Any) -> Any:
-                return apply(Exchange, grad, *ctx.arguments), None, None, None
+                return apply(ExchangeFn, grad, *ctx.arguments), None, None, None
 
         class ExchangeRows(function):  # type: ignore[misc]
-            """Uneven splits; `is_lazy`: the first use of the result waits."""
+            """Exchange uneven splits. With `is_lazy` the first use of the result waits."""
 
             @staticmethod
             def forward(
@@ -172,7 +176,7 @@ class Functions:
                 sent = transport.cat(stacked(transport, grad, num_ranks_of(transport, group), concat_dim), 0)
                 call = "differentiable_async_a2a_wait"
                 if box is None:
-                    received = apply(Exchange, sent, tuple(sent.shape), group, call)
+                    received = apply(ExchangeFn, sent, tuple(sent.shape), group, call)
                     return joined(transport, received, split_dim), None, None, None, None, None
                 buffer, handle = launch_equal_exchange(transport, sent, sent.shape, group, call)
                 entry = (handle, buffer)
@@ -181,7 +185,10 @@ class Functions:
                 return transport.zeros(shape, grad), None, None, None, None, None
 
         class SyncHook(function):  # type: ignore[misc]
-            """Identity; a node of the graph even while its coordinator is disabled, so that backward finds it whenever that is enabled."""
+            """Identity. It is a node of the graph even while its coordinator is disabled.
+
+            So backward finds it whenever the coordinator is enabled.
+            """
 
             @staticmethod
             def forward(ctx: Any, x: object, name: str, coordinator: Coordinator) -> Any:
@@ -200,7 +207,7 @@ class Functions:
         self.reduce_scatter_extreme = ReduceScatterExtreme
         self.all_reduce = AllReduce
         self.all_reduce_other = AllReduceOther
-        self.exchange = Exchange
+        self.exchange = ExchangeFn
         self.exchange_rows = ExchangeRows
         self.pair = Pair
         self.finish_exchange = FinishExchange
@@ -240,7 +247,7 @@ def averaged(transport: Transport, data: Any, op: Reduction, group: Any) -> Any:
 
 
 def product_of_others(transport: Transport, whole: object, group: Group) -> Any:
-    """Of values that were gathered along a new leading dim; 1 where there are no others."""
+    """Multiply what the other ranks have of values gathered along a new leading dim; 1 where there are no others."""
     ranks = transport.ranks_of(group)
     parts = transport.parts(whole, len(ranks), 0)
     others = [part.reshape(part.shape[1:]) for rank, part in zip(ranks, parts, strict=True) if rank != transport.rank()]
@@ -269,19 +276,19 @@ def _receive(transport: Transport, target: object, peer: int, group: Group) -> H
 
 
 def joined(transport: Transport, pieces: Any, dim: int) -> Any:
-    """The pieces along the leading dim, side by side along `dim` of each."""
+    """Put the pieces along the leading dim side by side along `dim` of each."""
     parts = transport.parts(pieces, pieces.shape[0], 0)
     return transport.cat([part.reshape(part.shape[1:]) for part in parts], dim)
 
 
 def stacked(transport: Transport, data: object, num_parts: int, dim: int) -> list[Any]:
-    """Equal parts along a dim, each with a new leading dim."""
+    """Split a tensor into equal parts along a dim, each with a new leading dim."""
     return [part.reshape((1, *part.shape)) for part in transport.parts(data, num_parts, dim)]
 
 
 def check_was_taken(box: list[Any], entry: tuple[Any, Any]) -> None:
-    if any(each is entry for each in box):
-        box[:] = [each for each in box if each is not entry]
+    if any(pair is entry for pair in box):
+        box[:] = [pair for pair in box if pair is not entry]
         raise StateError(
             "A gradient of `differentiable_async_a2a_wait` was not fetched from its handle_box.",
             expected="the box emptied before the end of backward",

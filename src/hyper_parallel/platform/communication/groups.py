@@ -1,7 +1,8 @@
 """Identity and groups.
 
-A group is cached by its ranks: `create_group` of the same ranks gives the same object until it is destroyed. Members agree on a new group
-without anyone else: every process counts how often it has created a group of the same ranks, and that count makes the name.
+A group is cached by its ranks: `create_group` of the same ranks gives the same object until it is destroyed. Members
+agree on a new group without anyone else: every process counts how often it has created a group of the same ranks, and
+that count makes the name.
 """
 
 from __future__ import annotations
@@ -115,7 +116,10 @@ class Groups(Platform):
         pg_options: object = None,
         group_desc: str | None = None,
     ) -> Any:
-        """Split a group into disjoint ones, given as lists of world ranks. This rank's new group, or None if it is in no list."""
+        """Split a group into disjoint ones, given as lists of world ranks.
+
+        Returns this rank's new group, or None if it is in no list.
+        """
         if split_ranks is None or not hasattr(split_ranks, "__iter__") or len(list(split_ranks)) == 0:
             raise ArgumentError(
                 "`split_group` needs the lists of ranks.",
@@ -125,8 +129,8 @@ class Groups(Platform):
         parent = cls.get_process_group_ranks(cls.transport.group(parent_pg, "split_group"))
         seen: set[int] = set()
         mine: tuple[int, ...] | None = None
-        for each in split_ranks:
-            ranks = check_ranks(each, parent, "split_group")
+        for listed in split_ranks:
+            ranks = check_ranks(listed, parent, "split_group")
             if seen & set(ranks):
                 raise ArgumentError(
                     "The lists of `split_group` are disjoint.",
@@ -139,7 +143,7 @@ class Groups(Platform):
         return None if mine is None else _new_group(cls.transport, mine, timeout, pg_options, group_desc)
 
     def _create_group(self, rank_list: Sequence[int]) -> Any:
-        """A new group of these ranks, beside those that exist."""
+        """Make a new group of these ranks, beside those that exist."""
         self.transport.group(None, "create_group")  # raises where communication is not up
         ranks = check_ranks(rank_list, range(self.get_world_size()), "create_group")
         return _new_group(self.transport, ranks) if self.transport.rank() in ranks else None
@@ -161,11 +165,11 @@ def _new_group(
     roll_call = transport.roll_call
     # In a log of its own: the members meet here, whatever else each of them does.
     meeting = roll_call.log(f"new group {cache_key(ranks)} {number}", ranks)
-    record = roll_call.enter(meeting, "create_group")
+    entry = roll_call.enter(meeting, "create_group")
     try:
         group = transport.new_group(ranks, number, timeout, options, description)
     except RuntimeError as error:
-        raise roll_call.explain(record, error) from error
+        raise roll_call.explain(entry, error) from error
     roll_call.forget(meeting.name)
     return group
 

@@ -19,7 +19,7 @@ class PointToPoint(Platform):
 
     @classmethod
     def isend(cls, tensor: Tensor, dst: int | None = None, group: Group = None, tag: int = 0) -> Handle:
-        """Start sending to world rank `dst`: a handle."""
+        """Start sending to world rank `dst`; returns a handle."""
         transport = cls.transport
         transport.check_tensor(tensor, "isend")
         group = transport.group(group, "isend")
@@ -28,7 +28,7 @@ class PointToPoint(Platform):
 
     @classmethod
     def irecv(cls, tensor: Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> Handle:
-        """Start receiving from world rank `src` into the tensor: a handle."""
+        """Start receiving from world rank `src` into the tensor; returns a handle."""
         transport = cls.transport
         transport.check_tensor(tensor, "irecv")
         group = transport.group(group, "irecv")
@@ -42,7 +42,7 @@ class PointToPoint(Platform):
         _check_list(obj_list, "send_object_list")
         group = transport.group(group, "send_object_list")
         peer = _check_peer(transport, dst, group, "dst", "send_object_list")
-        parts = [pickle.dumps(each) for each in obj_list]
+        parts = [pickle.dumps(value) for value in obj_list]
         sizes = transport.ints_to_tensor([len(part) for part in parts], group)
         data = transport.bytes_to_tensor(b"".join(parts), group)
         for tensor in (sizes, data):
@@ -67,7 +67,7 @@ class PointToPoint(Platform):
 
     @classmethod
     def all_gather_object(cls, object_list: list[Any], obj: object, group: Group = None) -> None:
-        """Every rank's object into the list, in group order. The list has one entry per rank."""
+        """Put every rank's object into the list, in group order. The list has one entry per rank."""
         call, transport = "all_gather_object", cls.transport
         group = transport.group(group, call)
         ranks = transport.ranks_of(group)

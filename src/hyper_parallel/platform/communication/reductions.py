@@ -1,4 +1,4 @@
-"""Names of reductions."""
+"""Reductions: one enum for all of their names."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ EXTREMES = (Reduction.MAX, Reduction.MIN)
 def to_reduction(
     op: object, native: dict[Any, Reduction], accepted: tuple[Reduction, ...] = tuple(Reduction)
 ) -> Reduction:
-    """The reduction of a name in any case, of the enum itself, or of the framework's own (`native`)."""
+    """Find the reduction of a name in any case, of the enum itself, or of the framework's own (`native`)."""
     found: Reduction | None = None
     if isinstance(op, Reduction):
         found = op
     elif isinstance(op, str):
         found = _NAMES.get(op.strip().lower())
     else:
-        for each, reduction in native.items():
-            if op == each:
+        for name, reduction in native.items():
+            if op == name:
                 found = reduction
     if found not in accepted:
         names = ", ".join(reduction.value for reduction in accepted)

@@ -3,10 +3,12 @@
 Rules and reasons are in the README ("Who is missing"). Two threads meet here:
 
 - the *callers*, any threads of the program: they add to logs, and leave a request when a call of theirs fails;
-- the *clerk*, one daemon thread: it alone uses the store. It answers alarms, raises those of requests, and collects answers.
+- the *clerk*, one daemon thread: it alone uses the store. It answers alarms, raises those of requests, and collects
+  answers.
 
-What they share: a log's fields are written by callers and read by the clerk (each a single assignment; an answer that is a call late is
-still true of a moment ago), `log.since` is written by either and never unset; `_requests` is a deque, whose append and popleft are atomic.
+What they share: a log's fields are written by callers and read by the clerk (each a single assignment; an answer that
+is a call late is still true of a moment ago), `log.since` is written by either and never unset; `_requests` is a deque,
+whose append and popleft are atomic.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Store(Protocol):
     def get(self, key: str, /) -> str | bytes: ...
 
 
-# The dtype and the sizes that are the same on every rank of a call; kept as they are, and made into words when somebody asks.
+# The dtype and the sizes that are the same on every rank of a call; kept as they are, and made into words when somebody
+# asks.
 Like = tuple[object, Sequence[int]]
 
 
@@ -48,16 +51,17 @@ def in_words(like: Like | None) -> str:
 
 
 class Log:
-    """What this process has called in one group. Invariant: num_done <= number"""
+    """What this process has called in one group.
+
+    It lives as long as the group; `RollCall` keeps the last ones of destroyed groups. Invariant: num_done <= number
+    """
 
     __slots__ = ("is_pair", "name", "num_done", "number", "ranks", "recent", "since")
 
     def __init__(self, name: str, ranks: tuple[int, ...], is_pair: bool = False) -> None:
         self.name = name
         self.ranks = ranks
-        self.is_pair = (
-            is_pair  # sends and receives of the group: not the same on all ranks, so their count says nothing
-        )
+        self.is_pair = is_pair  # sends and receives: not the same on all ranks, so their count says nothing
         self.number = 0
         self.num_done = 0
         self.recent: deque[tuple[str, Like | None]] = deque(maxlen=_NUM_RECENT)
@@ -69,8 +73,12 @@ class Log:
         return Answer(self.number, calls, self.num_done, now, details)
 
 
-class Record:
-    """One call: the `number`-th of its log. `ranks` are those who must take part, `like` is what all of them must give."""
+class CallEntry:
+    """One call: the `number`-th of its log.
+
+    Its handle holds it until somebody has waited, and it holds its log. `ranks` are those who must take part, `like` is
+    what all of them must give.
+    """
 
     __slots__ = ("call", "like", "log", "number", "ranks")
 
@@ -83,8 +91,8 @@ class Record:
 
 
 class _Request:
-    def __init__(self, record: Record, incident: str) -> None:
-        self.record = record
+    def __init__(self, entry: CallEntry, incident: str) -> None:
+        self.entry = entry
         self.incident = incident
         self.is_raised = False
         self.answers: dict[int, Answer] = {}
@@ -93,7 +101,10 @@ class _Request:
 
 
 class RollCall:
-    """The logs of this process, and its clerk. `store` is None where nobody can be asked."""
+    """The logs of this process, and its clerk; there is one for as long as the world is the same.
+
+    `store` is None where nobody can be asked.
+    """
 
     def __init__(
         self,
@@ -123,7 +134,7 @@ class RollCall:
     # What callers use
 
     def log(self, name: str, ranks: tuple[int, ...], *, is_pair: bool = False) -> Log:
-        """The log of a group, new on its first call. The clerk starts with the first group of several ranks."""
+        """Return the log of a group, new on its first call. The clerk starts with the first group of several ranks."""
         found = self.logs.get(name)
         if found is None:
             found = self.logs[name] = Log(name, ranks, is_pair)
@@ -131,7 +142,7 @@ class RollCall:
                 self._start()
         return found
 
-    def enter(self, log: Log, call: str, ranks: tuple[int, ...] | None = None, like: Like | None = None) -> Record:
+    def enter(self, log: Log, call: str, ranks: tuple[int, ...] | None = None, like: Like | None = None) -> CallEntry:
         """Note that a call begins.
 
         Raises:
@@ -143,34 +154,38 @@ class RollCall:
         log.number = number = log.number + 1
         log.recent.append((call, like))
         trace.emit("communication.launch", call=call, number=number)
-        return Record(log, call, number, log.ranks if ranks is None else ranks, like)
+        return CallEntry(log, call, number, log.ranks if ranks is None else ranks, like)
 
-    def refuse(self, record: Record) -> None:
-        """Note that a call could not begin here. It counts: ranks that make the same mistake still agree on the number of the next one."""
-        log = record.log
-        if log.number == record.number:
-            log.recent[-1] = (f"{record.call} (it could not begin)", record.like)
-        log.num_done = max(log.num_done, record.number)
+    def refuse(self, entry: CallEntry) -> None:
+        """Note that a call could not begin here.
 
-    def is_alarmed(self, record: Record) -> bool:
-        """Whether a wait for this call is in vain: another rank has reported the group as broken. Has no effect."""
-        return record.log.since is not None or (self._is_store_lost and self._store_holder in record.ranks)
+        It counts: ranks that make the same mistake still agree on the number of the next one.
+        """
+        log = entry.log
+        if log.number == entry.number:
+            log.recent[-1] = (f"{entry.call} (it could not begin)", entry.like)
+        log.num_done = max(log.num_done, entry.number)
 
-    def explain(self, record: Record, error: BaseException) -> CommunicationError:
-        """The error to raise for a call that failed, after asking the others; at most `GRACE_S` later. Breaks the group."""
-        failure = Failure(
-            record.call, record.number, self.rank, record.ranks, record.log.is_pair, in_words(record.like)
-        )
-        self._break(record.log, f"`{record.call}` failed on rank {self.rank}", record.log.is_pair)
+    def is_alarmed(self, entry: CallEntry) -> bool:
+        """Say whether a wait for this call is in vain: another rank has reported the group as broken. Has no effect."""
+        return entry.log.since is not None or (self._is_store_lost and self._store_holder in entry.ranks)
+
+    def explain(self, entry: CallEntry, error: BaseException) -> CommunicationError:
+        """Break the group, ask the others, and return the error to raise for a call that failed.
+
+        That takes at most `GRACE_S`, and half a second more where the store hangs.
+        """
+        failure = Failure(entry.call, entry.number, self.rank, entry.ranks, entry.log.is_pair, in_words(entry.like))
+        self._break(entry.log, f"`{entry.call}` failed on rank {self.rank}", entry.log.is_pair)
         clerk = self._clerk
         if clerk is None or not clerk.is_alive():
             is_gone = self._is_store_lost or self._is_store_closed
             return explain(failure, None, str(error), self._store_holder if is_gone else None)
-        incident = record.log.name
-        if record.log.is_pair:
+        incident = entry.log.name
+        if entry.log.is_pair:
             self._num_pairs_failed += 1
             incident = f"{incident}/{self.rank}/{self._num_pairs_failed}"
-        request = _Request(record, incident)
+        request = _Request(entry, incident)
         self._requests.append(request)
         self._wake.set()
         # A store that hangs leaves the clerk waiting in it: the deadline is this thread's own.
@@ -184,9 +199,12 @@ class RollCall:
         )
 
     def forget(self, name: str) -> None:
-        """The group was destroyed. Its name does not come again, and what was called in it can still be asked."""
-        for each in [each for each in self.logs if each == name or each.startswith(name + "/")]:
-            self._retired.append(self.logs.pop(each))
+        """Put the logs of a group that was destroyed aside.
+
+        Its name does not come again, and what was called in it can still be asked.
+        """
+        for known in [known for known in self.logs if known == name or known.startswith(name + "/")]:
+            self._retired.append(self.logs.pop(known))
 
     def stop(self) -> None:
         """End the clerk, if it answers."""
@@ -228,8 +246,11 @@ class RollCall:
                 request.done.set()
 
     def _leave(self, store: Store) -> None:
-        """The store ends with its holder, and the frameworks print a page about a connection that breaks: so the holder tells the others
-        that it ends, and goes when they have let go."""
+        """Let go of the store; the rank that holds it waits until the others have.
+
+        The store ends with its holder, and the frameworks print a page about a connection that breaks. So the holder
+        tells the others that it ends, and goes when they have let go.
+        """
         num_left = int(store.add(_CLERKS, -1))
         if self.rank == self._store_holder and num_left > 0:
             store.add(_ALARMS, _CLOSING)
@@ -241,11 +262,11 @@ class RollCall:
         for request in list(self._requests):
             if request.is_raised:
                 continue
-            record = request.record
+            entry = request.entry
             if store.add(f"{_PREFIX}incident/{request.incident}", 1) == 1:  # else another rank has told everyone
                 alarm = {
-                    "incident": request.incident, "group": record.log.name, "ranks": record.ranks,
-                    "call": record.call, "rank": self.rank, "is_pair": record.log.is_pair,
+                    "incident": request.incident, "group": entry.log.name, "ranks": entry.ranks,
+                    "call": entry.call, "rank": self.rank, "is_pair": entry.log.is_pair,
                 }  # fmt: skip
                 number = int(store.add(_ALARMS, 1)) % _CLOSING
                 store.add(f"{_RAISED}/{number}", int(time.time()))
@@ -270,11 +291,11 @@ class RollCall:
 
     def _collect(self, store: Store) -> None:
         for request in list(self._requests):
-            for rank in request.record.ranks:
+            for rank in request.entry.ranks:
                 if rank not in request.answers and store.add(f"{_PREFIX}answered/{request.incident}/{rank}", 0):
                     text = store.get(f"{_PREFIX}answer/{request.incident}/{rank}")
                     request.answers[rank] = Answer.from_json(text)
-            is_complete = all(rank in request.answers for rank in request.record.ranks)
+            is_complete = all(rank in request.answers for rank in request.entry.ranks)
             if is_complete or time.monotonic() > request.deadline:
                 with contextlib.suppress(ValueError):
                     self._requests.remove(request)
@@ -297,7 +318,10 @@ class RollCall:
 
 
 def _num_old(store: Store) -> int:
-    """How many alarms are over. A rank that makes its first call later than the others may still have to answer the last one."""
+    """Count the alarms that are over.
+
+    A rank that makes its first call later than the others may still have to answer the last one.
+    """
     number = int(store.add(_ALARMS, 0)) % _CLOSING
     while number > 0 and time.time() - int(store.add(f"{_RAISED}/{number}", 0)) < GRACE_S:
         number -= 1

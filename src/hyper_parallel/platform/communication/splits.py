@@ -11,7 +11,7 @@ from hyper_parallel.platform.arguments import check_size
 
 
 def check_dim(dim: object, num_dims: int, name: str, call: str) -> int:
-    """A dim counted from the front."""
+    """Return a dim counted from the front."""
     found = as_int(dim)
     if found is None:
         raise ArgumentTypeError(f"`{name}` of `{call}` is a dim.", expected="a whole number", got=describe(dim))
@@ -25,7 +25,7 @@ def check_dim(dim: object, num_dims: int, name: str, call: str) -> int:
 
 
 def check_divisible(shape: Sequence[int], dim: int, num_parts: int, call: str) -> int:
-    """The length of one of `num_parts` equal parts of a dim."""
+    """Return the length of one of `num_parts` equal parts of a dim."""
     if not shape:
         raise ArgumentError(f"`{call}` divides dim {dim}.", expected="a tensor with at least one dim", got="none")
     if shape[dim] % num_parts:
@@ -45,7 +45,7 @@ def check_num_ranks(given: object, num_ranks: int, name: str, call: str) -> None
 
 
 def check_output_shape(shape: Sequence[int], output_shape: object, num_ranks: int, call: str) -> tuple[int, ...]:
-    """The shape of what an exchange of equal splits gives: as many elements as go in."""
+    """Return the shape of what an exchange of equal splits gives: as many elements as go in."""
     wanted = check_size(output_shape, "output_shape")
     check_divisible(shape, 0, num_ranks, call)
     if math.prod(wanted) != math.prod(shape):
@@ -60,7 +60,7 @@ def check_output_shape(shape: Sequence[int], output_shape: object, num_ranks: in
 def check_splits(
     shape: Sequence[int], input_splits: object, output_splits: object, num_ranks: int, call: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Rows sent to and received from each rank; both None: equal parts."""
+    """Return the rows sent to and received from each rank; both None: equal parts."""
     if (input_splits is None) != (output_splits is None):
         raise ArgumentError(
             f"`{call}` takes the splits of both sides.", expected="both input_splits and output_splits, or neither",

@@ -1,7 +1,8 @@
 """The four hooks of a layer of experts, and how one of them meets a coordinator.
 
-A layer calls them in this order: A, dispatch, B, experts, C, combine, D. Between A and B and between C and D a side communicates,
-elsewhere it computes. Backward comes by in the opposite order, so what a hook entered in forward is what it leaves there.
+A layer calls them in this order: A, dispatch, B, experts, C, combine, D. Between A and B and between C and D a side
+communicates, elsewhere it computes. Backward comes by in the opposite order, so what a hook entered in forward is what
+it leaves there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class Coordinator(Protocol):
 
 
 class Hook(NamedTuple):
-    """One of the hooks, as it is met: `Hook("B", is_backward=True)` enters the communication that undoes the dispatch."""
+    """One of the hooks, as it is met.
+
+    `Hook("B", is_backward=True)` enters the communication that undoes the dispatch.
+    """
 
     name: str
     is_backward: bool
@@ -43,12 +47,17 @@ _thread = threading.local()
 
 
 def hook_of_this_thread() -> Hook | None:
-    """The hook that this thread is meeting a coordinator for; None where somebody calls the coordinator by hand."""
+    """Return the hook that this thread is meeting a coordinator for; None where somebody calls the coordinator
+    by hand.
+    """
     return getattr(_thread, "hook", None)
 
 
 def meet(hook: Hook, coordinator: Coordinator) -> None:
-    """Tell the coordinator which role is left, and wait for the other side before the next one. Nothing while it is disabled."""
+    """Tell the coordinator which role is left, and wait for the other side before the next one.
+
+    Does nothing while the coordinator is disabled.
+    """
     if not coordinator.enabled:
         return
     first, second = ROLES[hook.name]

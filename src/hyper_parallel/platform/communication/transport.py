@@ -17,7 +17,7 @@ from hyper_parallel.platform.communication.answers import Failure, could_not_beg
 from hyper_parallel.platform.communication.board import Board
 from hyper_parallel.platform.communication.handles import Handle
 from hyper_parallel.platform.communication.reductions import Reduction
-from hyper_parallel.platform.communication.roll_call import Like, Record, RollCall, in_words
+from hyper_parallel.platform.communication.roll_call import CallEntry, Like, RollCall, in_words
 from hyper_parallel.platform.opaque import Group, Tensor
 
 # The result, the framework's own work (None: done already), and what is left to do on this rank once that is done.
@@ -25,7 +25,10 @@ Launched = tuple[Any, Any, Callable[[], object] | None]
 
 
 class Transport(ABC):
-    """One framework's communication. `tensor_type` is its class of tensors, `reductions` its own names of reductions."""
+    """One framework's communication: one object, for as long as the process lives.
+
+    `tensor_type` is its class of tensors, `reductions` its own names of reductions.
+    """
 
     tensor_type: ClassVar[type]
     reductions: ClassVar[dict[Any, Reduction]]
@@ -44,23 +47,23 @@ class Transport(ABC):
 
     @abstractmethod
     def rank(self) -> int:
-        """World rank; 0 while nothing was started."""
+        """Return the world rank; 0 while nothing was started."""
 
     @abstractmethod
     def world(self) -> Any:
-        """The group of all ranks."""
+        """Return the group of all ranks."""
 
     @abstractmethod
     def own_group(self, group: Group) -> Any:
-        """The framework's group that this is, or the name of; None if it is none."""
+        """Return the framework's group that this is, or is the name of; None if it is none."""
 
     @abstractmethod
     def ranks_of(self, group: Any) -> tuple[int, ...]:
-        """World ranks in group order."""
+        """Return world ranks in group order."""
 
     @abstractmethod
     def name_of(self, group: Any) -> str:
-        """The same on all members, and another one for every group of one world."""
+        """Return a name that is the same on all members, and another one for every group of one world."""
 
     @abstractmethod
     def backend_of(self, group: Any) -> str: ...
@@ -76,7 +79,7 @@ class Transport(ABC):
     def new_group(
         self, ranks: tuple[int, ...], number: int, timeout: object, options: object, description: str | None
     ) -> Any:
-        """The number-th group of these ranks. Called by members only."""
+        """Make the number-th group of these ranks. Called by members only."""
 
     # Tensors
 
@@ -85,11 +88,11 @@ class Transport(ABC):
 
     @abstractmethod
     def is_writable_in_place(self, tensor: Tensor) -> bool:
-        """Whether the framework's collectives write into this very tensor."""
+        """Say whether the framework's collectives write into this very tensor."""
 
     @abstractmethod
     def copy(self, tensor: Any) -> Any:
-        """A contiguous tensor of its own."""
+        """Return a contiguous tensor of its own."""
 
     @abstractmethod
     def write(self, target: object, values: object) -> None:
@@ -106,11 +109,11 @@ class Transport(ABC):
 
     @abstractmethod
     def parts(self, tensor: Any, num_parts: int, dim: int) -> list[Any]:
-        """Equal parts along a dim, as views."""
+        """Split a tensor into equal parts along a dim, as views."""
 
     @abstractmethod
     def where_equal(self, left: object, right: object) -> Any:
-        """1 where two tensors are equal, 0 elsewhere, in their dtype."""
+        """Return 1 where two tensors are equal, 0 elsewhere, in their dtype."""
 
     @abstractmethod
     def bytes_to_tensor(self, data: bytes, group: Group) -> Any: ...
@@ -123,16 +126,19 @@ class Transport(ABC):
 
     @abstractmethod
     def pending(self, tensor: Tensor, handle: Handle) -> Any:
-        """A tensor that waits for its handle when it is first used, where the framework can do that; else the finished one."""
+        """Return a tensor that waits for its handle when it is first used.
+
+        Where the framework cannot do that, return the finished one.
+        """
 
     @abstractmethod
     def at_end_of_backward(self, function: Callable[[], None]) -> None:
-        """Called inside backward: run a function once all of backward is done."""
+        """Run a function once all of backward is done. Called inside backward."""
 
     # Communication
 
     @abstractmethod
-    def join(self, work: object, record: object) -> None:
+    def join(self, work: object, entry: object) -> None:
         """Wait for the framework's work (on an accelerator: let the current stream wait)."""
 
     @abstractmethod
@@ -140,50 +146,53 @@ class Transport(ABC):
 
     @abstractmethod
     def launch_all_reduce(self, tensor: Any, op: Reduction, group: Any) -> Launched:
-        """In place; never AVG."""
+        """Start reducing in place; never AVG."""
 
     @abstractmethod
     def launch_all_gather(self, tensor: Any, group: Any) -> Launched:
-        """Concatenation along dim 0."""
+        """Start concatenating along dim 0."""
 
     @abstractmethod
     def launch_reduce_scatter(self, tensor: Any, op: Reduction, group: Any) -> Launched:
-        """Equal parts of dim 0; never AVG."""
+        """Start reducing into equal parts of dim 0; never AVG."""
 
     @abstractmethod
     def launch_broadcast(self, tensor: Any, src: int, group: Any) -> Launched:
-        """In place."""
+        """Start copying world rank `src`'s values, in place."""
 
     @abstractmethod
     def launch_all_to_all(
         self, tensor: Any, input_splits: Sequence[int], output_splits: Sequence[int], group: Any
     ) -> Launched:
-        """Rows of dim 0, so many to and from each rank."""
+        """Start exchanging rows of dim 0, so many to and from each rank."""
 
     @abstractmethod
     def launch_send(self, tensor: Any, dst: int, group: Any, tag: int) -> Launched: ...
 
     @abstractmethod
     def launch_receive(self, tensor: Any, src: int, group: Any, tag: int) -> Launched:
-        """In place."""
+        """Start receiving, in place."""
 
     @abstractmethod
     def launch_barrier(self, group: Any, device_ids: Any) -> Launched: ...
 
     @abstractmethod
     def is_failure(self, error: Exception, is_pair: bool) -> bool:
-        """Whether what a `launch_x` raised is a communication that failed; else this rank could not begin it, and has sent nothing."""
+        """Say whether what a `launch_x` raised is a communication that failed.
+
+        Else this rank could not begin it, and has sent nothing.
+        """
 
     # Built on the above
 
     def launch_equal_exchange(
         self, tensor: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], group: Group
     ) -> Launched:
-        """As `launch_all_to_all`, for equal parts, which all ranks have of one size."""
+        """Start exchanging equal parts, which all ranks have of one size; else as `launch_all_to_all`."""
         return self.launch_all_to_all(tensor, input_splits, output_splits, group)
 
     def check_tensor(self, data: object, call: str) -> None:
-        """A tensor of this rank's own values."""
+        """Check that this is a tensor of this rank's own values."""
         check_tensor(data, self.tensor_type, call)
         if type(data) is not self.tensor_type and hasattr(type(data), "to_local"):
             raise ArgumentTypeError(
@@ -194,7 +203,7 @@ class Transport(ABC):
             )
 
     def group(self, group_info: Any, call: str) -> Any:
-        """The framework's group of what a caller gives: a group, None for the world, or an object that has one.
+        """Find the framework's group of what a caller gives: a group, None for the world, or an object that has one.
 
         Raises:
             RuntimeError: nothing was started.
@@ -237,44 +246,45 @@ class Transport(ABC):
         peer: int | None = None,
         then: Callable[[], object] | None = None,
     ) -> tuple[Any, Handle]:
-        """`start(*arguments)` as a call that is logged, explained when it fails, and waited for by the handle: the result and that.
+        """Start a communication by `start(*arguments)`; return its result and its handle.
 
-        `then` runs on this rank once all is there. `peer` is the other rank of a send or receive.
+        The call is logged; when it fails, the error says which rank is missing; the handle waits for it. `then` runs on
+        this rank once all is there. `peer` is the other rank of a send or receive.
         """
         roll_call = self.roll_call
         name = self.name_of(group)
         if peer is None:
             log = roll_call.logs.get(name) or roll_call.log(name, self.ranks_of(group))
-            record = roll_call.enter(log, call, like=_like(start, arguments))
+            entry = roll_call.enter(log, call, like=_like(start, arguments))
         else:
             name += "/pairs"
             log = roll_call.logs.get(name) or roll_call.log(name, self.ranks_of(group), is_pair=True)
-            record = roll_call.enter(log, call, (self.rank(), peer))
+            entry = roll_call.enter(log, call, (self.rank(), peer))
         try:
             if self.board is not None and peer is None:
-                result, work, finish = self._start_agreed(self.board, record, start, arguments)
+                result, work, finish = self._start_agreed(self.board, entry, start, arguments)
             else:
                 result, work, finish = start(*arguments)
         except Exception as error:
             if isinstance(error, _DisagreementError) or self.is_failure(error, peer is not None):
-                raise roll_call.explain(record, error) from error
-            roll_call.refuse(record)
+                raise roll_call.explain(entry, error) from error
+            roll_call.refuse(entry)
             if isinstance(error, HyperParallelError):
                 raise
-            raise could_not_begin(Failure(call, record.number, self.rank(), record.ranks), error) from error
+            raise could_not_begin(Failure(call, entry.number, self.rank(), entry.ranks), error) from error
         if work is None:
-            log.num_done = max(log.num_done, record.number)
-        return result, Handle(self, record, work, _both(finish, then), arguments)
+            log.num_done = max(log.num_done, entry.number)
+        return result, Handle(self, entry, work, _both(finish, then), arguments)
 
-    def _start_agreed(self, board: Board, record: Record, start: Callable[..., Launched], arguments: Any) -> Launched:
+    def _start_agreed(self, board: Board, entry: CallEntry, start: Callable[..., Launched], arguments: Any) -> Launched:
         """Start a call of which all ranks must think the same; on MindSpore's CPU, finish it."""
-        text = record.call if record.like is None else f"{record.call} of {in_words(record.like)}"
-        board.write(record.log.name, record.number, text)
+        text = entry.call if entry.like is None else f"{entry.call} of {in_words(entry.like)}"
+        board.write(entry.log.name, entry.number, text)
         if self.looks_before:
-            _check_agreed(board, record, text)
+            _check_agreed(board, entry, text)
             return start(*arguments)
         launched = start(*arguments)
-        _check_agreed(board, record, text)
+        _check_agreed(board, entry, text)
         return launched
 
 
@@ -282,8 +292,8 @@ class _DisagreementError(RuntimeError):
     """Another rank called something else under this number."""
 
 
-def _check_agreed(board: Board, record: Record, text: str) -> None:
-    other = board.find_other(record.log.name, record.number, text, record.ranks)
+def _check_agreed(board: Board, entry: CallEntry, text: str) -> None:
+    other = board.find_other(entry.log.name, entry.number, text, entry.ranks)
     if other is not None:
         raise _DisagreementError(f"rank {other[0]} began {other[1]}, and this rank {text}: they do not fit together")
 
@@ -301,7 +311,7 @@ def _like(start: Callable[..., Launched], arguments: Sequence[Any]) -> Like | No
 
 
 def check_rank(rank: object, ranks: Sequence[int], name: str, call: str) -> int:
-    """A world rank that is in the group."""
+    """Return a world rank that is in the group."""
     if rank is None:
         raise ArgumentError(f"`{call}` needs `{name}`.", expected="a world rank", got="None")
     found = as_int(rank)

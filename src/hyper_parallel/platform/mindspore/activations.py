@@ -1,4 +1,7 @@
-"""What backward needs: regions, contexts and wrappers, each made in `activation_checkpoint` and loaded when first used."""
+"""What backward needs: regions, contexts and wrappers.
+
+Each is made in `activation_checkpoint`, which is loaded when the first of them is used.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ _OURS = {"policy_fn", "swap_inputs", "checkpoint_impl", "preserve_rng_state", "d
 
 
 def _features() -> Any:
-    """The package that has them by their public names. It is loaded when the first is used: it is made of the platform."""
+    """Load the package that has them by their public names.
+
+    Not before the first is used: that package is made of the platform.
+    """
     from hyper_parallel.platform.mindspore import activation_checkpoint
 
     return activation_checkpoint
@@ -45,11 +51,12 @@ class Activations:
     def ckpt_wrapper(
         module: object, checkpoint_fn: Callable[..., Any] | None = None, **checkpoint_fn_kwargs: Any
     ) -> Any:
-        """A cell whose forward is a region, run by `checkpoint_fn(module, *args, **kwargs)` with these keywords.
+        """Make a cell whose forward is a region, run by `checkpoint_fn(module, *args, **kwargs)` with these keywords.
 
-        Without a function MindSpore's own non-reentrant `recompute` runs it, unless there is something that only this package's
-        `checkpoint` can do (`policy_fn`, `swap_inputs`, `preserve_rng_state`, `determinism_check`, `debug`) or that the wrapper decides
-        (`checkpoint_impl`). MindSpore's keeps a tensor per step on the CPU, and draws other random numbers the second time.
+        Without a function MindSpore's own non-reentrant `recompute` runs it, unless there is something that only this
+        package's `checkpoint` can do (`policy_fn`, `swap_inputs`, `preserve_rng_state`, `determinism_check`, `debug`)
+        or that the wrapper decides (`checkpoint_impl`). MindSpore's keeps a tensor per step on the CPU, and draws other
+        random numbers the second time.
         """
         if checkpoint_fn is None and not _OURS & checkpoint_fn_kwargs.keys():
             checkpoint_fn = functools.partial(mindspore.recompute, use_reentrant=False)

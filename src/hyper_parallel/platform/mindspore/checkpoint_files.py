@@ -39,7 +39,7 @@ class CheckpointFiles:
 
     @staticmethod
     def load_checkpoint(file_path: str | os.PathLike[str], ckpt_format: str = "safetensors") -> LoadedTensors:
-        """The tensors of a file by name, on the CPU; `.verified` tells whether their checksums were compared.
+        """Load the tensors of a file by name, on the CPU; `.verified` tells whether their checksums were compared.
 
         They are Parameters without gradient, so that `load_param_into_net` takes them as well as `load_state_dict`.
         """
@@ -59,7 +59,8 @@ class _Codec:
             return "it has no data (its initializer has not run; `init_parameters` runs it)."
         if hasattr(tensor, "to_local"):
             return (
-                "it is one rank's part of a distributed tensor; save `platform.get_model_state_dict(model, options=...)` with "
+                "it is one rank's part of a distributed tensor; "
+                "save `platform.get_model_state_dict(model, options=...)` with "
                 "`full_state_dict`, or `full_tensor()` of it."
             )
         return None

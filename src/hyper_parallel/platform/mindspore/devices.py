@@ -27,12 +27,12 @@ _last_target = "CPU"
 class Devices:
     @staticmethod
     def device_type() -> str:
-        """The kind of device that MindSpore works on in this process: `npu` (Ascend), `gpu`, else `cpu`."""
+        """Name the kind of device that MindSpore works on in this process: `npu` (Ascend), `gpu`, else `cpu`."""
         return _KINDS[_target()]
 
     @staticmethod
     def device(index: int | None = None) -> str:
-        """The accelerator of that index, the current one for `None`; the CPU where there is none."""
+        """Name the accelerator of that index, the current one for `None`; the CPU where there is none."""
         target = _target()
         if target == "CPU":
             return "CPU"
@@ -48,17 +48,17 @@ class Devices:
 
     @staticmethod
     def get_device_handle() -> Any:
-        """Streams, events and counts of the device, under the names that `torch.cuda` and `torch.cpu` have."""
+        """Return streams, events and counts of the device, under the names that `torch.cuda` and `torch.cpu` have."""
         return _HostHandle if _target() == "CPU" else _AcceleratorHandle
 
     @staticmethod
     def is_unseeded() -> bool:
-        """Whether nobody has given a seed: there is no state that could be brought back."""
+        """Say whether nobody has given a seed: there is no state that could be brought back."""
         return _seeds._GLOBAL_SEED is None
 
     @staticmethod
     def get_rng_state() -> dict[str, Any]:
-        """Everything that random operations of this process draw from by default.
+        """Read everything that random operations of this process draw from by default.
 
         On the CPU an operator's numbers come from a global seed and a counter per kind of operator; initial values of
         parameters come from NumPy's generator; on Ascend operators use the framework's generator.
@@ -100,7 +100,7 @@ class Devices:
 
 
 def to_device(device: object) -> str:
-    """MindSpore's name of a device: `cpu` and `meta` in any case, and the accelerator of this process."""
+    """Return MindSpore's name of a device: `cpu` and `meta` in any case, and the accelerator of this process."""
     target = _target()
     if isinstance(device, str):
         name, _, index = device.strip().lower().partition(":")

@@ -22,7 +22,7 @@ _ONLY_STORED_ON_CPU = frozenset({mstype.qint4x2, mstype.float8_e4m3fn, mstype.fl
 
 
 def to_dtype(dtype: object) -> Any:
-    """The dtype of a name, or the dtype itself."""
+    """Find the dtype of a name, or take the dtype itself."""
     return dtype_by_name(dtype, DTYPES, mstype.Type)
 
 

@@ -32,7 +32,7 @@ class Execution:
 
     @staticmethod
     def profiler_record(name: str) -> Any:
-        """A named range in Ascend's profiler; MindSpore's profiler of the CPU has no such ranges."""
+        """Name a range in Ascend's profiler; MindSpore's profiler of the CPU has no such ranges."""
         if not isinstance(name, str):
             raise ArgumentTypeError("A range of the profiler has a name.", expected="a str", got=describe(name))
         return _profiler_range(name)

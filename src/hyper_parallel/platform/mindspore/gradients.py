@@ -26,7 +26,7 @@ class Gradients:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Scale all gradients so that their total norm is at most `max_norm`; the norm before is returned.
+        """Scale all gradients so that their total norm is at most `max_norm`; return the norm before.
 
         The gradients are those of the tape (`_grad`), which `run_backward` leaves on the parameters. `foreach` is
         accepted for compatibility and has no effect.
@@ -66,7 +66,10 @@ def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _total_norm_over_ranks(parameters: list[Tensor], norm_type: float) -> Tensor:
-    """Where some are distributed: the powers of the norms are added up, over the ranks that have different parts."""
+    """Compute the norm where some gradients are distributed.
+
+    The powers of the norms are added up, over the ranks that have different parts.
+    """
     from hyper_parallel.platform.mindspore.dtensor.norms import powers_over_ranks
 
     wide = mindspore.float64 if any(p._grad.dtype == mindspore.float64 for p in parameters) else mindspore.float32

@@ -111,7 +111,9 @@ class Modules:
 
     @staticmethod
     def get_model_state_dict(model: nn.Cell, *, options: object = None) -> dict[str, Tensor]:
-        """Parameters and buffers by name; `options` may have `full_state_dict`, `cpu_offload` and `rank0_only`."""
+        """Return parameters and buffers by name; `options` may have `full_state_dict`, `cpu_offload` and
+        `rank0_only`.
+        """
         state = dict(check_module(model, nn.Cell, "get_model_state_dict").state_dict())
         if getattr(options, "full_state_dict", False):  # every rank takes part, whoever keeps the result
             state = {name: _whole(value) for name, value in state.items()}
@@ -177,7 +179,10 @@ class _HookPlace(NamedTuple):
             self._set(cell, _HookTable())
 
     def tidy(self, cell: nn.Cell) -> None:
-        """Once the last hook is gone, leave the cell as it was before the first: with a runner it cannot be copied."""
+        """Leave the cell as it was before the first hook, once the last one is gone.
+
+        With a runner it cannot be copied.
+        """
         if not getattr(cell, self.table):
             self._set(cell, None)
 

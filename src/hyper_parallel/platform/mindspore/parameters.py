@@ -47,7 +47,7 @@ class Parameters:
 
     @staticmethod
     def set_layout_into_parameter(param: Parameter, layout: Any) -> Parameter:
-        """A new parameter: this rank's part of the whole one, under the layout."""
+        """Make a new parameter: this rank's part of the whole one, under the layout."""
         from hyper_parallel.platform.mindspore.dtensor import DTensor, distribute_tensor
 
         check_tensor(param, Tensor, "set_layout_into_parameter")
@@ -85,9 +85,11 @@ class Parameters:
 
     @staticmethod
     def init_parameters(module: nn.Cell, stage_index: int) -> None:
-        """Give data to everything that was created without, on the current device: by the initializer a parameter was
-        created with, then by the cell's own `reset_parameters()` if it has one. Nothing is touched if something can be
-        filled by neither."""
+        """Give data to everything that was created without, on the current device.
+
+        It is filled by the initializer that a parameter was created with, then by the cell's own `reset_parameters()`
+        if it has one. Nothing is touched if something can be filled by neither.
+        """
         check_module(module, nn.Cell, "init_parameters")
         check_stage_index(stage_index)
         owners = [(name, owner, _placeholders(owner)) for name, owner in module.cells_and_names()]
@@ -119,7 +121,10 @@ class Parameters:
 
 
 def new_parameter(data: object, **options: Any) -> Parameter:
-    """A parameter where `data` is, also inside a block of `init_on_device`, which is about a module's parameters."""
+    """Make a parameter where `data` is.
+
+    Also inside a block of `init_on_device`, which is about a module's parameters.
+    """
     blocks, _creation.blocks = _creation.blocks, []
     try:
         return Parameter(data, **options)
@@ -128,7 +133,10 @@ def new_parameter(data: object, **options: Any) -> Parameter:
 
 
 def _local_parts(param: Tensor, data: Tensor) -> tuple[Tensor, Tensor]:
-    """The local tensors where the parameter is a DTensor; its data are then those of a DTensor, in any layout."""
+    """Return the local tensors where the parameter is a DTensor, else both as they are.
+
+    The data are then those of a DTensor, in any layout.
+    """
     if not hasattr(param, "_local_tensor"):
         return param, data
     if not hasattr(data, "_local_tensor"):
@@ -169,7 +177,7 @@ def _copy_into(param: Tensor, data: Tensor) -> None:
 
 
 def _is_placeholder(value: Tensor) -> bool:
-    """Whether it has no data yet: on the meta device, or with an initializer still to run."""
+    """Say whether it has no data yet: on the meta device, or with an initializer still to run."""
     return value.is_meta or value.init is not None
 
 

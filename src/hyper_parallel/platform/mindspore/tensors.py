@@ -24,7 +24,11 @@ from hyper_parallel.platform.mindspore.dtypes import check_computable, to_dtype,
 class Tensors:
     @staticmethod
     def get_tensor_transform() -> Any:
-        """`plan_redistribution(source, target, shape)` gives the steps from one layout to another, `redistribute` carries them out."""
+        """Return the module that plans and carries out redistributions.
+
+        `plan_redistribution(source, target, shape)` gives the steps from one layout to another, `redistribute` carries
+        them out.
+        """
         from hyper_parallel.core.dtensor import redistribution
 
         return redistribution
@@ -62,7 +66,9 @@ class Tensors:
 
     @staticmethod
     def chunk(data: Tensor, split_dim: int, split_size: int, index: int) -> Tensor:
-        """The index-th of `split_size` chunks (a number, despite its name); past the last one, an empty tensor."""
+        """Return the index-th of `split_size` chunks (a number, despite its name); past the last one, an empty
+        tensor.
+        """
         check_tensor(data, Tensor, "chunk")
         dim = slicing.check_dim(split_dim, data.ndim)
         start, stop = slicing.chunk_bounds(data.shape[dim], split_size, index)
@@ -86,7 +92,7 @@ class Tensors:
         x: Tensor, begin: Sequence[int | None], end: Sequence[int | None], stride: Sequence[int | None]
     ) -> Tensor:
         check_tensor(x, Tensor, "construct_strided_slice")
-        return _take_spans(x, slicing.slice_spans(x.shape, begin, end, stride))
+        return _take_ranges(x, slicing.slice_ranges(x.shape, begin, end, stride))
 
     @staticmethod
     def arange(
@@ -103,19 +109,19 @@ class Tensors:
 
     @staticmethod
     def ones(size: Sequence[int], dtype: object = None, device: object = None) -> Tensor:
-        """Ones of a size, float32 unless told."""
+        """Make ones of a size, float32 unless told."""
         return filled(check_size(size), 1, to_dtype_or(dtype, mindspore.float32), to_device_or_none(device), "ones")
 
     @staticmethod
     def full(size: Sequence[int], fill_value: object, dtype: object = None, device: object = None) -> Tensor:
-        """A size filled with one value, float32 unless told."""
+        """Make a tensor of a size filled with one value, float32 unless told."""
         dtype = to_dtype_or(dtype, mindspore.float32)
         with in_our_words("full", size=size, fill_value=fill_value):
             return filled(check_size(size), fill_value, dtype, to_device_or_none(device), "full")
 
     @staticmethod
     def empty(size: Sequence[int], dtype: object = None, device: object = None) -> Tensor:
-        """An uninitialised tensor of a size, float32 unless told."""
+        """Make an uninitialised tensor of a size, float32 unless told."""
         dtype = to_dtype_or(dtype, mindspore.float32)
         return mint.empty(check_size(size), dtype=dtype, device=to_device_or_none(device))
 
@@ -175,7 +181,10 @@ _NOT_IN_NUMPY = {mindspore.bfloat16, mindspore.float8_e4m3fn, mindspore.float8_e
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its memory, in order: no view. The CPU writes in place only into such a tensor."""
+    """Say whether a tensor is all of its memory, in order: no view.
+
+    The CPU writes in place only into such a tensor.
+    """
     return (
         tensor.is_contiguous() and tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
     )
@@ -204,24 +213,24 @@ def _cast(tensor: Tensor, dtype: object, call: str) -> Tensor:
 
 
 def _common_dtype(left: object, right: object) -> Any:
-    """The dtype in which MindSpore would add the two."""
+    """Find the dtype in which MindSpore would add the two."""
     if left == right:
         return left
     return (mint.zeros((), dtype=left) + mint.zeros((), dtype=right)).dtype
 
 
-def _take_spans(x: Tensor, spans: Sequence[slicing.Span]) -> Tensor:
-    lengths = [len(range(span.start, span.stop, span.step)) for span in spans]
+def _take_ranges(x: Tensor, ranges: Sequence[slicing.SliceRange]) -> Tensor:
+    lengths = [len(range(bounds.start, bounds.stop, bounds.step)) for bounds in ranges]
     # `narrow` is a view whose gradient works for every dtype and without elements; the gradient of `x[a:b]` knows
     # neither bfloat16 on the CPU nor an empty slice. So indexing is left to what cannot be narrowed.
-    if 0 in lengths or all(span.step == 1 for span in spans):
-        for dim, (span, length) in enumerate(zip(spans, lengths, strict=True)):
+    if 0 in lengths or all(bounds.step == 1 for bounds in ranges):
+        for dim, (bounds, length) in enumerate(zip(ranges, lengths, strict=True)):
             if length != x.shape[dim]:
-                x = mint.narrow(x, dim, span.start, length)
+                x = mint.narrow(x, dim, bounds.start, length)
         steps = None
     else:
-        steps = tuple(slice(span.start, span.stop, span.step) for span in spans)
-    backwards = [] if 0 in lengths else [dim for dim, span in enumerate(spans) if span.is_reversed]
+        steps = tuple(slice(bounds.start, bounds.stop, bounds.step) for bounds in ranges)
+    backwards = [] if 0 in lengths else [dim for dim, bounds in enumerate(ranges) if bounds.is_reversed]
     if x.dtype == mindspore.bfloat16 and (steps or backwards) and Devices.device_type() == "cpu":
         # The CPU's kernels for both lack bfloat16; float32 holds every bfloat16 exactly, also in the gradient.
         return _pick(x.to(mindspore.float32), steps, backwards).to(mindspore.bfloat16)

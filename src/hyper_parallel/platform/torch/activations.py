@@ -1,4 +1,7 @@
-"""What backward needs: regions, contexts and wrappers, each made in `activation_checkpoint` and loaded when first used."""
+"""What backward needs: regions, contexts and wrappers.
+
+Each is made in `activation_checkpoint`, which is loaded when the first of them is used.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ import torch.utils.checkpoint
 
 
 def _features() -> Any:
-    """The package that has them by their public names. It is loaded when the first is used: it is made of the platform."""
+    """Load the package that has them by their public names.
+
+    Not before the first is used: that package is made of the platform.
+    """
     from hyper_parallel.platform.torch import activation_checkpoint
 
     return activation_checkpoint
@@ -42,10 +48,10 @@ class Activations:
     def ckpt_wrapper(
         module: object, checkpoint_fn: Callable[..., Any] | None = None, **checkpoint_fn_kwargs: Any
     ) -> Any:
-        """A module whose forward is a region, run by `checkpoint_fn(module, *args, **kwargs)` with these keywords.
+        """Make a module whose forward is a region, run by `checkpoint_fn(module, *args, **kwargs)` with these keywords.
 
-        Without a function PyTorch's own non-reentrant checkpoint runs it, unless there is something that only this package's
-        `checkpoint` can do (`policy_fn`, `swap_inputs`) or that the wrapper decides (`checkpoint_impl`).
+        Without a function PyTorch's own non-reentrant checkpoint runs it, unless there is something that only this
+        package's `checkpoint` can do (`policy_fn`, `swap_inputs`) or that the wrapper decides (`checkpoint_impl`).
         """
         if checkpoint_fn is None and not {"policy_fn", "swap_inputs", "checkpoint_impl"} & checkpoint_fn_kwargs.keys():
             checkpoint_fn = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)

@@ -36,7 +36,7 @@ class CheckpointFiles:
 
     @staticmethod
     def load_checkpoint(file_path: str | os.PathLike[str], ckpt_format: str = "safetensors") -> LoadedTensors:
-        """The tensors of a file by name, on the CPU; `.verified` tells whether their checksums were compared."""
+        """Load the tensors of a file by name, on the CPU; `.verified` tells whether their checksums were compared."""
         return checkpoint_files.load(file_path, ckpt_format, _Codec())
 
 
@@ -51,7 +51,8 @@ class _Codec:
             return "it has no data (it lives on the meta device)."
         if hasattr(tensor, "to_local"):
             return (
-                "it is one rank's part of a distributed tensor; save `platform.get_model_state_dict(model, options=...)` with "
+                "it is one rank's part of a distributed tensor; "
+                "save `platform.get_model_state_dict(model, options=...)` with "
                 "`full_state_dict`, or `full_tensor()` of it; or each rank's part, by `torch.distributed.checkpoint`."
             )
         if tensor.layout is not torch.strided:

@@ -12,7 +12,7 @@ from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, descri
 class Devices:
     @staticmethod
     def device_type() -> str:
-        """The kind of accelerator that is there (`cuda`, `npu`, `xpu`), else `cpu`."""
+        """Name the kind of accelerator that is there (`cuda`, `npu`, `xpu`), else `cpu`."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None or not hasattr(getattr(torch, accelerator.type, None), "Stream"):
             return "cpu"  # also an accelerator without streams of its own (Apple's): nothing here could order its work
@@ -20,7 +20,7 @@ class Devices:
 
     @staticmethod
     def device(index: int | None = None) -> torch.device:
-        """The accelerator of that index, the current one for `None`; the CPU where there is none."""
+        """Return the accelerator of that index, the current one for `None`; the CPU where there is none."""
         kind = Devices.device_type()
         if kind == "cpu":
             return torch.device("cpu")
@@ -35,12 +35,15 @@ class Devices:
 
     @staticmethod
     def get_device_handle() -> Any:
-        """The framework's module for the device: `torch.cuda`, `torch.npu`, `torch.cpu`."""
+        """Return the framework's module for the device: `torch.cuda`, `torch.npu`, `torch.cpu`."""
         return getattr(torch, Devices.device_type())
 
     @staticmethod
     def get_rng_state() -> dict[str, torch.Tensor]:
-        """Every generator that operations of this process draw from by default: the CPU's and each accelerator's."""
+        """Read every generator that operations of this process draw from by default.
+
+        That is the CPU's and each accelerator's.
+        """
         state = {"cpu": torch.get_rng_state()}
         kind = Devices.device_type()
         if kind != "cpu":

@@ -12,7 +12,7 @@ DTYPES: dict[str, Any] = {name: value for name, value in vars(torch).items() if 
 
 
 def to_dtype(dtype: object) -> Any:
-    """The dtype of a name, or the dtype itself."""
+    """Find the dtype of a name, or take the dtype itself."""
     return dtype_by_name(dtype, DTYPES, torch.dtype)
 
 

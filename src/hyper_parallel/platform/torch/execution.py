@@ -35,7 +35,7 @@ class Execution:
 
     @staticmethod
     def get_symmetric_memory_handler() -> Any:
-        """PyTorch's symmetric memory (`torch.distributed._symmetric_memory`), on CUDA."""
+        """Return PyTorch's symmetric memory (`torch.distributed._symmetric_memory`), on CUDA."""
         kind = Devices.device_type()
         if kind != "cuda":
             raise UnsupportedDeviceError(

@@ -20,7 +20,7 @@ class Gradients:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        """Scale all gradients so that their total norm is at most `max_norm`; the norm before is returned.
+        """Scale all gradients so that their total norm is at most `max_norm`; return the norm before.
 
         `foreach` is accepted for compatibility and has no effect.
         """

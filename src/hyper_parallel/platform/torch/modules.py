@@ -48,7 +48,7 @@ class Modules:
 
     @staticmethod
     def update_parameter_by_name(cell: nn.Module, result: tuple[Any, ...], new_param: nn.Parameter) -> bool:
-        """Replace the parameter that `search_parameter_by_name` found, or the one at a path given as `(name, parameter)`.
+        """Replace the parameter that `search_parameter_by_name` found, or the one at a path: `(name, parameter)`.
 
         A parameter that `cell` holds in several places (tied weights) is replaced in all of them.
         """
@@ -86,7 +86,9 @@ class Modules:
 
     @staticmethod
     def get_model_state_dict(model: nn.Module, *, options: object = None) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name; `options` has `full_state_dict`, `cpu_offload`, `rank0_only` (all optional)."""
+        """Return parameters and buffers by name; `options` may have `full_state_dict`, `cpu_offload` and
+        `rank0_only`.
+        """
         state = dict(check_module(model, nn.Module, "get_model_state_dict").state_dict())
         if getattr(options, "full_state_dict", False):  # every rank takes part, whoever keeps the result
             state = {name: _whole(value) for name, value in state.items()}
@@ -103,7 +105,10 @@ def _whole(value: object) -> Any:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """The module itself where a wrapper of this package stands in its place: wrapping changes no name and no owner."""
+    """Return the module itself where a wrapper of this package stands in its place.
+
+    Wrapping changes no name and no owner.
+    """
     while "_checkpoint_wrapped_module" in vars(module):
         module = vars(module)["_checkpoint_wrapped_module"]
     return module

@@ -32,7 +32,7 @@ class Parameters:
 
     @staticmethod
     def set_layout_into_parameter(param: nn.Parameter, layout: Any) -> nn.Parameter:
-        """A new parameter: this rank's part of the whole one, under the layout."""
+        """Make a new parameter: this rank's part of the whole one, under the layout."""
         from hyper_parallel.platform.torch.dtensor import DTensor, distribute_tensor
 
         check_tensor(param, torch.Tensor, "set_layout_into_parameter")
@@ -72,8 +72,10 @@ class Parameters:
 
     @staticmethod
     def init_parameters(module: nn.Module, stage_index: int) -> None:
-        """Give data to everything on the meta device, on the current device, and fill it as the module's own
-        `reset_parameters()` does. Nothing is touched if a module with such data has no `reset_parameters()`."""
+        """Give data to everything on the meta device, on the current device.
+
+        Each module's own `reset_parameters()` fills it. Nothing is touched if a module with such data has none.
+        """
         check_module(module, nn.Module, "init_parameters")
         check_stage_index(stage_index)
         owners = [(name, owner) for name, owner in module.named_modules() if _has_placeholder(owner)]
@@ -113,7 +115,8 @@ class Parameters:
 
 
 def _replace_placeholder(param: torch.Tensor, data: torch.Tensor) -> None:
-    # A meta tensor cannot be bound to real data by `.data =`; swapping keeps the identity that optimizers and modules hold.
+    # A meta tensor cannot be bound to real data by `.data =`; swapping keeps the object that optimizers and modules
+    # hold.
     torch.utils.swap_tensors(param, nn.Parameter(data, requires_grad=param.requires_grad))
 
 

@@ -53,7 +53,7 @@ def _run_operator(facts: Facts) -> None:
 def _multiply_bfloat16(facts: Facts) -> None:
     import torch
 
-    # The three of them reach oneDNN on different ways, and a batch this size is enough to leave its reference kernels.
+    # The three of them reach oneDNN by different paths, and a batch this size is enough to leave its reference kernels.
     matrix = torch.ones(64, 64, dtype=torch.bfloat16)
     batch = torch.ones(2, 64, 64, dtype=torch.bfloat16)
     products = torch.mm(matrix, matrix), torch.nn.functional.linear(matrix, matrix), torch.bmm(batch, batch)
@@ -145,7 +145,10 @@ def _measure_links(facts: Facts) -> None:
 
 
 def _measure_link(module: Any, kind: str, index: int) -> Facts:
-    """Bytes per second between pinned host memory and one device: the median of a few copies timed by events."""
+    """Measure the bytes per second between pinned host memory and one device.
+
+    The figure is the median of a few copies timed by events.
+    """
     import torch
 
     def new_pinned() -> Any:
@@ -159,7 +162,7 @@ def _measure_link(module: Any, kind: str, index: int) -> Facts:
         streams = [module.Stream(), module.Stream()]
 
         def run(copies: list[tuple[Any, Any]]) -> float:
-            """One copy per stream, all released by one event; milliseconds until the last has ended."""
+            """Copy once per stream, all released by one event; return the milliseconds until the last has ended."""
             start = module.Event(enable_timing=True)
             ends = [module.Event(enable_timing=True) for _ in copies]
             start.record()

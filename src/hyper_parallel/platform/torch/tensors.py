@@ -18,7 +18,11 @@ from hyper_parallel.platform.torch.dtypes import to_dtype, to_dtype_or
 class Tensors:
     @staticmethod
     def get_tensor_transform() -> Any:
-        """`plan_redistribution(source, target, shape)` gives the steps from one layout to another, `redistribute` carries them out."""
+        """Return the module that plans and carries out redistributions.
+
+        `plan_redistribution(source, target, shape)` gives the steps from one layout to another, `redistribute` carries
+        them out.
+        """
         from hyper_parallel.core.dtensor import redistribution
 
         return redistribution
@@ -56,7 +60,9 @@ class Tensors:
 
     @staticmethod
     def chunk(data: torch.Tensor, split_dim: int, split_size: int, index: int) -> torch.Tensor:
-        """The index-th of `split_size` chunks (a number of chunks, despite its name); past the last one, an empty tensor."""
+        """Return the index-th of `split_size` chunks (a number, despite its name); past the last one, an empty
+        tensor.
+        """
         check_tensor(data, torch.Tensor, "chunk")
         dim = slicing.check_dim(split_dim, data.dim())
         start, stop = slicing.chunk_bounds(data.shape[dim], split_size, index)
@@ -73,9 +79,9 @@ class Tensors:
         x: torch.Tensor, begin: Sequence[int | None], end: Sequence[int | None], stride: Sequence[int | None]
     ) -> torch.Tensor:
         check_tensor(x, torch.Tensor, "construct_strided_slice")
-        spans = slicing.slice_spans(x.shape, begin, end, stride)
-        picked = x[tuple(slice(span.start, span.stop, span.step) for span in spans)] if spans else x
-        backwards = [dim for dim, span in enumerate(spans) if span.is_reversed]
+        ranges = slicing.slice_ranges(x.shape, begin, end, stride)
+        picked = x[tuple(slice(bounds.start, bounds.stop, bounds.step) for bounds in ranges)] if ranges else x
+        backwards = [dim for dim, bounds in enumerate(ranges) if bounds.is_reversed]
         return picked.flip(backwards) if backwards else picked  # PyTorch's own slices know no negative step
 
     @staticmethod
@@ -94,19 +100,19 @@ class Tensors:
 
     @staticmethod
     def ones(size: Sequence[int], dtype: object = None, device: object = None) -> torch.Tensor:
-        """Ones of a size, float32 unless told."""
+        """Make ones of a size, float32 unless told."""
         with in_our_words("ones", size=size, device=device):
             return torch.ones(check_size(size), dtype=to_dtype_or(dtype, torch.float32), device=device)
 
     @staticmethod
     def full(size: Sequence[int], fill_value: object, dtype: object = None, device: object = None) -> torch.Tensor:
-        """A size filled with one value, float32 unless told."""
+        """Make a tensor of a size filled with one value, float32 unless told."""
         with in_our_words("full", size=size, fill_value=fill_value, device=device):
             return torch.full(check_size(size), fill_value, dtype=to_dtype_or(dtype, torch.float32), device=device)
 
     @staticmethod
     def empty(size: Sequence[int], dtype: object = None, device: object = None) -> torch.Tensor:
-        """An uninitialised tensor of a size, float32 unless told."""
+        """Make an uninitialised tensor of a size, float32 unless told."""
         with in_our_words("empty", size=size, device=device):
             return torch.empty(check_size(size), dtype=to_dtype_or(dtype, torch.float32), device=device)
 

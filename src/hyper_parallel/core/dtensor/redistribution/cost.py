@@ -1,4 +1,4 @@
-"""What a way costs: bytes, time by a latency and a bandwidth, and memory at the peak."""
+"""The cost of a way: bytes, time by a latency and a bandwidth, and memory at the peak."""
 
 from __future__ import annotations
 
@@ -45,13 +45,16 @@ class CostModel:
 
 class WayCost(NamedTuple):
     time_us: float
-    received_bytes: float  # by the rank that receives most, of those looked at
+    received_bytes: float  # those of the rank that receives most, among the ranks looked at
     mean_received_bytes: float
-    peak_bytes: int  # of a rank: local tensors before and after a step, and what is under way
+    peak_bytes: int  # what one rank holds at most: local tensors before and after a step, and what is under way
 
 
 def looked_at(mesh: DeviceMesh) -> list[tuple[int, ...]]:
-    """Coordinates that stand for all: of a large mesh its corners and middles, where uneven chunks are largest, smallest, between."""
+    """Return coordinates that stand for all ranks.
+
+    Of a large mesh these are its corners and middles, where uneven chunks are largest, smallest and between.
+    """
     if len(mesh.ranks) <= _MOST_RANKS_LOOKED_AT:
         return [mesh.coordinate_of(rank) for rank in mesh.ranks]
     few = (sorted({0, size // 2, size - 1}) for size in mesh.shape)
@@ -59,7 +62,10 @@ def looked_at(mesh: DeviceMesh) -> list[tuple[int, ...]]:
 
 
 def received_elements(step: Step, coordinate: tuple[int, ...]) -> float:
-    """Elements that the rank at a coordinate receives. Reductions are counted as rings: (n-1)/n of what goes in, twice for an all-reduce."""
+    """Count the elements that the rank at a coordinate receives.
+
+    Reductions are counted as rings: (n-1)/n of what goes in, twice that for an all-reduce.
+    """
     if step.is_local:
         return 0.0
     after = step.box_after(coordinate)
@@ -87,7 +93,7 @@ def cost_of(way: tuple[Step, ...], itemsize: int, model: CostModel, coordinates:
         most = max(received)
         before = itemsize * max(step.box_before(at).num_elements for at in coordinates)
         after = itemsize * max(step.box_after(at).num_elements for at in coordinates)
-        # Pieces that are not rows of the first dim are put together, or taken apart, by a copy.
+        # Only rows of the first dim lie together in memory: other pieces are put together, or taken apart, by a copy.
         copies = {
             Kind.SLICE: after,
             Kind.PLACE: after,
@@ -96,7 +102,7 @@ def cost_of(way: tuple[Step, ...], itemsize: int, model: CostModel, coordinates:
             Kind.ALL_GATHER: after if step.dim else 0,
             Kind.REDUCE_SCATTER: before if step.dim else 0,
             Kind.ALL_TO_ALL: (before if step.split_dim else 0) + (after if step.dim else 0),
-            Kind.ALL_TO_ALL_V: 2 * int(most),  # about as much is sent as received
+            Kind.ALL_TO_ALL_V: 2 * int(most),  # a guess: about as much is sent as received
         }[step.kind]
         peak = max(peak, before + after + (0 if step.is_local else copies))
         time_us += copies / model.copy_bytes_per_us

@@ -1,7 +1,7 @@
 """Executes plans on local tensors, for one rank.
 
-`run` is a generator that asks for each collective and is sent its result, so that one text serves a rank that really communicates
-(`redistribute`) and many simulated ranks that go step by step together (the tests).
+`run` is a generator that asks for each collective and is sent its result, so that one text serves a rank that really
+communicates (`redistribute`) and many simulated ranks that go step by step together (the tests).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.dtensor.redistribution.plan import Plan
-from hyper_parallel.core.dtensor.redistribution.steps import Exchange, Kind, Step
+from hyper_parallel.core.dtensor.redistribution.steps import AllToAllStep, Kind, Step
 from hyper_parallel.core.dtensor.redistribution.transport import Ranks, Transport
 
 __all__ = ["Request", "redistribute", "run"]
@@ -20,7 +20,7 @@ Tensor: TypeAlias = Any
 
 
 class Request(NamedTuple):
-    """A call of a method of `Transport`."""
+    """A call of a method of `Transport` that somebody else shall make."""
 
     method: str
     ranks: Ranks
@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 def redistribute(local: Tensor, plan: Plan, coordinate: tuple[int, ...], transport: Transport) -> Tensor:
-    """The local tensor after a plan, for the rank at this coordinate of the mesh; every rank of the mesh has to call it.
+    """Carry out a plan on one rank; every rank of the mesh has to call it. Return the local tensor after it.
 
     The result may share memory with `local`, or be it: a plan without steps changes nothing.
 
@@ -50,7 +50,10 @@ def redistribute(local: Tensor, plan: Plan, coordinate: tuple[int, ...], transpo
 def run(
     local: Tensor, plan: Plan, coordinate: tuple[int, ...], transport: Transport
 ) -> Generator[Request, Any, Tensor]:
-    """The same, asking for each collective instead of calling it; `transport` is asked for local operations alone."""
+    """Carry out a plan, yielding each collective instead of calling it.
+
+    `transport` is asked for local operations alone.
+    """
     if plan.steps:
         expected = plan.steps[0].box_before(coordinate).sizes
         if tuple(local.shape) != expected:
@@ -81,9 +84,9 @@ def _step(
     if kind is Kind.FILL:
         return transport.place(tuple(local.shape), [], local, step.fill) if step.at_fill(coordinate) else local
     if kind is Kind.ALL_TO_ALL_V:
-        exchange = step.at_exchange(coordinate)
-        received = yield _exchange_request(local, exchange, transport)
-        local = _received(local, exchange, received, step.op, transport)
+        own_step = step.at_all_to_all(coordinate)
+        received = yield _all_to_all_request(local, own_step, transport)
+        local = _received(local, own_step, received, step.op, transport)
     else:
         arguments: dict[str, Any] = {"tensor": local}
         if kind is Kind.ALL_TO_ALL:
@@ -104,38 +107,38 @@ _METHODS = {
 }
 
 
-def _exchange_request(local: Tensor, exchange: Exchange, transport: Transport) -> Request:
-    others = [box if position != exchange.me else None for position, box in enumerate(exchange.sends)]
-    wanted = [box if position != exchange.me else None for position, box in enumerate(exchange.receives)]
+def _all_to_all_request(local: Tensor, own_step: AllToAllStep, transport: Transport) -> Request:
+    others = [box if position != own_step.me else None for position, box in enumerate(own_step.sends)]
+    wanted = [box if position != own_step.me else None for position, box in enumerate(own_step.receives)]
     pieces = [None if box is None else _part(local, box, transport) for box in others]
     shapes = [None if box is None else box.sizes for box in wanted]
-    return Request("all_to_all_v", exchange.ranks, {"pieces": pieces, "shapes": shapes})
+    return Request("all_to_all_v", own_step.ranks, {"pieces": pieces, "shapes": shapes})
 
 
 def _received(
-    local: Tensor, exchange: Exchange, received: list[Tensor | None], op: str | None, transport: Transport
+    local: Tensor, own_step: AllToAllStep, received: list[Tensor | None], op: str | None, transport: Transport
 ) -> Tensor:
     pieces: list[tuple[tuple[int, ...], Tensor] | None] = []
-    for position, box in enumerate(exchange.receives):
+    for position, box in enumerate(own_step.receives):
         if box is None:
             pieces.append(None)
-        elif position == exchange.me:
-            pieces.append((box.starts, _part(local, _own(exchange), transport)))
+        elif position == own_step.me:
+            pieces.append((box.starts, _part(local, _own(own_step), transport)))
         else:
             pieces.append((box.starts, received[position]))
-    length = len(pieces) // exchange.num_summands
+    length = len(pieces) // own_step.num_summands
     summands = []
     for begin in range(0, len(pieces), length):
         found = [piece for piece in pieces[begin : begin + length] if piece is not None]
-        if len(found) == 1 and tuple(found[0][1].shape) == exchange.shape:
+        if len(found) == 1 and tuple(found[0][1].shape) == own_step.shape:
             summands.append(found[0][1])
         else:
-            summands.append(transport.place(exchange.shape, found, local, None))
+            summands.append(transport.place(own_step.shape, found, local, None))
     return summands[0] if op is None else transport.reduce_local(summands, op)
 
 
-def _own(exchange: Exchange) -> Any:
-    return exchange.sends[exchange.me]
+def _own(own_step: AllToAllStep) -> Any:
+    return own_step.sends[own_step.me]
 
 
 def _part(local: Tensor, box: Any, transport: Transport) -> Tensor:

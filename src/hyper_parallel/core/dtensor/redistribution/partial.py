@@ -1,6 +1,6 @@
-"""What has to happen to partial values between two layouts: what is kept, what is reduced and in which order, what becomes partial.
+"""Finds what has to happen to partial values between two layouts: what is kept, reduced, or becomes partial.
 
-Rules L4 and R3 to R6 of the README.
+Rules L4 and R3 to R6 of `core/dtensor/README.md`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ __all__ = ["PartialWork", "partial_work"]
 
 
 class PartialWork(NamedTuple):
-    """Invariant: kept, runs and made are disjoint, but an axis that changes its op is in a run and made.
+    """What happens to partial values.
+
+    Invariant: kept, runs and made are disjoint, but an axis that changes its op is in a run and made.
 
     Attributes:
         kept: axes that stay partial
@@ -50,10 +52,13 @@ def partial_work(source: Layout, target: Layout) -> PartialWork:
 def _cannot_stay(
     source: Layout, axis: str, op: str, reduced: list[tuple[str, str]], made: list[tuple[str, str]]
 ) -> bool:
-    """An axis stays partial only while the axes before it in the mesh, whose reductions come after its own, let it."""
+    """Say whether an axis cannot stay partial.
+
+    It stays only while the axes before it in the mesh, whose reductions come after its own, let it.
+    """
     index = source.mesh.axis_index
     return any(index(outer) < index(axis) and not _commute(outer_op, op) for outer, outer_op in reduced) or any(
-        # Its sum over the ones that stand for "no factor" would not be one.
+        # Other ranks would hold ones ("no factor"), and the sum of ones over this axis is not one.
         index(outer) < index(axis) and outer_op == "prod" and op == "sum"
         for outer, outer_op in made
     )

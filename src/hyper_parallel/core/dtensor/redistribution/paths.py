@@ -1,7 +1,7 @@
 """Ways from one layout to another, as lists of layouts. Which of them is taken is a matter of cost.
 
-A way has three parts: reductions (each run of `partial.py` by an all-reduce, by a reduce-scatter, or both), movement, and what makes
-values partial at the end. Each two neighbours of a way are one step.
+A way has three parts: reductions (each run of `partial.py` by an all-reduce, by a reduce-scatter, or both), movement,
+and what makes values partial at the end. Each two neighbours of a way are one step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["ways"]
 
 
 class Scattered(Enum):
-    """Which axes of a run are reduced by a reduce-scatter; the rest by an all-reduce."""
+    """Choices which axes of a run are reduced by a reduce-scatter; the rest are by an all-reduce."""
 
     FITTING = "those that come next in a dim of the target, at once"
     ONE_BY_ONE = "the same, one after the other"
@@ -41,7 +41,7 @@ Axes: TypeAlias = "tuple[str, ...]"
 
 
 def ways(source: Layout, target: Layout, shape: tuple[int, ...]) -> list[tuple[Step, ...]]:
-    """Candidates; every one of them is right."""
+    """List candidates as steps; every one of them is right."""
     source, target = _without_single_ranks(source), _without_single_ranks(target)
     work = partial_work(source, target)
     placeable = _placeable(work)
@@ -77,7 +77,7 @@ def _ways_to(source: Layout, target: Layout, work: PartialWork, shape: tuple[int
 def _reduced(
     source: Layout, target: Layout, work: PartialWork, shape: tuple[int, ...], scattered: Scattered, all_sliced: bool
 ) -> Iterator[Layout]:
-    """Run after run, each on as little as can be sliced off before."""
+    """Yield the layouts of reducing run after run, each on as little as can be sliced off before."""
     now = source
     yield now
     for run in work.runs:
@@ -102,7 +102,9 @@ def _reduced(
 
 
 def _scattered_in_place(now: Layout, target: Layout, run: Axes) -> tuple[Layout, Axes]:
-    """The axes of a run that come next in a dim of the target split it, and so do those after them that every rank has.
+    """Let the axes of a run that come next in a dim of the target split it, and those after them that every rank has.
+
+    The rest of the run is left partial, and is the second value.
 
     The rest of the run is left partial.
     """
@@ -114,7 +116,7 @@ def _scattered_in_place(now: Layout, target: Layout, run: Axes) -> tuple[Layout,
 
 
 def _next_of(now: Layout, target: Layout, run: Axes) -> Axes:
-    """The axes of a run that `_scattered_in_place` would use, each after those that it needs to be there before."""
+    """Return the axes of a run that `_scattered_in_place` would use, each after those that must be there before it."""
     there, _ = _scattered_in_place(now, target, run)
     return tuple(axis for axes in there.axes_per_dim for axis in axes if axis in run)
 
@@ -129,7 +131,7 @@ def _scattered_anywhere(now: Layout, target: Layout, rest: Axes, shape: tuple[in
 
 
 def _best_dim(layout: Layout, axis: str, shape: tuple[int, ...]) -> int:
-    """The first dim that an axis splits evenly, or else the longest."""
+    """Return the first dim that an axis splits evenly, or else the longest."""
 
     def chunk(dim: int) -> float:
         return shape[dim] / math.prod(layout.mesh.size(name) for name in layout.axes_per_dim[dim])
@@ -142,7 +144,7 @@ def _best_dim(layout: Layout, axis: str, shape: tuple[int, ...]) -> int:
 
 
 def _sliced(now: Layout, target: Layout, *, all_of_them: bool) -> Layout:
-    """Split by what the target is split by and every rank has: where it comes next in its dim, or (`all_of_them`) anywhere."""
+    """Split by axes of the target that every rank has: where they come next, or (`all_of_them`) anywhere."""
     free = _free(now)
     dims = _grown(now, target, free)
     if all_of_them:
@@ -154,7 +156,7 @@ def _sliced(now: Layout, target: Layout, *, all_of_them: bool) -> Layout:
 
 
 def _grown(now: Layout, target: Layout, usable: set[str]) -> list[Axes]:
-    """The axes per dim, continued as in the target for as long as there are usable axes."""
+    """Continue the axes per dim as in the target, for as long as there are usable axes."""
     dims = []
     for axes, wanted in zip(now.axes_per_dim, target.axes_per_dim, strict=True):
         num = len(axes)
@@ -168,12 +170,16 @@ def _grown(now: Layout, target: Layout, usable: set[str]) -> list[Axes]:
 
 
 def _free(layout: Layout) -> set[str]:
-    """Axes on which every rank has the same."""
+    """Return the axes on which every rank has the same."""
     return {axis for axis in layout.mesh.axis_names if layout.dim_of(axis) is None and layout.partial_op(axis) is None}
 
 
 def _one_axis_at_a_time(source: Layout, target: Layout) -> Iterator[Layout]:
-    """Slices first, since they make everything after them smaller, then all-to-alls, then gathers; what is left in one step."""
+    """Yield the layouts of moving one axis after the other.
+
+    Slices come first, since they make everything after them smaller, then all-to-alls, then gathers; what is left goes
+    in one step.
+    """
     now = source
     yield now
     while now is not target:
@@ -185,7 +191,7 @@ def _one_axis_at_a_time(source: Layout, target: Layout) -> Iterator[Layout]:
 
 
 def _with_an_axis_moved(now: Layout, target: Layout) -> Layout | None:
-    """The innermost axis of a dim goes to another dim, where the target has it next."""
+    """Move the innermost axis of a dim to another dim, where the target has it next."""
     for dim, wanted in enumerate(target.axes_per_dim):
         have = now.axes_per_dim[dim]
         if wanted[: len(have)] != have or len(wanted) == len(have):
@@ -201,7 +207,7 @@ def _with_an_axis_moved(now: Layout, target: Layout) -> Layout | None:
 
 
 def _with_an_axis_gathered(now: Layout, target: Layout) -> Layout | None:
-    """The innermost axis of a dim, if the target is not split by it, goes."""
+    """Drop the innermost axis of a dim, if the target is not split by it."""
     for dim, have in enumerate(now.axes_per_dim):
         if have and target.dim_of(have[-1]) is None:
             dims = list(now.axes_per_dim)
@@ -211,10 +217,10 @@ def _with_an_axis_gathered(now: Layout, target: Layout) -> Layout | None:
 
 
 def _placeable(work: PartialWork) -> Axes:
-    """Axes that may split a tensor until the end and make it partial then.
+    """Return the axes that may split a tensor until the end and make it partial then.
 
-    A rank that has a piece of a sum to be made needs no other piece: it puts zeros around its own (R5). Sums beside products would
-    put their identities into each other's way, so these are filled one by one.
+    A rank that has a piece of a sum to be made needs no other piece: it puts zeros around its own (R5). Sums beside
+    products would put their identities into each other's way, so these are filled one by one.
     """
     made = [(axis, op) for axis, op in work.made if op in IDENTITY]
     return tuple(axis for axis, _ in made) if len({op for _, op in made}) == 1 else ()
@@ -223,10 +229,10 @@ def _placeable(work: PartialWork) -> Axes:
 def _ends_of_movement(
     source: Layout, target: Layout, work: PartialWork, placeable: Axes, shape: tuple[int, ...]
 ) -> list[Layout]:
-    """Where movement ends and the making of partial values begins.
+    """Return the layouts where movement may end and the making of partial values begin.
 
-    Axes that are to be placed split the end: those that split the source or are reduced, whose ranks have different pieces anyway, or
-    in a second end all of them, so that replicas share the work.
+    Axes that are to be placed split the end: those that split the source or are reduced, whose ranks have different
+    pieces anyway, or in a second end all of them, so that replicas share the work.
     """
     reduced = {axis for run in work.runs for axis in run}
     first = tuple(axis for axis in placeable if source.dim_of(axis) is not None or axis in reduced)
@@ -237,7 +243,7 @@ def _ends_of_movement(
 def _split_further(source: Layout, target: Layout, axes: Axes, work: PartialWork, shape: tuple[int, ...]) -> Layout:
     partial = tuple(pair for pair in target.partial if pair[0] in work.kept)
     end = target.replace(partial=partial)
-    # In the order in which the source has them, or they would have to move.
+    # Axes in another order than the source has them would have to move.
     order = [axis for names in source.axes_per_dim for axis in names]
     for axis in sorted(axes, key=lambda axis: order.index(axis) if axis in order else len(order)):
         dim = source.dim_of(axis)
@@ -251,7 +257,10 @@ def _split_further(source: Layout, target: Layout, axes: Axes, work: PartialWork
 
 
 def _cut_short(way: Way, target: Layout, work: PartialWork, placeable: Axes) -> Way:
-    """Up to the first layout from which all that is left to do is to place: there ranks beside each other make up the target."""
+    """Return the way up to the first layout from which only placing is left.
+
+    There ranks side by side make up the target.
+    """
     if placeable:
         for index, layout in enumerate(way):
             if len(layout.partial) == len(work.kept) and set(moved_axes(layout, target)) <= set(placeable):
@@ -270,7 +279,7 @@ def _steps_that_make_partial(
     elif after is not now:
         steps.append(step_between(now, after, shape))
     now = after
-    # From the first axis of the mesh to the last: the inner identity must stand (R6).
+    # R6: from the first axis of the mesh to the last, so that the innermost identity stands.
     for axis, op in work.made:
         if (axis, op) in placed or op not in IDENTITY:
             continue
@@ -285,7 +294,7 @@ def _steps_that_make_partial(
 
 
 def _without_single_ranks(layout: Layout) -> Layout:
-    """Axes of one rank split nothing and reduce nothing."""
+    """Leave out axes of one rank, which split nothing and reduce nothing."""
     if 1 not in layout.mesh.shape:
         return layout
     size = layout.mesh.size

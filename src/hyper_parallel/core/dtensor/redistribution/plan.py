@@ -1,4 +1,4 @@
-"""The plan of a redistribution: a pure function of two layouts, a shape and an item size. The same on every rank."""
+"""Plans of redistributions: a pure function of two layouts, a shape and an item size. The same on every rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PeakMemoryError(HyperParallelError, MemoryError):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Steps from one layout to another, for all ranks. `redistribute` executes it on one.
+    """The steps from one layout to another, for all ranks. `redistribute` executes it on one.
 
     Attributes:
         received_bytes: by the rank that receives most; of a mesh of more than 16 ranks only some are looked at
@@ -47,12 +47,13 @@ class Plan:
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing is communicated."""
+        """Say whether nothing is communicated."""
         return all(step.is_local for step in self.steps)
 
     def __repr__(self) -> str:
         steps = "".join(f"\n  {step}" for step in self.steps)
-        return f"Plan({self.source} -> {self.target} of {list(self.shape)}, {self.received_bytes:.0f} bytes received){steps}"
+        what = f"{self.source} -> {self.target} of {list(self.shape)}"
+        return f"Plan({what}, {self.received_bytes:.0f} bytes received){steps}"
 
 
 def plan_redistribution(
@@ -64,7 +65,7 @@ def plan_redistribution(
     max_peak_bytes: int | None = None,
     model: CostModel = _DEFAULT_MODEL,
 ) -> Plan:
-    """The steps that lead from one layout to another of the same mesh; cached.
+    """Plan the steps that lead from one layout to another of the same mesh; cached.
 
     Args:
         source: how the tensor lies.

@@ -1,6 +1,7 @@
-"""Plans executed on real ranks, on either framework: the collectives are those of the platform, failures named as theirs.
+"""Plans executed on real ranks, on either framework: the collectives are the platform's, failures named as its.
 
-Ranks come in the order of the mesh (rule M4), groups have the ascending one: where the two differ, pieces are put into the group's order and back.
+Ranks come in the order of the mesh (rule M4), groups have the ascending one: where the two differ, pieces are put into
+the group's order and back.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ Note = Callable[[str, "tuple[int, ...]", int], None]  # kind of collective, rank
 
 
 class LocalTensors(Protocol):
-    """Local operations of plans, as in `Transport`, and what messages are counted with."""
+    """What a framework brings for plans beside its collectives: local operations as in `Transport`."""
 
-    like: Any  # dtype and device, for a rank that sends nothing
+    like: Any  # a rank that sends nothing takes dtype and device from it
     itemsize: int
 
     def slice(self, tensor: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> Any: ...
@@ -109,6 +110,6 @@ class PlatformTransport:
 
 
 def _order(ranks: tuple[int, ...]) -> list[int] | None:
-    """The positions in ascending order of rank; None if they are so."""
+    """Return the positions in ascending order of rank; None if they are in that order."""
     order = sorted(range(len(ranks)), key=lambda position: ranks[position])
     return None if order == list(range(len(ranks))) else order

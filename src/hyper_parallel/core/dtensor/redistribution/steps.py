@@ -1,7 +1,7 @@
 """The steps that plans are made of, and what each of them means for one rank.
 
-A step leads from one layout to another. Which collective that takes is read off the two layouts (`step_between`); which pieces go
-where follows from the boxes alone, so that a step is right for whatever two layouts it is made of.
+A step leads from one layout to another. Which collective that takes is read off the two layouts (`step_between`); which
+pieces go where follows from the boxes alone, so that a step is right for whatever two layouts it is made of.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from typing import NamedTuple
 from hyper_parallel.core.dtensor.boxes import Box, box_of
 from hyper_parallel.core.dtensor.layout import Layout
 
-__all__ = ["Exchange", "Kind", "Step", "fill_step", "moved_axes", "place_step", "step_between"]
+__all__ = ["AllToAllStep", "Kind", "Step", "fill_step", "moved_axes", "place_step", "step_between"]
 
 
 class Kind(Enum):
-    SLICE = "slice"  # local: a part of what is there
-    PLACE = "place"  # local: what is there becomes a part, the rest is the identity of a reduction
-    FILL = "fill"  # local: ranks beside coordinate 0 hold the identity of a reduction
+    SLICE = "slice"  # local: keeps a part of what is there
+    PLACE = "place"  # local: what is there becomes a part, and the rest is filled with 0 (sum) or 1 (prod)
+    FILL = "fill"  # local: all ranks but coordinate 0 hold 0 (sum) or 1 (prod)
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
-    ALL_TO_ALL = "all-to-all"  # equal pieces
-    ALL_TO_ALL_V = "all-to-all-v"  # a box per pair of ranks
+    ALL_TO_ALL = "all-to-all"  # sends equal pieces
+    ALL_TO_ALL_V = "all-to-all-v"  # sends a box of its own from each rank to each
 
 
-IDENTITY = {"sum": 0, "prod": 1}
+IDENTITY = {"sum": 0, "prod": 1}  # what changes nothing when it is reduced
 
 
-class Exchange(NamedTuple):
-    """What an all-to-all-v is for one rank."""
+class AllToAllStep(NamedTuple):
+    """The part of one rank in an all-to-all-v."""
 
     ranks: tuple[int, ...]
-    me: int  # this rank's position among them
-    sends: tuple[Box | None, ...]  # per rank: what it is sent, as a box of the local tensor before
-    receives: tuple[Box | None, ...]  # per rank: where its piece goes, as a box of the local tensor after
-    shape: tuple[int, ...]  # of the local tensor after
-    num_summands: int  # the ranks are as many blocks of equal length, each of which sends one summand
+    me: int  # this rank's position in `ranks`
+    sends: tuple[Box | None, ...]  # for each rank the box of the local tensor before that it is sent
+    receives: tuple[Box | None, ...]  # for each rank the box of the local tensor after where its piece goes
+    shape: tuple[int, ...]  # that of the local tensor after
+    num_summands: int  # `ranks` are so many blocks of equal length, each of which sends one summand
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step, for all ranks. `group` and what begins with `at_` say what it is for the rank at a coordinate.
+    """One step, for all ranks. `group` and the methods `at_…` say what it is for the rank at a coordinate.
 
     Attributes:
         axes: a group is the ranks that differ on these axes alone, the last varying fastest.
@@ -64,7 +64,7 @@ class Step:
     op: str | None = None
     divisor: int = 1
     fill: int = 0
-    _exchanges: dict[tuple[int, ...], Exchange] = field(default_factory=dict, repr=False)
+    _all_to_all_steps: dict[tuple[int, ...], AllToAllStep] = field(default_factory=dict, repr=False)
 
     @property
     def is_local(self) -> bool:
@@ -79,7 +79,7 @@ class Step:
         return tuple(axis for axis, _ in self.source.partial if self.target.partial_op(axis) is None)
 
     def group(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks that take part, in the order of their pieces."""
+        """Return the ranks that take part, in the order of their pieces."""
         mesh = self.source.mesh
         return mesh.ranks_along(self.axes, mesh.rank_at(coordinate))
 
@@ -90,32 +90,36 @@ class Step:
         return box_of(self.target, self.shape, coordinate)
 
     def at_slice(self, coordinate: tuple[int, ...]) -> Box:
-        """What of the local tensor is kept."""
+        """Return which box of the local tensor is kept."""
         return self.box_after(coordinate).inside(self.box_before(coordinate))
 
     def at_place(self, coordinate: tuple[int, ...]) -> tuple[Box, tuple[int, ...], tuple[int, ...]] | None:
-        """Which box of the local tensor is placed, the shape after, and where in it the box begins; None if there is nothing to place."""
+        """Return which box of the local tensor is placed, the shape after, and where in it the box begins.
+
+        None if there is nothing to place.
+        """
         after, before = self.box_after(coordinate), self.box_before(coordinate)
         both = after.intersection(before)
         return None if both is None else (both.inside(before), after.sizes, both.offset_in(after))
 
     def at_fill(self, coordinate: tuple[int, ...]) -> bool:
-        """Whether this rank holds the identity."""
+        """Say whether this rank holds the identity."""
         mesh = self.source.mesh
         return any(coordinate[mesh.axis_index(axis)] for axis in self.axes)
 
-    def at_exchange(self, coordinate: tuple[int, ...]) -> Exchange:
-        """Who sends what to whom.
+    def at_all_to_all(self, coordinate: tuple[int, ...]) -> AllToAllStep:
+        """Work out who sends what to whom.
 
-        A rank receives each element of its box from the rank that is where itself is on all axes outside of the group. That rank is
-        itself for what it holds, it is the same one in the eyes of both, and no rank sends more than its own row of replicas needs.
+        A rank receives each element of its box from the rank that is where itself is on all axes outside of the group.
+        That rank is itself for what it holds, it is the same one in the eyes of both, and no rank sends more than its
+        own row of replicas needs.
         """
-        found = self._exchanges.get(coordinate)
+        found = self._all_to_all_steps.get(coordinate)
         if found is None:
-            found = self._exchanges.setdefault(coordinate, self._exchange(coordinate))
+            found = self._all_to_all_steps.setdefault(coordinate, self._all_to_all_step(coordinate))
         return found
 
-    def _exchange(self, coordinate: tuple[int, ...]) -> Exchange:
+    def _all_to_all_step(self, coordinate: tuple[int, ...]) -> AllToAllStep:
         mesh = self.source.mesh
         ranks = self.group(coordinate)
         before, after = self.box_before(coordinate), self.box_after(coordinate)
@@ -127,7 +131,7 @@ class Step:
             received = self.box_before(peer).intersection(after)
             sends.append(None if sent is None else sent.inside(before))
             receives.append(None if received is None else received.inside(after))
-        return Exchange(
+        return AllToAllStep(
             ranks,
             ranks.index(mesh.rank_at(coordinate)),
             tuple(sends),
@@ -143,7 +147,9 @@ class Step:
 
 
 def step_between(source: Layout, target: Layout, shape: tuple[int, ...]) -> Step:
-    """The step from one layout to another; the target is partial where the source is, or has what is left of it reduced.
+    """Find the step from one layout to another.
+
+    The target is partial where the source is, or has what is left of it reduced.
 
     What is reduced by one step commutes, see `partial.py`. Neither layout mentions axes of one rank.
     """
@@ -174,7 +180,9 @@ def step_between(source: Layout, target: Layout, shape: tuple[int, ...]) -> Step
 
 
 def place_step(source: Layout, target: Layout, shape: tuple[int, ...], op: str) -> Step:
-    """Axes that split the source make the target partial by `op`: each rank puts the identity around what it has of its new box.
+    """Make the step in which axes that split the source make the target partial by `op`.
+
+    Each rank puts the identity around what it has of its new box.
 
     Of the axes of the source only these may be moved (`moved_axes`): then the ranks along them have each element once.
     """
@@ -182,7 +190,10 @@ def place_step(source: Layout, target: Layout, shape: tuple[int, ...], op: str) 
 
 
 def fill_step(source: Layout, target: Layout, shape: tuple[int, ...], axes: tuple[str, ...], op: str) -> Step:
-    """Axes on which the source is replicated make the target partial by `op`: coordinate 0 keeps the values."""
+    """Make the step in which axes that replicate the source make the target partial by `op`.
+
+    Coordinate 0 keeps the values.
+    """
     return Step(Kind.FILL, source, target, shape, axes, fill=IDENTITY[op])
 
 
@@ -200,16 +211,16 @@ def _reducing_step(
         axes = after[len(before) :]
         if after == before + axes and set(axes) == set(reduced) and _is_even(target, shape, dim):
             return Step(Kind.REDUCE_SCATTER, source, target, shape, axes, dim, op=op, divisor=divisor)
-    # The reduced axes come first: the ranks of one summand then lie together, see `Exchange.num_summands`.
+    # The reduced axes come first: the ranks of one summand then lie together, see `AllToAllStep.num_summands`.
     axes = (*reduced, *(axis for axis in moved_axes(source, target) if axis not in reduced))
     return Step(Kind.ALL_TO_ALL_V, source, target, shape, axes, op=op, divisor=divisor)
 
 
 def moved_axes(source: Layout, target: Layout) -> tuple[str, ...]:
-    """Axes of the source along which pieces must travel.
+    """Return the axes of the source along which pieces must travel.
 
-    As long as the lists of a dim have axes of equal size its chunks are the same before and after. There an axis that is in both lists
-    moves nothing, and one that gives its place to another moves alone.
+    As long as the lists of a dim have axes of equal size its chunks are the same before and after. There an axis that
+    is in both lists moves nothing, and one that gives its place to another moves alone.
     """
     size = source.mesh.size
     moved: set[str] = set()

@@ -1,4 +1,7 @@
-"""A forward and a backward at the same time, so that one communicates while the other computes. The rules are in the README."""
+"""A forward and a backward at the same time, so that one communicates while the other computes.
+
+The rules are in the README.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,9 @@ _NAMES = ("forward", "backward")
 class HookCoordinator:
     """Where a forward and a backward meet, at hooks that `platform.differentiable_sync_hook` puts into a model.
 
-    Lives as long as the model whose hooks know it; one overlap runs at a time. `overlap_forward_backward` runs one, with a thread that stays from
-    call to call. The methods can be called by hand as well, from any two threads: the first two that call are the sides.
+    Lives as long as the model whose hooks know it; one overlap runs at a time. `overlap_forward_backward` runs one,
+    with a thread that stays from call to call. The methods can be called by hand as well, from any two threads: the
+    first two that call are the sides.
 
     Args:
         timeout: seconds that a side waits for the other one at a hook, at most.
@@ -81,7 +85,7 @@ class HookCoordinator:
             self._condition.notify_all()
 
     def notify_dispatched(self, role: str) -> None:
-        """The calling side has enqueued all of what it does in this role, and leaves it.
+        """Leave a role: the calling side has enqueued all of what it does in it.
 
         Raises:
             RuntimeError: the other side has failed, or `abort` was called.
@@ -97,7 +101,9 @@ class HookCoordinator:
             self._condition.notify_all()
 
     def rendezvous(self, role: str) -> None:
-        """The calling side enters a role: waits until the other one is there, and enters `"compute"` after what that one communicates is enqueued.
+        """Enter a role: wait until the other side is there, too.
+
+        A side enters `"compute"` only after what the other one communicates is enqueued.
 
         Raises:
             TimeoutError: the other side did not come in time; both sides' last hooks are named.
@@ -127,7 +133,10 @@ class HookCoordinator:
             trace.emit("overlap.enter", side=side.name, role=role)
 
     def abort(self, exc: BaseException) -> None:
-        """End the overlap that runs: whoever waits, or comes to a hook later, raises, and `overlap_forward_backward` raises `exc`."""
+        """End the overlap that runs because of `exc`, which `overlap_forward_backward` then raises.
+
+        Whoever waits at a hook, or comes to one later, raises as well.
+        """
         if not isinstance(exc, BaseException):
             raise ArgumentTypeError(
                 "An overlap is aborted because of an exception.", expected="an exception", got=describe(exc)
@@ -180,7 +189,7 @@ class HookCoordinator:
             self._enabled, self._run = before, _ByHand()
 
     def _call(self, run: _Run, number: int, function: Callable[[], object], end: _End) -> None:
-        """Run one side in this thread, and say that it has ended, whatever happens."""
+        """Run one side in this thread, and tell the other one that it has ended, whatever happens."""
         side = run.meeting.sides[number]
         run.threads[number] = threading.get_ident()
         try:
@@ -196,10 +205,10 @@ class HookCoordinator:
                 self._condition.notify_all()
 
     def _take_turn(self, run: _Run, side: Side) -> None:
-        """Where one thread at a time may work: wait until the other side waits at a hook or has ended (rule 7)."""
+        """Wait, where one thread at a time may work, until the other side waits at a hook or has ended (rule 7)."""
         with self._condition:
-            # Without a deadline as long as all is well: who works now comes to a hook, where it waits with one, or ends. After a failure a side that
-            # does neither must not keep this one from raising.
+            # Without a deadline as long as all is well: who works now comes to a hook, where it waits with one, or
+            # ends. After a failure a side that does neither must not keep this one from raising.
             deadline = None
             while run.turn is not None and run.turn is not side:
                 if run.failure is not None:
@@ -210,7 +219,10 @@ class HookCoordinator:
             run.begin_turn(side)
 
     def _join(self, job: Job | None) -> None:
-        """Wait for the backward side. It ends: each of its waits has a deadline, and after a failure none waits at all."""
+        """Wait for the backward side.
+
+        It ends: each of its waits has a deadline, and after a failure none waits at all.
+        """
         while job is not None and not job.is_done.is_set():
             try:
                 job.is_done.wait()
@@ -239,7 +251,7 @@ class HookCoordinator:
             ) from run.failure
 
     def _fail(self, error: BaseException) -> None:
-        """The first failure counts."""
+        """Note a failure, unless there is one already: the first one counts."""
         with self._condition:
             if self._run.failure is None:
                 self._run.failure = error
@@ -263,14 +275,15 @@ def overlap_forward_backward(
 ) -> tuple[F, B]:
     """Call two functions at the same time, the backward one on the coordinator's own thread, and give both results.
 
-    They take turns at the hooks of `coordinator` in the graphs: one communicates while the other computes. The longer one runs on when the other has
-    ended. Gradient mode, autocast, device, streams, modes and context variables are those of the caller on both sides.
+    They take turns at the hooks of `coordinator` in the graphs: one communicates while the other computes. The longer
+    one runs on when the other has ended. Gradient mode, autocast, device, streams, modes and context variables are
+    those of the caller on both sides.
 
     Raises:
         TypeError: an argument is not a function, or not a coordinator.
         RuntimeError: the coordinator runs another overlap.
-        BaseException: what either side raised. The first one is raised when both have ended; the other's is in its `__notes__`, and last in
-            its chain of `__context__`.
+        BaseException: what either side raised. The first one is raised when both have ended; the other's is in its
+            `__notes__`, and last in its chain of `__context__`.
 
     Example:
         >>> coordinator = HookCoordinator(timeout=60.0)
@@ -302,21 +315,21 @@ class _Run:
         self._last = ["", ""]
 
     def side(self) -> Side:
-        """The side that the calling thread belongs to."""
+        """Return the side that the calling thread belongs to."""
         raise NotImplementedError
 
     def begin_turn(self, side: Side) -> None:
-        """`side` works from now on."""
+        """Note that `side` works from now on."""
 
     def give_turn(self, side: Side) -> None:
-        """`side` waits, or has ended."""
+        """Note that `side` waits, or has ended."""
 
     def note(self, side: Side, what: str) -> None:
         hook = hook_of_this_thread()
         self._last[self.meeting.sides.index(side)] = f"at {hook}, {what}" if hook is not None else what
 
     def where(self) -> str:
-        """Both sides' last hooks."""
+        """Say where both sides met their last hooks."""
         places = [
             f"{side.name} was last {last}" if last else f"{side.name} has met no hook"
             for side, last in zip(self.meeting.sides, self._last, strict=True)
@@ -336,8 +349,8 @@ class _Run:
 class _Overlap(_Run):
     """A run of `overlap_forward_backward`.
 
-    The forward side is the thread that called. Every other thread is the backward side: what backward does may run in threads that autograd keeps for
-    devices, or that the function starts.
+    The forward side is the thread that called. Every other thread is the backward side: what backward does may run in
+    threads that autograd keeps for devices, or that the function starts.
     """
 
     is_overlap = True
@@ -365,7 +378,10 @@ class _Overlap(_Run):
             self._numbers[side] = self._state.generators()
 
     def bring_back(self, side: Side) -> None:
-        """Random numbers go on from where this side left them: a recomputation sets them back, and stops at hooks in between."""
+        """Let random numbers go on from where this side left them.
+
+        A recomputation sets them back, and stops at hooks in between.
+        """
         for generators in self._numbers.get(side, ()):
             generators.restore()
 
@@ -387,7 +403,8 @@ class _ByHand(_Run):
                     expected="the two threads that called it first",
                     got=threading.current_thread().name,
                     where=self.where(),
-                    do="Set `enabled` to begin anew with other threads, or give each pair a HookCoordinator of its own.",
+                    do="Set `enabled` to begin anew with other threads, "
+                    "or give each pair a HookCoordinator of its own.",
                 )
             self.threads[self.threads.index(None)] = me
         return self.meeting.sides[self.threads.index(me)]
@@ -411,10 +428,13 @@ _coordinators: weakref.WeakSet[HookCoordinator] = weakref.WeakSet()
 
 
 def _begin_anew_after_fork() -> None:
-    """A child has neither the other threads nor what they were about, and a lock that one of them held stays locked."""
-    for each in list(_coordinators):
-        each._condition = threading.Condition()
-        each._run, each._enabled = _ByHand(), None
+    """Forget, in a child process, the sides that a coordinator had.
+
+    A child has neither the other threads nor what they were about, and a lock that one of them held stays locked.
+    """
+    for coordinator in list(_coordinators):
+        coordinator._condition = threading.Condition()
+        coordinator._run, coordinator._enabled = _ByHand(), None
 
 
 os.register_at_fork(after_in_child=_begin_anew_after_fork)

@@ -14,9 +14,10 @@ class SideTimeoutError(StateError, TimeoutError):
 
 
 def attach(first: BaseException, side: str, error: BaseException) -> None:
-    """Note on `first` what a side has raised beside it: in words in `__notes__`, and as an object at the end of its chain of `__context__`.
+    """Note on `first` what a side has raised beside it.
 
-    Python prints the chain on every version, and the notes from 3.11 on.
+    It stands there in words in `__notes__`, and as an object at the end of the chain of `__context__`. Python prints
+    the chain on every version, and the notes from 3.11 on.
     """
     text = str(error).partition("\n")[0] if isinstance(error, OtherSideError) else str(error)
     note = f"The {side} side raised as well: {type(error).__name__}: {text}"
@@ -32,15 +33,15 @@ def attach(first: BaseException, side: str, error: BaseException) -> None:
 
 
 def _cut(error: BaseException, first: BaseException) -> None:
-    """Nothing leads from `error` to `first` any more: a cycle would keep both, and all that their frames hold."""
+    """Cut every link from `error` to `first`: a cycle would keep both, and all that their frames hold."""
     todo, seen = [error], set()
     while todo:
-        each = todo.pop()
-        if id(each) in seen:
+        link = todo.pop()
+        if id(link) in seen:
             continue
-        seen.add(id(each))
-        if each.__cause__ is first:
-            each.__cause__ = None
-        if each.__context__ is first:
-            each.__context__ = None
-        todo += [found for found in (each.__cause__, each.__context__) if found is not None]
+        seen.add(id(link))
+        if link.__cause__ is first:
+            link.__cause__ = None
+        if link.__context__ is first:
+            link.__context__ = None
+        todo += [found for found in (link.__cause__, link.__context__) if found is not None]

@@ -29,8 +29,8 @@ class Side:
 class Meeting:
     """Two sides that meet again and again, until one ends.
 
-    `goes_first` is the side whose communication comes first where both would begin with one: backward, while forward still computes.
-    None: the one that asks first.
+    `goes_first` is the side whose communication comes first where both would begin with one: backward, while forward
+    still computes. With None, the side that asks first goes first.
     """
 
     def __init__(self, names: tuple[str, str], goes_first: int | None = None) -> None:
@@ -42,13 +42,13 @@ class Meeting:
         return self.sides[1] if side is self.sides[0] else self.sides[0]
 
     def leave(self, side: Side, role: str) -> None:
-        """What `side` did in this role is enqueued. A role that it is not in says nothing (rule 5)."""
+        """Note that what `side` did in this role is enqueued. A role that it is not in says nothing (rule 5)."""
         if side.role == role:
             side.role = None
             self.other(side).is_held = False
 
     def ask(self, side: Side, role: str) -> None:
-        """`side` wants to enter a role: from now on it `waits`, or not."""
+        """Note that `side` wants to enter a role; afterwards `side.waits` says whether it has to wait."""
         if side.role == role:  # rule 5
             return
         side.role = None
@@ -59,12 +59,12 @@ class Meeting:
         self._settle()
 
     def withdraw(self, side: Side) -> None:
-        """`side` does not wait any longer: its wait has failed."""
+        """Note that `side` does not wait any longer, because its wait has failed."""
         side.wants = None
         side.is_held = False
 
     def end(self, side: Side) -> None:
-        """`side` does nothing more: rule 4."""
+        """Note that `side` does nothing more (rule 4)."""
         self.withdraw(side)
         side.role = None
         side.has_ended = True
@@ -76,7 +76,7 @@ class Meeting:
             self._let_go(side, self.other(side))
 
     def _let_go(self, side: Side, other: Side) -> None:
-        """`side`, if it may go on; `other` as well, where the two have met."""
+        """Let `side` go on if it may, and `other` as well where the two have met."""
         if side.wants is None:
             return
         if other.has_ended:

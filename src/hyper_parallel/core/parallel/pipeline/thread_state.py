@@ -1,7 +1,7 @@
 """What belongs to a thread and decides what operations do there, carried over into another thread.
 
-Each framework's part is in the `thread_state.py` of its folder. All frameworks that this process has imported are asked, since a function
-that runs in another thread may use either, whatever the platform is.
+Each framework's part is in the `thread_state.py` of its folder. All frameworks that this process has imported are
+asked, since a function that runs in another thread may use either, whatever the platform is.
 """
 
 from __future__ import annotations
@@ -29,17 +29,22 @@ class FrameworkState(ABC):
 
     @abstractmethod
     def applied(self) -> AbstractContextManager[None]:
-        """A block in which the calling thread has this state."""
+        """Give the calling thread this state while the block runs."""
 
     @abstractmethod
     def as_a_side(self, *, is_caller: bool) -> AbstractContextManager[None]:
-        """A block in which the calling thread is one of two that work at the same time: a backward that it starts runs in this very thread, and
-        its random numbers are its own; those of the caller go on afterwards.
+        """Make the calling thread one of two that work at the same time, while the block runs.
+
+        A backward that it starts runs in this very thread, and its random numbers are its own; those of the caller go
+        on afterwards.
         """
 
     @abstractmethod
     def generators(self) -> Generators | None:
-        """Where random numbers have got to; None where there is nothing to bring back. Asked only where one thread works at a time."""
+        """Note where random numbers have got to; None where there is nothing to bring back.
+
+        Asked only where one thread works at a time.
+        """
 
 
 class Generators(ABC):
@@ -50,19 +55,20 @@ class Generators(ABC):
 
 
 class ThreadState:
-    """The state of the thread that made this object: of each framework, the stream of the CPU, and context variables."""
+    """The state of the thread that made this object: context variables, the CPU's stream, and each framework's own."""
 
     def __init__(self) -> None:
         self._context = contextvars.copy_context()
         self._host_stream = current_host_stream()
         self._frameworks: list[FrameworkState] = [
-            importlib.import_module(f"hyper_parallel.platform.{each.value}.parallel.thread_state").BACKEND()
-            for each in PlatformType
-            if each.value in sys.modules
+            importlib.import_module(f"hyper_parallel.platform.{platform_type.value}.parallel.thread_state").BACKEND()
+            for platform_type in PlatformType
+            if platform_type.value in sys.modules
         ]
         chosen = chosen_type()
         self.one_thread_at_a_time = any(
-            each.one_thread_at_a_time and chosen in (None, each.platform_type) for each in self._frameworks
+            framework.one_thread_at_a_time and chosen in (None, framework.platform_type)
+            for framework in self._frameworks
         )
 
     def run(self, function: Callable[[], R]) -> R:
@@ -85,4 +91,4 @@ class ThreadState:
             yield
 
     def generators(self) -> list[Generators]:
-        return [found for each in self._frameworks if (found := each.generators()) is not None]
+        return [found for framework in self._frameworks if (found := framework.generators()) is not None]

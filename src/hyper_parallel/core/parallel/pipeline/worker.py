@@ -19,8 +19,8 @@ class Job:
 class Worker:
     """One thread for as long as its owner lives: started for the first job, ended when the owner is collected.
 
-    A thread for each step would have every framework set up its thread-local state anew. It is a daemon, so that a process that ends does not wait
-    for it. A child process after a fork has no such thread: its first job starts one.
+    A thread for each step would have every framework set up its thread-local state anew. It is a daemon, so that a
+    process that ends does not wait for it. A child process after a fork has no such thread: its first job starts one.
     """
 
     def __init__(self, owner: object, name: str) -> None:

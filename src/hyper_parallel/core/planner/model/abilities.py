@@ -11,7 +11,8 @@ class Abilities:
 
     Attributes:
         loads_by_region: how much may be loaded ahead is set for the backward of each region, and not once for all
-        turn_is_clear: the engine hears of the last region, so that none of its offloads is under way in the turn; see P4
+        turn_is_clear: the engine hears of the last region, so that none of its offloads is under way in the turn; see
+            P4
     """
 
     loads_by_region: bool = False
@@ -24,7 +25,8 @@ class HostCost:
 
     Attributes:
         region_ms: of a region in a plan that swaps; 0 where the device does not wait
-        without_copies_ms: of one in a plan that swaps nothing, whose regions need not watch every op; None: nobody measured it
+        without_copies_ms: of one in a plan that swaps nothing, whose regions need not watch every op; None: nobody
+            measured it
     """
 
     region_ms: float

@@ -11,8 +11,8 @@ from hyper_parallel.platform.opaque import Module
 from hyper_parallel.platform.patterns import matching
 
 
-class Kinds(NamedTuple):
-    """A framework's modules."""
+class ModuleTypes(NamedTuple):
+    """What the search for blocks needs to know of a framework's modules."""
 
     sequences: tuple[type, ...]  # of modules
     mappings: tuple[type, ...]  # of names to modules
@@ -23,20 +23,22 @@ class Kinds(NamedTuple):
     modules: Callable[[Any], Iterable[tuple[str, Any]]]  # all below a module, by path; itself as ""
 
 
-def find_blocks(kinds: Kinds, model: Module, regions: Sequence[str | type] | None = None) -> dict[str, Any]:
-    """Paths and modules, in the order of the model; none inside another.
+def find_blocks(types: ModuleTypes, model: Module, regions: Sequence[str | type] | None = None) -> dict[str, Any]:
+    """Find the modules that become regions: paths and modules, in the order of the model; none inside another.
 
-    `regions`: paths, classes, or patterns in which `*` stands for anything, dots included (see `patterns`). Without it: the members of every
-    list or sequence of modules in which a class with submodules of its own stands at least twice, and of every such dict in whose members there
-    is no such list (it may hold whole models, by name). Without any of these, the model's own children that have parameters; of a list or a dict,
-    which is never called itself, its members: `ModuleList(LSTM, LSTM)`.
+    `regions`: paths, classes, or patterns in which `*` stands for anything, dots included (see `patterns`).
+
+    Without it the blocks are the members of every list or sequence of modules in which a class with submodules of its
+    own stands at least twice; and of every such dict in whose members there is no such list (it may hold whole models,
+    by name). Where there are none of these, they are the model's own children that have parameters; of a list or a
+    dict, which is never called itself, its members: `ModuleList(LSTM, LSTM)`.
 
     Raises:
         ValueError: nothing is found, a pattern matches nothing, or a block is wrapped already.
     """
-    found = dict(_repeated(kinds, "", model)) if regions is None else _named(kinds, model, regions)
+    found = dict(_repeated(types, "", model)) if regions is None else _named(types, model, regions)
     if not found and regions is None:
-        found = dict(_own(kinds, "", model))
+        found = dict(_own(types, "", model))
     if not found:
         raise ArgumentError(
             "No block was found in the model that could be planned.",
@@ -45,7 +47,7 @@ def find_blocks(kinds: Kinds, model: Module, regions: Sequence[str | type] | Non
             do='Name the blocks: regions=["encoder.layer.*"], or their class.',
         )
     for name, module in found.items():
-        if isinstance(module, kinds.wrapper):
+        if isinstance(module, types.wrapper):
             raise ArgumentError(
                 "A block is wrapped already, and a plan wraps blocks itself.",
                 got=type(module).__name__,
@@ -56,7 +58,9 @@ def find_blocks(kinds: Kinds, model: Module, regions: Sequence[str | type] | Non
 
 
 def check_unplanned(planned: Iterable[str], paths: Iterable[str]) -> None:
-    """Refuse blocks at paths that are under a plan, or have something in them or around them that is. `planned`: where one is.
+    """Refuse blocks that are under a plan, or have something in them or around them that is.
+
+    `planned`: the paths of modules that are under one.
 
     Raises:
         StateError: the first one is named.
@@ -74,63 +78,75 @@ def check_unplanned(planned: Iterable[str], paths: Iterable[str]) -> None:
                 )
 
 
-def suggested(kinds: Kinds, model: Module, blocks: Iterable[str], inside: str | None = None) -> list[str]:
-    """Patterns of modules that could be planned as well: the parts of one block, or, without it, what is in no block. For a refusal's advice."""
-    modules, planned = dict(kinds.modules(model)), list(blocks)
+def suggested(types: ModuleTypes, model: Module, blocks: Iterable[str], inside: str | None = None) -> list[str]:
+    """List patterns of modules that could be planned as well, for a refusal's advice.
+
+    With `inside`, the parts of that block; without it, what is in no block.
+    """
+    modules, planned = dict(types.modules(model)), list(blocks)
     if inside is not None:
-        return [_pattern(path, planned) for path in _parts(kinds, inside, modules, is_only=len(planned) == 1)][:1]
+        return [_pattern(path, planned) for path in _parts(types, inside, modules, is_only=len(planned) == 1)][:1]
 
     def is_free(path: str) -> bool:
-        return not any(f"{path}.".startswith(f"{each}.") or f"{each}.".startswith(f"{path}.") for each in planned)
+        return not any(f"{path}.".startswith(f"{block}.") or f"{block}.".startswith(f"{path}.") for block in planned)
 
-    free = [path for path, module in modules.items() if path and is_free(path) and _has_parameters(kinds, module)]
-    lists = [path for path in free if isinstance(modules[path], (*kinds.sequences, *kinds.mappings))]
-    tops = [path for path in free if not any(path.startswith(f"{each}.") for each in free)]
+    free = [path for path, module in modules.items() if path and is_free(path) and _has_parameters(types, module)]
+    lists = [path for path in free if isinstance(modules[path], (*types.sequences, *types.mappings))]
+    tops = [path for path in free if not any(path.startswith(f"{other}.") for other in free)]
     return [f"{path}.*" for path in lists] or tops
 
 
-def _parts(kinds: Kinds, inside: str, modules: dict[str, Any], *, is_only: bool) -> Iterator[str]:
-    """Where a block may be split: at a list in it in which a class is repeated; one that is the only block, at its children."""
+def _parts(types: ModuleTypes, inside: str, modules: dict[str, Any], *, is_only: bool) -> Iterator[str]:
+    """Find where a block may be split: at a list in it in which a class is repeated.
+
+    A model's only block may also be split at its children.
+    """
     for path, module in modules.items():
-        if f"{path}.".startswith(f"{inside}.") and isinstance(module, (*kinds.sequences, *kinds.mappings)):
-            members = [type(each) for _, each in kinds.children(module) if _has_parameters(kinds, each)]
+        if f"{path}.".startswith(f"{inside}.") and isinstance(module, (*types.sequences, *types.mappings)):
+            members = [type(child) for _, child in types.children(module) if _has_parameters(types, child)]
             if len(members) > len(set(members)):
                 yield f"{path}.*"
-    if is_only and any(_has_parameters(kinds, child) for _, child in kinds.children(modules[inside])):
+    if is_only and any(_has_parameters(types, child) for _, child in types.children(modules[inside])):
         yield f"{inside}.*"
 
 
 def _pattern(path: str, planned: Sequence[str]) -> str:
-    """A path in one block as a pattern for all blocks: with the numbers left open in which their paths differ."""
-    paths = [each.split(".") for each in planned]
+    """Turn a path in one block into a pattern for all blocks: numbers in which their paths differ are left open."""
+    paths = [block.split(".") for block in planned]
     return ".".join(
-        "*" if part.isdecimal() and len({each[place] for each in paths if len(each) > place}) > 1 else part
+        "*" if part.isdecimal() and len({parts[place] for parts in paths if len(parts) > place}) > 1 else part
         for place, part in enumerate(path.split("."))
     )
 
 
-def other_reference(kinds: Kinds, model: Module, blocks: Iterable[Any]) -> str | None:
-    """Where the model also holds one of the blocks, and no wrapper would be put: an attribute with a Python list, tuple or dict."""
-    wanted = {id(each) for each in blocks}
-    for path, module in kinds.modules(model):
+def other_reference(types: ModuleTypes, model: Module, blocks: Iterable[Any]) -> str | None:
+    """Find where the model holds one of the blocks a second time, in a Python list, tuple or dict.
+
+    No wrapper would be put there.
+    """
+    wanted = {id(block) for block in blocks}
+    for path, module in types.modules(model):
         for name, value in vars(module).items():
             values = value.values() if isinstance(value, dict) else value
             is_own = name.startswith("_")  # the framework's own tables
-            if not is_own and isinstance(value, (list, tuple, dict)) and any(id(each) in wanted for each in values):
+            if not is_own and isinstance(value, (list, tuple, dict)) and any(id(held) in wanted for held in values):
                 return f"{path}.{name}" if path else name
     return None
 
 
-def check_ran(kinds: Kinds, model: Module, blocks: dict[str, Any], *, num_seen: int, num_ran: int) -> None:
-    """Refuse a model whose blocks did not run, or not where a wrapper would be. `num_ran`: calls of blocks; `num_seen`: those through wrappers.
+def check_ran(types: ModuleTypes, model: Module, blocks: dict[str, Any], *, num_seen: int, num_ran: int) -> None:
+    """Refuse a model whose blocks did not run, or ran from where no wrapper would be.
+
+    `num_ran`: calls of blocks; `num_seen`: those through wrappers.
 
     Raises:
         ValueError: the reason is named.
     """
-    other = other_reference(kinds, model, blocks.values()) if num_seen < num_ran else None
+    other = other_reference(types, model, blocks.values()) if num_seen < num_ran else None
     if other is not None or (num_ran and not num_seen):
         raise ArgumentError(
-            "Blocks run, but the model does not call them by the names that they have in it: it holds them by another reference, such as a Python list.",
+            "Blocks run, but the model does not call them by the names that they have in it: "
+            "it holds them by another reference, such as a Python list.",
             expected="calls of " + ", ".join(list(blocks)[:3]) + " by these names",
             got=f"{num_ran - num_seen} of {num_ran} calls by another reference" + (f", `{other}`" if other else ""),
             where=type(model).__name__,
@@ -145,47 +161,47 @@ def check_ran(kinds: Kinds, model: Module, blocks: dict[str, Any], *, num_seen: 
         )
 
 
-def _repeated(kinds: Kinds, path: str, module: Module) -> Iterator[tuple[str, Any]]:
-    """Members of lists with repeated classes; what is below such a member is part of it."""
-    for name, child in kinds.children(module):
+def _repeated(types: ModuleTypes, path: str, module: Module) -> Iterator[tuple[str, Any]]:
+    """Find the members of lists with repeated classes; what is below such a member is part of it."""
+    for name, child in types.children(module):
         below = f"{path}.{name}" if path else name
         found: list[tuple[str, Any]] = []
-        if isinstance(child, kinds.sequences):
-            found = _members(kinds, below, child)
-        found = found or list(_repeated(kinds, below, child))
-        if not found and isinstance(child, kinds.mappings):
-            found = _members(kinds, below, child)
+        if isinstance(child, types.sequences):
+            found = _members(types, below, child)
+        found = found or list(_repeated(types, below, child))
+        if not found and isinstance(child, types.mappings):
+            found = _members(types, below, child)
         yield from found
 
 
-def _own(kinds: Kinds, path: str, module: Module) -> Iterator[tuple[str, Any]]:
-    """Children with parameters, and in place of a container that is never called those in it."""
-    for name, child in kinds.children(module):
+def _own(types: ModuleTypes, path: str, module: Module) -> Iterator[tuple[str, Any]]:
+    """Find the children with parameters, and in place of a container that is never called those in it."""
+    for name, child in types.children(module):
         below = f"{path}.{name}" if path else name
-        if isinstance(child, kinds.not_called):
-            yield from _own(kinds, below, child)
-        elif _has_parameters(kinds, child):
+        if isinstance(child, types.not_called):
+            yield from _own(types, below, child)
+        elif _has_parameters(types, child):
             yield below, child
 
 
-def _members(kinds: Kinds, path: str, container: object) -> list[tuple[str, Any]]:
-    """Those of a class that is called, stands in it at least twice and has submodules of its own."""
-    classes = Counter(type(each) for _, each in kinds.children(container))
+def _members(types: ModuleTypes, path: str, container: object) -> list[tuple[str, Any]]:
+    """List the members of a class that is called, stands in the container at least twice and has submodules."""
+    classes = Counter(type(child) for _, child in types.children(container))
     return [
-        (f"{path}.{key}", each)
-        for key, each in kinds.children(container)
-        if classes[type(each)] > 1
-        and not isinstance(each, kinds.not_called)
-        and _has_parameters(kinds, each)
-        and any(True for _ in kinds.children(each))
+        (f"{path}.{key}", child)
+        for key, child in types.children(container)
+        if classes[type(child)] > 1
+        and not isinstance(child, types.not_called)
+        and _has_parameters(types, child)
+        and any(True for _ in types.children(child))
     ]
 
 
-def _has_parameters(kinds: Kinds, module: Module) -> bool:
-    return any(True for _ in kinds.parameters(module))
+def _has_parameters(types: ModuleTypes, module: Module) -> bool:
+    return any(True for _ in types.parameters(module))
 
 
-def _named(kinds: Kinds, model: Module, regions: Sequence[str | type]) -> dict[str, Any]:
+def _named(types: ModuleTypes, model: Module, regions: Sequence[str | type]) -> dict[str, Any]:
     if isinstance(regions, (str, type)):
         regions = [regions]
     if not isinstance(regions, Iterable):
@@ -194,11 +210,11 @@ def _named(kinds: Kinds, model: Module, regions: Sequence[str | type]) -> dict[s
             expected="a list of paths, patterns or module classes",
             got=describe(regions),
         )
-    modules = {name: module for name, module in kinds.modules(model) if name}
+    modules = {name: module for name, module in types.modules(model) if name}
     chosen: set[str] = set()
     for region in regions:
         if isinstance(region, str):
-            matches = [name for name in matching(region, modules) if type(modules[name]) not in kinds.not_called]
+            matches = [name for name in matching(region, modules) if type(modules[name]) not in types.not_called]
         elif isinstance(region, type):
             matches = [name for name, module in modules.items() if isinstance(module, region)]
         else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from hyper_parallel._base.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.planner.model.profile import Op, Region
+    from hyper_parallel.core.planner.model.profile import ProfiledOp, Region
 
 
 class Choice(str, Enum):
@@ -39,12 +39,15 @@ _WORDS = {choice.value: choice for choice in Choice}
 
 
 def choices_of(words: Iterable[Any]) -> tuple[Any, ...]:
-    """The choices that a file names, and None. What is no choice is given back as it is: who checks the file knows where it stands."""
+    """Turn the words of a file into choices; None stays None.
+
+    A word that is no choice is given back as it is: whoever checks the file knows where it stands, and says so.
+    """
     return tuple(_WORDS.get(word, word) if isinstance(word, str) else word for word in words)
 
 
 def words_of(choices: Iterable[Choice | None]) -> list[str | None]:
-    """What a file has for them."""
+    """Turn choices into the words that a file has."""
     return [None if choice is None else str(choice) for choice in choices]
 
 
@@ -65,12 +68,14 @@ class RegionDecision:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it keeps its inputs and runs again, and no more: the framework's own checkpoint does that."""
+        """Say whether the region keeps its inputs and runs again, and no more: the framework's own checkpoint does
+        that.
+        """
         return not (self.is_plain or self.swaps or SAVE in self.ops)
 
     @property
     def is_managed(self) -> bool:
-        """Whether a policy is asked about its ops."""
+        """Say whether a policy is asked about the region's ops."""
         return not (self.is_plain or self.is_whole)
 
 
@@ -78,8 +83,10 @@ Decision: TypeAlias = tuple[RegionDecision, ...]
 
 
 @dataclass(frozen=True)
-class Load:
-    """All that the cost of a step depends on: what a region puts on the device, on the link and on the clock."""
+class RegionBytes:
+    """What one region under a decision puts on the device, on the link and on the clock: all that a step's cost depends
+    on.
+    """
 
     kept_bytes: int  # on the device between its forward and its backward
     swapped_bytes: int
@@ -88,11 +95,11 @@ class Load:
     is_managed: bool
 
 
-def allowed(op: Op) -> tuple[Choice, ...]:
-    """Of its choices, those that do something.
+def allowed(op: ProfiledOp) -> tuple[Choice, ...]:
+    """Give those of an op's choices that do something.
 
-    A view makes no storage: saving it would hold the storage of what it looks at, which nobody counts. So where it can be
-    run again, it is.
+    A view makes no storage: saving it would hold the storage that it is a view of, which nobody counts. So it runs
+    again where it can.
     """
     if not op.makes and RECOMPUTE in op.choices:
         return (RECOMPUTE,)
@@ -100,20 +107,26 @@ def allowed(op: Op) -> tuple[Choice, ...]:
 
 
 def plain(region: Region) -> RegionDecision:
-    """Not wrapped."""
+    """Decide that the region is not wrapped."""
     return RegionDecision(True, (None,) * len(region.ops), (None,) * len(region.inputs))
 
 
 def save_all(region: Region) -> RegionDecision:
-    """As a plain region, but run as one: what backward needs is saved. Where that is not a choice, plain."""
+    """Decide to run the region as one and to save what backward needs, as much as a plain one keeps.
+
+    Where saving is no choice of such an op, the region stays plain.
+    """
     if any(op.is_needed and SAVE not in allowed(op) for op in region.ops):
         return plain(region)
     ops = tuple(SAVE if op.is_needed else None for op in region.ops)
-    return RegionDecision(False, ops, tuple(SAVE if each.value.is_residual else None for each in region.inputs))
+    return RegionDecision(False, ops, tuple(SAVE if given.value.is_residual else None for given in region.inputs))
 
 
 def recompute_all(region: Region) -> RegionDecision:
-    """What `checkpoint` does without a policy: keeps the inputs, runs again all that backward needs and can run again."""
+    """Decide as `checkpoint` does without a policy.
+
+    The inputs are kept, and all that backward needs and that can run again runs again.
+    """
     ops: list[Choice | None] = [None] * len(region.ops)
     wanted = {index for index, op in enumerate(region.ops) if op.is_needed}
     for index in reversed(range(len(region.ops))):
@@ -124,48 +137,51 @@ def recompute_all(region: Region) -> RegionDecision:
         if ops[index] == RECOMPUTE:
             wanted.update(region.ops[index].reads)
     runs_again = RECOMPUTE in ops
-    inputs = tuple(SAVE if runs_again or each.value.is_residual else None for each in region.inputs)
+    inputs = tuple(SAVE if runs_again or given.value.is_residual else None for given in region.inputs)
     return RegionDecision(False, tuple(ops), inputs)
 
 
 def kept_bytes(region: Region, decision: RegionDecision) -> int:
-    """On the device between the region's forward and its backward."""
+    """Count what is on the device between the region's forward and its backward."""
     return region.residual_bytes if decision.is_plain else _chosen_bytes(region, decision, SAVE)
 
 
 def swapped_bytes(region: Region, decision: RegionDecision) -> int:
-    """Copied to the host in forward, and back for backward."""
+    """Count what is copied to the host in forward, and back for backward."""
     return _chosen_bytes(region, decision, SWAP)
 
 
 def extra_bytes(region: Region, decision: RegionDecision) -> int:
-    """Saved or swapped though plain autograd would not keep it: `backward_peak_bytes` does not have it."""
+    """Count what is saved or swapped though plain autograd would not keep it.
+
+    `backward_peak_bytes` does not have it.
+    """
     ops = sum(
         op.num_bytes - op.residual_bytes
         for op, choice in zip(region.ops, decision.ops, strict=True)
         if choice in (SAVE, SWAP)
     )
     inputs = sum(
-        each.value.num_bytes
-        for each, choice in zip(region.inputs, decision.inputs, strict=True)
-        if choice in (SAVE, SWAP) and not each.value.is_residual
+        given.value.num_bytes
+        for given, choice in zip(region.inputs, decision.inputs, strict=True)
+        if choice in (SAVE, SWAP) and not given.value.is_residual
     )
     return ops + inputs
 
 
 def recompute_ms(region: Region, decision: RegionDecision) -> float:
-    """What running ops again takes, beside the overhead of running anything again."""
+    """Add up the time of the ops that run again, without what it costs to run anything again at all."""
     return sum(op.forward_ms for op, choice in zip(region.ops, decision.ops, strict=True) if choice == RECOMPUTE)
 
 
 def recomputed_bytes(region: Region, decision: RegionDecision) -> int:
-    """Residuals that are made again."""
+    """Count the residuals that are made again."""
     return sum(op.residual_bytes for op, choice in zip(region.ops, decision.ops, strict=True) if choice == RECOMPUTE)
 
 
-def load(region: Region, decision: RegionDecision) -> Load:
-    """The four numbers at once."""
-    return Load(
+def bytes_of(region: Region, decision: RegionDecision) -> RegionBytes:
+    """Count all four at once."""
+    return RegionBytes(
         kept_bytes=kept_bytes(region, decision),
         swapped_bytes=swapped_bytes(region, decision),
         extra_bytes=extra_bytes(region, decision),
@@ -175,11 +191,11 @@ def load(region: Region, decision: RegionDecision) -> Load:
 
 
 def check(region: Region, decision: RegionDecision) -> None:
-    """Raises where the decision cannot be carried out.
+    """Raise where the decision cannot be carried out.
 
     Raises:
-        ArgumentError: a choice that the op or input does not have, a residual that nobody provides, or an op that would run
-            again without what it reads.
+        ArgumentError: a choice that the op or input does not have, a residual that nobody provides, or an op that would
+            run again without what it reads.
     """
     if (len(decision.ops), len(decision.inputs)) != (len(region.ops), len(region.inputs)):
         raise ArgumentError(
@@ -238,17 +254,17 @@ def _check_ops(region: Region, decision: RegionDecision) -> None:
 
 def _check_inputs(region: Region, decision: RegionDecision) -> None:
     runs_again = RECOMPUTE in decision.ops
-    for index, (each, choice) in enumerate(zip(region.inputs, decision.inputs, strict=True)):
+    for index, (given, choice) in enumerate(zip(region.inputs, decision.inputs, strict=True)):
         where = f"{region.path}, input {index}"
         if choice is None:
             if runs_again:
                 raise ArgumentError("A region that runs again needs all its inputs saved or swapped.", where=where)
-            if each.value.is_residual:
+            if given.value.is_residual:
                 raise ArgumentError("Backward needs an input that is neither saved nor swapped.", where=where)
-        elif choice != SAVE and not (choice == SWAP and each.may_swap):
+        elif choice != SAVE and not (choice == SWAP and given.may_swap):
             raise ArgumentError(
                 "This input does not have this choice.",
-                expected="save or swap" if each.may_swap else "save",
+                expected="save or swap" if given.may_swap else "save",
                 got=choice,
                 where=where,
             )
@@ -257,6 +273,6 @@ def _check_inputs(region: Region, decision: RegionDecision) -> None:
 def _chosen_bytes(region: Region, decision: RegionDecision, wanted: Choice) -> int:
     ops = sum(op.num_bytes for op, choice in zip(region.ops, decision.ops, strict=True) if choice == wanted)
     inputs = sum(
-        each.value.num_bytes for each, choice in zip(region.inputs, decision.inputs, strict=True) if choice == wanted
+        given.value.num_bytes for given, choice in zip(region.inputs, decision.inputs, strict=True) if choice == wanted
     )
     return ops + inputs

@@ -1,4 +1,4 @@
-"""What a decision means for the memory of a region: which of its bytes are held until when, and what the swap engine gets.
+"""What a decision means for the memory of a region: what is held until when, and what the swap engine gets.
 
 Pure bookkeeping, before any step runs; what it takes for granted is in the list of `timeline`, which runs the steps.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from hyper_parallel.core.planner.model.choices import SAVE, SWAP, Choice, RegionDecision
-from hyper_parallel.core.planner.model.profile import Op, Region, Value
+from hyper_parallel.core.planner.model.profile import ProfiledOp, Region, StorageFacts
 from hyper_parallel.core.regions.rerun_plan import plan_replay
 
 
@@ -21,8 +21,8 @@ class _ReplayOp(NamedTuple):
     must_run: bool = False
 
 
-class Swapped(NamedTuple):
-    """A value that the engine gets. Moments are those of `Holding`.
+class SwappedBytes(NamedTuple):
+    """A storage of a region that the swap engine gets. Moments are those of `Holding`.
 
     Attributes:
         number: among those of its region
@@ -45,8 +45,10 @@ class Swapped(NamedTuple):
 class Holding:
     """Which bytes of a region are held until when, under a decision.
 
-    A *moment* is the number of an op (when it is done), or `end` (the forward is over), `handed_on` (the next region begins), `kept` (until
-    backward). What the engine does not get is summed up by the moment until which it is held.
+    It is made once for a region and used in every step.
+
+    A *moment* is the number of an op (when it is done), or `end` (the forward is over), `handed_on` (the next region
+    begins), `kept` (until backward). What the engine does not get is summed up by the moment until which it is held.
     """
 
     def __init__(self, region: Region, decision: RegionDecision, min_bytes: int) -> None:
@@ -62,7 +64,7 @@ class Holding:
         self.made_bytes = [0] * self.num_ops
         self.freed_bytes = [0] * (self.kept + 1)
         self.saved_residual_bytes = [0] * self.num_ops  # of what is kept: residuals, by the op that made them
-        self.swapped: list[Swapped] = []
+        self.swapped: list[SwappedBytes] = []
         self.opens_group: set[int] = set()  # the moments at which something is to be swapped, be it too small or not
         # Of residuals that an op made and that are not swapped: the engine hears of them.
         self.told_bytes = [0] * self.num_ops
@@ -77,8 +79,8 @@ class Holding:
         for index, op in enumerate(ops):
             for value in op.makes:
                 self._hold_made(value, index, decision.ops[index], uses.get(index, index))
-        for index, each in enumerate(region.inputs):
-            self._hold_input(each.value, index, decision.inputs[index], uses.get(~index, self.end))
+        for index, given in enumerate(region.inputs):
+            self._hold_input(given.value, index, decision.inputs[index], uses.get(~index, self.end))
         self.made_by = self._by_moment(value.made_by if value.made_by >= 0 else self.end for value in self.swapped)
         self.saved_after = self._by_moment(value.saved_after for value in self.swapped)
         self.dropped_after = self._by_moment(value.dropped_after for value in self.swapped)
@@ -88,7 +90,9 @@ class Holding:
     def _plan_replay(self, region: Region, decision: RegionDecision, uses: dict[int, int]) -> None:
         is_kept = [choice in (SAVE, SWAP) for choice in decision.ops]
         wanted = [index for index, op in enumerate(region.ops) if op.is_needed and not is_kept[index]]
-        ops = [_ReplayOp((*op.reads, *(~each for each in op.reads_inputs)), (i,)) for i, op in enumerate(region.ops)]
+        ops = [
+            _ReplayOp((*op.reads, *(~number for number in op.reads_inputs)), (i,)) for i, op in enumerate(region.ops)
+        ]
         self.wanted = [] if self._is_plain else wanted
         self.runs, self.takes = plan_replay(ops, self.wanted, lambda value: value < 0 or is_kept[value])
         self.replays_at = max((uses.get(index, index) for index in self.wanted), default=-1)
@@ -105,7 +109,7 @@ class Holding:
                     until = self.end if value.freed_after is None else value.freed_after
                     self.replay_freed_bytes[until] += value.num_bytes  # plant: replay-freed
 
-    def _hold_made(self, value: Value, op: int, choice: Choice | None, asked_at: int) -> None:
+    def _hold_made(self, value: StorageFacts, op: int, choice: Choice | None, asked_at: int) -> None:
         local = until = self.handed_on if value.freed_after is None else value.freed_after  # plant: left-behind
         if value.is_residual and value.num_bytes and not self._is_plain:
             self.makes_residual[op] = True
@@ -135,7 +139,7 @@ class Holding:
         if until == self.kept and value.is_residual and op not in self.takes:  # plant: record-holds
             self.saved_residual_bytes[self._made_with[op]] += value.num_bytes  # plant: residual-freed
 
-    def _hold_input(self, value: Value, index: int, choice: Choice | None, asked_at: int) -> None:
+    def _hold_input(self, value: StorageFacts, index: int, choice: Choice | None, asked_at: int) -> None:
         if self._is_plain:
             until = self.kept if value.is_residual else self.end if value.freed_after is None else value.freed_after
         elif not value.is_residual and not self.wanted:
@@ -153,29 +157,31 @@ class Holding:
         self.input_bytes += value.num_bytes
         self.freed_bytes[until] += value.num_bytes
 
-    def _swap(self, value: Value, made_by: int, saved: int, dropped: int, taken: int | None, asked: int | None) -> None:
-        self.swapped.append(Swapped(len(self.swapped), value.num_bytes, made_by, saved, dropped, taken, asked))
+    def _swap(
+        self, value: StorageFacts, made_by: int, saved: int, dropped: int, taken: int | None, asked: int | None
+    ) -> None:
+        self.swapped.append(SwappedBytes(len(self.swapped), value.num_bytes, made_by, saved, dropped, taken, asked))
 
-    def _by_moment(self, moments: Iterable[int | None]) -> list[list[Swapped]]:
-        table: list[list[Swapped]] = [[] for _ in range(self.kept + 1)]
+    def _by_moment(self, moments: Iterable[int | None]) -> list[list[SwappedBytes]]:
+        table: list[list[SwappedBytes]] = [[] for _ in range(self.kept + 1)]
         for value, moment in zip(self.swapped, moments, strict=True):
             if moment is not None:
                 table[moment].append(value)
         return table
 
 
-def _shares(ms: float, ops: Sequence[Op]) -> list[float]:
-    """A time, shared out as the ops of a forward share theirs."""
+def _shares(ms: float, ops: Sequence[ProfiledOp]) -> list[float]:
+    """Share out a time among ops in the proportion of their forward times."""
     total_ms = sum(op.forward_ms for op in ops)
     return [ms * op.forward_ms / total_ms if total_ms else ms / len(ops) for op in ops]
 
 
 def _last_uses(region: Region) -> dict[int, int]:
-    """The last op that reads an op's results, or input i (as ~i), also through views."""
+    """Find the last op that reads an op's results, or input i (as ~i), also through views."""
     uses: dict[int, int] = {}
     for index in reversed(range(len(region.ops))):
         op = region.ops[index]
         used_at = index if op.makes else uses.get(index, index)  # plant: use-through-view
-        for read in (*op.reads, *(~each for each in op.reads_inputs)):
+        for read in (*op.reads, *(~number for number in op.reads_inputs)):
             uses[read] = max(uses.get(read, 0), used_at)
     return uses

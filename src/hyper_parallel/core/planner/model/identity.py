@@ -18,7 +18,7 @@ class DeviceKind(Enum):
 
     @classmethod
     def of(cls, device: str | None) -> DeviceKind:
-        """The kind of a device by its name. A profile that does not name one counts as an accelerator's."""
+        """Tell the kind of a device from its name. A profile that does not name one counts as an accelerator's."""
         return cls.CPU if device in ("cpu", "CPU") else cls.ACCELERATOR
 
 
@@ -53,5 +53,5 @@ class Identity:
 
     @property
     def model_words(self) -> str:
-        """The model in a sentence."""
+        """Name the model in a sentence."""
         return "a model" if self.model is None else self.model

@@ -1,12 +1,12 @@
-"""What a meter says about a part of a step."""
+"""What a meter measured of a part of a step."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-class Span(NamedTuple):
-    """From one mark to the next; bytes above what was in use at the first mark."""
+class MeasuredSpan(NamedTuple):
+    """A part of a step, from one mark to the next. Bytes are above what was in use at the step's first mark."""
 
     name: str
     level_bytes: int  # when it begins

@@ -20,6 +20,7 @@ class Mismatches:
         self.is_in_another_mode = False  # planned in eval mode, and trained in train mode
 
     def note(self, what: str, *, expected: str, got: str, where: str, may_raise: bool = True) -> None:
+        """Count what was met, and raise where the user has asked for that."""
         self.counts[what] += 1
         if self.raises and may_raise:
             raise MismatchError(

@@ -1,4 +1,4 @@
-"""The question that the solver is given, and what an answer to it costs. See the README for rules P1-P4 and T1-T4.
+"""The question that the solver is given, and what an answer to it costs. See the README beside it for rules P and T.
 
 `evaluate` is the one meaning of these rules. The solver states them again as inequalities; it is held to this file by
 evaluating whatever it finds, and by a comparison with brute force in the tests.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.core.planner.model.choices import Decision, Load, check, load
+from hyper_parallel.core.planner.model.choices import Decision, RegionBytes, bytes_of, check
 from hyper_parallel.core.planner.model.profile import Link, Region, StepProfile
 
 Moment: TypeAlias = Literal["forward", "backward", "turn"]
@@ -23,7 +23,7 @@ _NO_LINK = Link(out_bytes_per_ms=1.0, in_bytes_per_ms=1.0)
 
 @dataclass(frozen=True)
 class Problem:
-    """Within `budget_bytes`, the least time.
+    """The question for the solver: within `budget_bytes`, which decision takes the least time?
 
     Attributes:
         budget_bytes: for everything: the profile's base, activations, copies in flight, the margin
@@ -32,7 +32,8 @@ class Problem:
         region_overhead_ms: what a region that is neither plain nor recomputed whole costs beside the ops it runs again
         margin_bytes: added to every peak
         copies_meet: whether offloads may still be under way in backward; see P4
-        turn_is_clear: whether the last region's forward ends with all offloads, so that none is under way in the turn; see P4
+        turn_is_clear: whether the last region's forward ends with all offloads, so that none is under way in the turn;
+            see P4
     """
 
     profile: StepProfile
@@ -58,7 +59,7 @@ class Problem:
         return self.profile.link is not None
 
     def in_flight_bytes(self, moment: Moment, region: int | None = None) -> int:
-        """P4, where anything is swapped."""
+        """Give what P4 counts at a moment, where anything is swapped."""
         if moment == "backward":
             return self.prefetch_bytes + (self.window_bytes if self.copies_meet else 0)
         if moment == "turn" and self.turn_is_clear:
@@ -66,7 +67,10 @@ class Problem:
         return max(self.window_bytes - self.displaced_bytes(region), 0)
 
     def displaced_bytes(self, region: int | None) -> int:
-        """How much less of the window is in flight at the highest point of a region's forward: in the last one its residuals take it over."""
+        """Give how much less of the window is in flight at the highest point of a region's forward.
+
+        More than 0 in the last region only, whose residuals take the place of what is on its way out.
+        """
         if not self.turn_is_clear or region is None or region != len(self.profile.regions) - 1:
             return 0
         return displaced_bytes(self.profile.regions[region])
@@ -74,10 +78,11 @@ class Problem:
 
 @functools.lru_cache(maxsize=8)
 def displaced_bytes(region: Region) -> int:
-    """By how much the forward of a region, the last, has made others leave at every moment, above what is missing there to its highest point.
+    """Count what the last region's forward has made others leave, at the least, when its memory is highest.
 
-    A residual is told to the engine when an op saves it, at the latest by the last op that reads it. Nothing is said of a highest point
-    that the ops do not explain: it may be where nothing was told yet.
+    At every moment that is what was told to the engine by then, and what is missing there to the highest point. A
+    residual is told to the engine when an op saves it, at the latest by the last op that reads it. Where the ops do not
+    explain the measured highest point it is 0: that point may be where nothing was told yet.
     """
     sizes, freed, told = ([0] * len(region.ops) for _ in range(3))
     for index, op in enumerate(region.ops):
@@ -92,7 +97,7 @@ def displaced_bytes(region: Region) -> int:
                 told[last_read[index]] += value.num_bytes
             elif value.freed_after is not None:
                 freed[value.freed_after] += value.num_bytes
-    alive_bytes, told_bytes = sum(each.value.num_bytes for each in region.inputs), 0
+    alive_bytes, told_bytes = sum(given.value.num_bytes for given in region.inputs), 0
     moments = []  # what is alive while an op runs, and what was told before it
     for index, op in enumerate(region.ops):
         moments.append((alive_bytes + sizes[index] + op.temporary_bytes, told_bytes))
@@ -156,7 +161,7 @@ class Cost:
 
 
 def evaluate(problem: Problem, decision: Decision) -> Cost:
-    """The peak and the time of a step under this decision.
+    """Compute the peak and the time of a step under this decision.
 
     Raises:
         ArgumentError: the decision cannot be carried out (see `choices.check`), or swaps where there is no link.
@@ -168,19 +173,19 @@ def evaluate(problem: Problem, decision: Decision) -> Cost:
         )
     for region, chosen in zip(regions, decision, strict=True):
         check(region, chosen)
-    return cost(problem, [load(region, chosen) for region, chosen in zip(regions, decision, strict=True)])
+    return cost(problem, [bytes_of(region, chosen) for region, chosen in zip(regions, decision, strict=True)])
 
 
-def cost(problem: Problem, loads: Sequence[Load]) -> Cost:
-    """`evaluate`, from what each region puts on device, link and clock."""
-    if not problem.can_swap and any(each.swapped_bytes for each in loads):
+def cost(problem: Problem, by_region: Sequence[RegionBytes]) -> Cost:
+    """Do as `evaluate` does, from what each region puts on device, link and clock."""
+    if not problem.can_swap and any(region_bytes.swapped_bytes for region_bytes in by_region):
         raise ArgumentError("Something is swapped, and the profile has no link to the host.")
-    starts, ends, offloads = _forward(problem, loads)
-    load_ends, back_starts, overs = _backward(problem, loads, ends, offloads)
+    starts, ends, offloads = _forward(problem, by_region)
+    load_ends, back_starts, overs = _backward(problem, by_region, ends, offloads)
     regions = problem.profile.regions
     before = [*overs[1:], _turn_end(problem, ends)] if regions else []
     return Cost(
-        peak=peak(problem, loads),
+        peak=peak(problem, by_region),
         step_ms=overs[0] if regions else _turn_end(problem, ends),
         forward_start_ms=tuple(starts),
         forward_end_ms=tuple(ends),
@@ -195,10 +200,13 @@ def cost(problem: Problem, loads: Sequence[Load]) -> Cost:
     )
 
 
-def peak(problem: Problem, loads: Sequence[Load], *, swaps: bool | None = None) -> Peak:
-    """P1-P4: the highest moment, the first of equals. `swaps`: whether P4 is paid; without it, where anything is swapped."""
+def peak(problem: Problem, by_region: Sequence[RegionBytes], *, swaps: bool | None = None) -> Peak:
+    """Find the highest moment by P1 to P4, the first of equals.
+
+    `swaps`: whether P4 is paid; without it, where anything is swapped.
+    """
     if swaps is None:
-        swaps = any(each.swapped_bytes for each in loads)
+        swaps = any(region_bytes.swapped_bytes for region_bytes in by_region)
     moments: list[tuple[int, Moment, int | None, tuple[int, int, int, int, int]]] = []
 
     def add(moment: Moment, index: int | None, *parts: int) -> None:
@@ -207,41 +215,44 @@ def peak(problem: Problem, loads: Sequence[Load], *, swaps: bool | None = None) 
         moments.append((sum(parts) + in_flight, moment, index, (outside, kept, own, extra, in_flight)))
 
     kept = 0
-    for index, (region, each) in enumerate(zip(problem.profile.regions, loads, strict=True)):
-        add("forward", index, region.outside_bytes, kept, region.forward_peak_bytes, each.extra_bytes)  # P2
-        add("backward", index, region.outside_bytes, kept, region.backward_peak_bytes, each.extra_bytes)  # P1
-        kept += each.kept_bytes
+    for index, (region, region_bytes) in enumerate(zip(problem.profile.regions, by_region, strict=True)):
+        add("forward", index, region.outside_bytes, kept, region.forward_peak_bytes, region_bytes.extra_bytes)  # P2
+        add("backward", index, region.outside_bytes, kept, region.backward_peak_bytes, region_bytes.extra_bytes)  # P1
+        kept += region_bytes.kept_bytes
     add("turn", None, 0, kept, problem.profile.turn.peak_bytes, 0)  # P3
-    _, when, at, parts = max(moments, key=lambda each: each[0])
+    _, when, at, parts = max(moments, key=lambda entry: entry[0])
     return Peak(when, at, problem.profile.base_bytes, *parts, problem.margin_bytes)
 
 
-def room_for_copies(problem: Problem, loads: Sequence[Load]) -> list[int]:
-    """What the budget leaves for copies in flight: first in forward and turn together, then in the backward of each region."""
+def room_for_copies(problem: Problem, by_region: Sequence[RegionBytes]) -> list[int]:
+    """Count the room for copies in flight: first in forward and turn together, then in the backward of each region."""
     free = problem.budget_bytes - problem.margin_bytes - problem.profile.base_bytes
     forward, backward = [], []
     kept = 0
-    for index, (region, each) in enumerate(zip(problem.profile.regions, loads, strict=True)):
-        alive = region.outside_bytes + kept + each.extra_bytes
+    for index, (region, region_bytes) in enumerate(zip(problem.profile.regions, by_region, strict=True)):
+        alive = region.outside_bytes + kept + region_bytes.extra_bytes
         room = free - alive - region.forward_peak_bytes
         forward.append(room + problem.displaced_bytes(index) if room > 0 else room)
         backward.append(free - alive - region.backward_peak_bytes)
-        kept += each.kept_bytes
+        kept += region_bytes.kept_bytes
     room_in_turn = free - kept - problem.profile.turn.peak_bytes
     if room_in_turn < 0 or not problem.turn_is_clear:
         forward.append(room_in_turn)
     return [min(forward), *backward]
 
 
-def _forward(problem: Problem, loads: Sequence[Load]) -> tuple[list[float], list[float], list[float]]:
-    """T1. The window never holds up a region while nothing is swapped: its offloads are over when it starts."""
+def _forward(problem: Problem, by_region: Sequence[RegionBytes]) -> tuple[list[float], list[float], list[float]]:
+    """Apply T1.
+
+    The window never holds up a region while nothing is swapped: its offloads are over when it starts.
+    """
     out = problem.link.out_bytes_per_ms
-    num = len(loads)
+    num = len(by_region)
     starts, ends, offloads = [], [], []
     end = offload_end = 0.0
-    for index, (region, each) in enumerate(zip(problem.profile.regions, loads, strict=True)):
+    for index, (region, region_bytes) in enumerate(zip(problem.profile.regions, by_region, strict=True)):
         start = end + region.before_ms
-        offload_end = max(offload_end, start) + each.swapped_bytes / out
+        offload_end = max(offload_end, start) + region_bytes.swapped_bytes / out
         window_bytes = 0 if problem.turn_is_clear and index == num - 1 else problem.window_bytes
         end = max(start + region.forward_ms, offload_end - window_bytes / out)
         starts.append(start)
@@ -251,28 +262,29 @@ def _forward(problem: Problem, loads: Sequence[Load]) -> tuple[list[float], list
 
 
 def _backward(
-    problem: Problem, loads: Sequence[Load], ends: list[float], offloads: list[float]
+    problem: Problem, by_region: Sequence[RegionBytes], ends: list[float], offloads: list[float]
 ) -> tuple[list[float], list[float], list[float]]:
-    """T2 and T3: when the loads of each region are there, when its backward starts, and when all up to it is over.
+    """Apply T2 and T3: when each region's loads are there, its backward starts, and all up to it is over.
 
-    T2 looks at every region m after k; the next one is enough. What holds up region k+1 for the sake of region m holds up
-    region k by as much and its own bytes, since loads come one after the other. A region that swaps nothing passes on what it
-    was given, and never waits: the loads before it were waited for by those that asked for them.
+    T2 speaks of every region m after k; to look at the next one is enough. What holds up region k+1 for the sake of
+    region m holds up region k by as much and its own bytes, since loads come one after the other. A region that swaps
+    nothing passes on what it was given, and never waits: the loads before it were waited for by those that asked for
+    them.
     """
     link = problem.link
     regions = problem.profile.regions
     load_ends, starts, overs = [0.0] * len(regions), [0.0] * len(regions), [0.0] * len(regions)
     load_end = over = start_after = _turn_end(problem, ends)
     for index in reversed(range(len(regions))):
-        region, each = regions[index], loads[index]
-        copy_ms = each.swapped_bytes / link.in_bytes_per_ms
-        if each.swapped_bytes:
+        region, region_bytes = regions[index], by_region[index]
+        copy_ms = region_bytes.swapped_bytes / link.in_bytes_per_ms
+        if region_bytes.swapped_bytes:
             early_ms = problem.prefetch_bytes / link.in_bytes_per_ms
             # What is still on its way out cannot come back.
             load_end = max(load_end, start_after - early_ms, offloads[index]) + copy_ms
-        start = max(over, load_end) if each.swapped_bytes else over
-        overhead = problem.region_overhead_ms if each.is_managed else 0.0
-        over = start + each.recompute_ms + overhead + region.backward_ms + region.after_ms
+        start = max(over, load_end) if region_bytes.swapped_bytes else over
+        overhead = problem.region_overhead_ms if region_bytes.is_managed else 0.0
+        over = start + region_bytes.recompute_ms + overhead + region.backward_ms + region.after_ms
         load_ends[index], starts[index], overs[index] = load_end, start, over
         start_after = start
     return load_ends, starts, overs

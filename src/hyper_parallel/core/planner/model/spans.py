@@ -1,4 +1,4 @@
-"""From marks in measured steps to the numbers of a profile. Pure: meters and clocks are the frameworks'."""
+"""From marks in measured steps to the numbers of a profile. It is pure: meters and clocks belong to the frameworks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import statistics
 from collections.abc import Sequence
 
 from hyper_parallel.core.planner.model.choices import SWAP, RegionDecision, kept_bytes
-from hyper_parallel.core.planner.model.measured_span import Span
-from hyper_parallel.core.planner.model.profile import Region, Value, alike
+from hyper_parallel.core.planner.model.measured_span import MeasuredSpan
+from hyper_parallel.core.planner.model.profile import Region, StorageFacts, alike
 
 _MOST_ROUNDED = 0.02  # of all that is kept: more than that is something else, and stays in the peaks
 
 
 def with_common_times(regions: Sequence[Region]) -> list[Region]:
-    """Regions of one shape do the same work: what one op takes is the median over all of them."""
+    """Give regions of one shape the same times: of each op the median over all of them.
+
+    They do the same work, so what differs is noise.
+    """
     common = list(regions)
     for indices in alike(regions):
         columns = zip(*(regions[index].ops for index in indices), strict=True)
@@ -24,19 +27,23 @@ def with_common_times(regions: Sequence[Region]) -> list[Region]:
             common[index] = dataclasses.replace(
                 regions[index],
                 ops=tuple(dataclasses.replace(op, forward_ms=ms) for op, ms in ops),
-                forward_ms=statistics.median(regions[each].forward_ms for each in indices),
-                backward_ms=statistics.median(regions[each].backward_ms for each in indices),
+                forward_ms=statistics.median(regions[other].forward_ms for other in indices),
+                backward_ms=statistics.median(regions[other].backward_ms for other in indices),
             )
     return common
 
 
 def with_peaks(
-    regions: Sequence[Region], spans: Sequence[Span] | None, again: Sequence[Span], decision: Sequence[RegionDecision]
+    regions: Sequence[Region],
+    spans: Sequence[MeasuredSpan] | None,
+    again: Sequence[MeasuredSpan],
+    decision: Sequence[RegionDecision],
 ) -> tuple[list[Region], int]:
-    """The regions with their peaks, and that of the turn.
+    """Give the regions their peaks, and say what the turn's is.
 
-    Such that what was measured adds up: the plain step (`spans`, if it fits), and the one that runs blocks again (`again`, under
-    `decision`), for which the larger working set counts. Where backward does not come to a region, it has no backward, and that no peak.
+    Both steps that were measured add up exactly: the plain one (`spans`, if it fits the device), and the one that runs
+    blocks again (`again`, under `decision`), for which the larger working set counts. Where backward does not come to a
+    region, that region has no backward, and a peak of 0 there.
     """
     plain = {span.name: span.peak_bytes for span in spans or ()}
     managed = {span.name: span.peak_bytes for span in again}
@@ -71,18 +78,22 @@ def with_peaks(
 
 
 def as_allocated(
-    regions: Sequence[Region], spans: Sequence[Span], again: Sequence[Span], decision: Sequence[RegionDecision]
+    regions: Sequence[Region],
+    spans: Sequence[MeasuredSpan],
+    again: Sequence[MeasuredSpan],
+    decision: Sequence[RegionDecision],
 ) -> list[Region]:
-    """The regions with every size as an allocator counts it that hands out blocks a little larger than what it was asked for.
+    """Give the regions their sizes as an allocator counts them.
 
-    By how much is seen where forward ends: what the plain step (`spans`) holds there above its residuals, and the one that runs blocks again (`again`, under
-    `decision`) does not. All that is kept has its share of it, so that blocks that were alike still are.
+    Some hand out blocks a little larger than they were asked for. How much larger is seen where forward ends: what the
+    plain step (`spans`) holds there above its residuals, and the one that runs blocks again (`again`, under `decision`)
+    does not. All that is kept gets its share of it, so that regions that were alike still are.
     """
     end = f"after {len(regions) - 1}"
-    levels = [next((span.level_bytes for span in each if span.name == end), None) for each in (spans, again)]
+    levels = [next((span.level_bytes for span in step if span.name == end), None) for step in (spans, again)]
     kept = sum(region.residual_bytes for region in regions)
     kept_again = sum(
-        kept_bytes(region, each) + region.note_bytes for region, each in zip(regions, decision, strict=True)
+        kept_bytes(region, chosen) + region.note_bytes for region, chosen in zip(regions, decision, strict=True)
     )
     if levels[0] is None or levels[1] is None or kept <= kept_again:
         return list(regions)
@@ -90,22 +101,23 @@ def as_allocated(
     if not 0 < share <= _MOST_ROUNDED:
         return list(regions)
 
-    def allocated(value: Value) -> Value:
+    def allocated(value: StorageFacts) -> StorageFacts:
         return dataclasses.replace(value, num_bytes=round(value.num_bytes * (1 + share)))
 
     return [
         dataclasses.replace(
             region,
             ops=tuple(dataclasses.replace(op, makes=tuple(map(allocated, op.makes))) for op in region.ops),
-            inputs=tuple(dataclasses.replace(each, value=allocated(each.value)) for each in region.inputs),
+            inputs=tuple(dataclasses.replace(given, value=allocated(given.value)) for given in region.inputs),
         )
         for region in regions
     ]
 
 
 def _without_swap(region: Region) -> Region:
+    """Take swapping from the region's choices."""
     ops = tuple(
         dataclasses.replace(op, choices=tuple(choice for choice in op.choices if choice != SWAP)) for op in region.ops
     )
-    inputs = tuple(dataclasses.replace(each, may_swap=False) for each in region.inputs)
+    inputs = tuple(dataclasses.replace(given, may_swap=False) for given in region.inputs)
     return dataclasses.replace(region, ops=ops, inputs=inputs)

@@ -2,18 +2,19 @@
 
 What a profile does not say is taken to be like this, and the numbers are as good as that:
 
-- An op takes memory for its results and temporaries when it starts, and gives back the temporaries when it ends. Who reads an op reads all
-  of its results.
-- What a region leaves behind (`freed_after=None`) is held until the next region begins, or the turn. The inputs of a region are there when
-  it begins, and are its own: nothing is counted both there and in the region before.
+- An op takes memory for its results and temporaries when it starts, and gives back the temporaries when it ends. Who
+  reads an op reads all of its results.
+- What a region leaves behind (`freed_after=None`) is held until the next region begins, or the turn. The inputs of a
+  region are there when it begins, and are its own: nothing is counted both there and in the region before.
 - What runs between regions has its memory (`outside_bytes`) from its own start in forward to its own end in backward.
-- A managed region holds its arguments, what the policy saved, and the residuals that it will recompute until its forward ends (README of
-  core/activation_checkpoint, "What holds what"). A residual that is swapped leaves when its op is done; what only the replay needs, and
-  inputs, leave when the forward ends.
+- A managed region holds its arguments, what the policy saved, and the residuals that it will recompute until its
+  forward ends (README of core/activation_checkpoint, "What holds what"). A residual that is swapped leaves when its op
+  is done; what only the replay needs, and inputs, leave when the forward ends.
 - The replay comes first in a region's backward: inputs, then op by op what is taken and what runs again.
-- Then backward goes through the ops from the last to the first; each takes as large a part of `backward_ms` as it took of the forward. A residual is
-  asked for at the last op that reads it, and given back when backward has passed the op that made it. What else the region has, and what
-  `backward_peak_bytes` has beside residuals, is in use until its backward is over.
+- Then backward goes through the ops from the last to the first; each takes as large a part of `backward_ms` as it took
+  of the forward. A residual is asked for at the last op that reads it, and given back when backward has passed the op
+  that made it. What else the region has, and what `backward_peak_bytes` has beside residuals, is in use until its
+  backward is over.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.planner.model.choices import Decision, check, plain
-from hyper_parallel.core.planner.model.holding import Holding, Swapped
+from hyper_parallel.core.planner.model.holding import Holding, SwappedBytes
 from hyper_parallel.core.planner.model.profile import StepProfile
 from hyper_parallel.core.planner.model.virtual_device import (
     NO_REGION,
@@ -43,7 +44,7 @@ from hyper_parallel.core.swap.engine import Limits, SwapEngine
 from hyper_parallel.core.swap.slot import Group, Handle, Slot
 from hyper_parallel.core.swap.states import SlotState
 
-# -- what comes out -------------------------------------------------------------------------------------------------------
+# -- what comes out ----------------------------------------------------------------------------------------------------
 
 
 class Moment(NamedTuple):
@@ -64,7 +65,9 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step, when the engine has learned what it learns. Times are from the start of the step; regions are numbers, see `paths`.
+    """One step under a plan, when the engine has learned what it learns.
+
+    Times are from the start of the step; regions are numbers, see `paths`.
 
     Attributes:
         peak_bytes: most bytes in use at one time, base included
@@ -94,7 +97,9 @@ class Timeline:
         return self.forward_ms + self.turn_ms + self.backward_ms
 
     def bytes_by(self, column_of: Callable[[Use, int], int], num_columns: int) -> list[tuple[float, tuple[int, ...]]]:
-        """The bytes in use, whenever they change. Of changes at one time the highest sum and the last are there: so the peak is, too.
+        """List the bytes in use, whenever they change.
+
+        Of changes at one time the highest sum and the last are listed: so the peak is, too.
 
         Args:
             column_of: for a use and a region (or NO_REGION) the column in which their bytes are counted.
@@ -107,12 +112,12 @@ class Timeline:
 
     @cached_property
     def moments(self) -> list[Moment]:
-        """The bytes in use by what they are for, whenever they change."""
+        """List the bytes in use by what they are for, whenever they change."""
         return [Moment(ms, *row) for ms, row in self.bytes_by(lambda use, _: use, len(Use))]
 
     @cached_property
     def region_bytes(self) -> list[list[tuple[float, int]]]:
-        """For each region what it has on the device, whatever for, whenever that changes."""
+        """List for each region what it has on the device, whatever for, whenever that changes."""
         changes: list[list[tuple[float, int, int]]] = [[] for _ in self.paths]
         for ms, _, region, num_bytes in self._changes:
             if region != NO_REGION:
@@ -132,7 +137,7 @@ def _running(levels: list[int], changes: Iterable[tuple[float, int, int]]) -> It
 
 
 def _merged(rows: Iterator[tuple[float, tuple[int, ...]]]) -> list[tuple[float, tuple[int, ...]]]:
-    """At most two rows for each time: the one with the highest sum, and the last."""
+    """Keep at most two rows for each time: the one with the highest sum, and the last."""
     merged = [next(rows)]
     highest = 0  # where in `merged` the highest of this time is: last, or last but one
     for ms, row in rows:
@@ -146,11 +151,11 @@ def _merged(rows: Iterator[tuple[float, tuple[int, ...]]]) -> list[tuple[float, 
     return merged
 
 
-# -- a step -------------------------------------------------------------------------------------------------------------------
+# -- a step ------------------------------------------------------------------------------------------------------------
 
 
-class _Call:
-    """One region in one step: holds what a real one holds, and calls the engine as one does."""
+class _TimelineRegion:
+    """One region in one step: it holds what a real region holds, and calls the engine as one does."""
 
     def __init__(
         self, index: int, holding: Holding, device: VirtualDevice, engine: SwapEngine, ahead_bytes: int | None
@@ -172,7 +177,7 @@ class _Call:
     # Forward.
 
     def forward(self, ms: float) -> None:
-        """`ms`: what the forward takes where there is no op to take it."""
+        """Run the region's forward. `ms`: what it takes where there is no op to take it."""
         holding = self._holding
         self._change(Use.WORKING, holding.input_bytes)
         self._make(holding.made_by[holding.end])
@@ -199,15 +204,15 @@ class _Call:
             self._engine.end_forward(self._group)  # plant: tell-end
 
     def hand_on(self) -> None:
-        """The next region begins, or the turn."""
+        """Let go of what the region left behind: the next region begins, or the turn."""
         self._let_go(self._holding.handed_on)
 
-    def _make(self, values: list[Swapped]) -> None:
+    def _make(self, values: list[SwappedBytes]) -> None:
         for value in values:
             self._buffers[value.number] = self._device.buffer(value.num_bytes, Use.WORKING, self._index)
 
     def _keep(self, moment: int) -> None:
-        """Give to the engine what is swapped now."""
+        """Give the engine what is swapped at this moment, and tell it of what stays."""
         holding = self._holding
         if moment in holding.opens_group:
             self._open_group()
@@ -241,7 +246,7 @@ class _Call:
     # Backward.
 
     def backward(self, ms: float) -> None:
-        """`ms`: what the backward takes where there is no op to take it."""
+        """Run the region's backward. `ms`: what it takes where there is no op to take it."""
         holding = self._holding
         self._slots.clear()  # from now on only handles hold them
         if holding.wanted:
@@ -294,7 +299,7 @@ class _Call:
             self._forget(op)
         self._forget(holding.end)
 
-    def _take(self, values: list[Swapped]) -> None:
+    def _take(self, values: list[SwappedBytes]) -> None:
         self._ask((value for value in values if value.taken_until is not None), self._replay_handles)
 
     def _forget(self, moment: int) -> None:
@@ -306,7 +311,7 @@ class _Call:
         if self._tells and self._group is not None:  # plant: tell-arrival
             self._engine.arrive(self._group)
 
-    def _ask(self, values: Iterable[Swapped], handles: dict[int, Handle]) -> None:
+    def _ask(self, values: Iterable[SwappedBytes], handles: dict[int, Handle]) -> None:
         for value in values:
             buffer: VirtualBuffer = self._engine.acquire(handles[value.number])
             if buffer.use in (Use.WINDOW, Use.PREFETCHED):
@@ -315,7 +320,10 @@ class _Call:
             del buffer
 
     def _work(self, num_bytes: int) -> None:
-        """What kernels of a backward need while they run: the engine, which is asked between them, does not see it."""
+        """Take what kernels of a backward need while they run.
+
+        The engine is asked between kernels, and does not see it.
+        """
         self._change(Use.WORKING, num_bytes)
         self._device.hidden_bytes += num_bytes
 
@@ -328,7 +336,10 @@ def _never_changed() -> int:
 
 
 class _Steps:
-    """Runs steps of a model, one after the other, on one device with one engine."""
+    """Runs steps of a model one after the other, on one device with one engine.
+
+    So the engine learns as it does in training.
+    """
 
     def __init__(
         self,
@@ -352,12 +363,12 @@ class _Steps:
         self._device.memory.change(Use.BASE, NO_REGION, profile.base_bytes)
 
     def run(self) -> Timeline:
-        """One step."""
+        """Run one step."""
         device, turn = self._device, self._profile.turn
         device.sync()
         device.begin()
         calls = [
-            _Call(index, holding, device, self._engine, ahead_bytes)
+            _TimelineRegion(index, holding, device, self._engine, ahead_bytes)
             for index, (holding, ahead_bytes) in enumerate(zip(self._holdings, self._ahead_bytes, strict=True))
         ]
         start_ms = device.compute.now_ms
@@ -373,8 +384,8 @@ class _Steps:
         self._backward(calls)
         return self._timeline(start_ms, turn_ms, backward_ms, device.compute.now_ms)
 
-    def _forward(self, calls: list[_Call]) -> None:
-        before: _Call | None = None
+    def _forward(self, calls: list[_TimelineRegion]) -> None:
+        before: _TimelineRegion | None = None
         for index, (region, call) in enumerate(zip(self._profile.regions, calls, strict=True)):
             self._device.memory.place = Place("forward", index)
             self._set_outside(region.outside_bytes)  # plant: outside-first
@@ -384,7 +395,7 @@ class _Steps:
             call.forward(region.forward_ms)
             before = call
 
-    def _backward(self, calls: list[_Call]) -> None:
+    def _backward(self, calls: list[_TimelineRegion]) -> None:
         regions = self._profile.regions
         for index in reversed(range(len(calls))):
             calls[index].backward(regions[index].backward_ms)
@@ -406,10 +417,10 @@ class _Steps:
             turn_ms=backward_ms - turn_ms,
             backward_ms=end_ms - backward_ms,
             copies=tuple(
-                each._replace(start_ms=each.start_ms - start_ms, end_ms=each.end_ms - start_ms)
-                for each in device.copies
+                entry._replace(start_ms=entry.start_ms - start_ms, end_ms=entry.end_ms - start_ms)
+                for entry in device.copies
             ),
-            stalls=tuple(each._replace(start_ms=each.start_ms - start_ms) for each in device.stalls),
+            stalls=tuple(stall._replace(start_ms=stall.start_ms - start_ms) for stall in device.stalls),
             host_bytes=self._tier.peak_bytes,
             _levels=memory.levels,
             _changes=tuple(Change(ms - start_ms, use, region, size) for ms, use, region, size in memory.changes),
@@ -427,7 +438,7 @@ def run_step(
     host_lead_ms: float = 0.0,
     ahead_bytes: Sequence[int] = (),
 ) -> Timeline:
-    """One step under a decision: the last of `num_steps`, of which the others let the engine learn.
+    """Run a step under a decision, and show the last of `num_steps`: in the others the engine learns.
 
     Args:
         limits: of the engine.
@@ -441,8 +452,8 @@ def run_step(
 
     Example:
         >>> from hyper_parallel.core.planner.model.choices import SAVE, RegionDecision
-        >>> from hyper_parallel.core.planner.model.profile import Op, Region, StepProfile, Value
-        >>> op = Op("", "exp", 0, 0, forward_ms=1.0, makes=(Value(8, is_residual=True),))
+        >>> from hyper_parallel.core.planner.model.profile import ProfiledOp, Region, StepProfile, StorageFacts
+        >>> op = ProfiledOp("", "exp", 0, 0, forward_ms=1.0, makes=(StorageFacts(8, is_residual=True),))
         >>> region = Region(
         ...     "block", 0, (op,), (), forward_ms=1.0, backward_ms=2.0, forward_peak_bytes=8, backward_peak_bytes=12
         ... )
@@ -469,7 +480,7 @@ def run_step(
 
 
 def plain_step(profile: StepProfile) -> Timeline:
-    """The step without any plan."""
+    """Run the step without any plan."""
     return _Steps(profile, tuple(plain(region) for region in profile.regions), Limits(0, 0)).run()
 
 

@@ -1,17 +1,22 @@
-"""A device that exists in numbers only: streams are clocks, copies take as long as the link says, memory is a count of bytes.
+"""A device that exists in numbers only: streams are clocks, and memory is a count of bytes.
 
-It implements `core/swap/device.py`, so the real engine runs on it and decides what it would decide on hardware. Rules of its clock:
+Copies take as long as the link says. It implements `core/swap/device.py`, so the real engine runs on it and decides
+what it would decide on hardware. Rules of its clock:
 
-C1. A stream is one number, the moment at which all it was given is done. What it is given starts then and takes a known time.
-C2. An event is that number when it was recorded; a stream that waits for one later than its own moves on to it. Nothing that is given
-    later changes the time of an event, since a stream works in order.
-C3. The host is in step with compute: its clock is the compute stream's, less `host_lead_ms`. An event, or a moment, is done for the host when it
-    is not later than that clock; `join` and `sync` bring the host's clock to where compute is. A host that runs ahead (on CUDA it does, up to
-    the depth of the launch queue) sees copies done later, so the engine holds sources longer; infinity means that it sees none done
-    before the next `sync`. Time spent by the host itself is nothing.
-C4. Memory is taken and given back in the order of the host's calls, which is that of compute, and is dated with compute's clock.
-C5. A copy takes its bytes over the speed of its direction. The part of it during which the other direction is busy with what it was
-    given before goes at `Link.both_bytes_per_ms`. The later of two copies pays; what is under way keeps its time (C2).
+C1. A stream is one number, the moment at which all it was given is done. What it is given starts then and takes a known
+    time.
+C2. An event is that number when it was recorded; a stream that waits for one later than its own moves on to it. Nothing
+    that is given later changes the time of an event, since a stream works in order.
+C3. The host is in step with compute: its clock is the compute stream's, less `host_lead_ms`. An event, or a moment, is
+    done for the host when it is not later than that clock; `join` and `sync` bring the host's clock to where compute
+    is. A host that runs ahead (on CUDA it does, up to the depth of the launch queue) sees copies done later, so the
+    engine holds sources longer; infinity means that it sees none done before the next `sync`. Time spent by the host
+    itself is nothing.
+C4. Memory is taken and given back in the order of the host's calls, which is that of compute, and is dated with
+    compute's clock.
+C5. A copy takes its bytes over the speed of its direction. The part of it during which the other direction is busy with
+    what it was given before goes at `Link.both_bytes_per_ms`. The later of two copies pays; what is under way keeps its
+    time (C2).
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ class Use(IntEnum):
 
 
 class Place(NamedTuple):
-    """Where a step is."""
+    """Where a step is: in which phase, of which region, at which op."""
 
     phase: Literal["forward", "turn", "replay", "backward"]
     region: int  # index in the profile, or NO_REGION
@@ -48,7 +53,7 @@ class Place(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Memory was taken (more than 0 bytes) or given back."""
+    """A change of memory: it was taken (more than 0 bytes) or given back."""
 
     ms: float
     use: Use
@@ -67,7 +72,7 @@ class Copy(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """Compute stood still for a copy in that direction while a region ran."""
+    """A wait: compute stood still for a copy in that direction while a region ran."""
 
     kind: Direction
     region: int
@@ -162,7 +167,7 @@ class VirtualMemory:
                 self.peak_bytes, self.peak_ms, self.peak_place = self.num_bytes, self._clock.now_ms, self.place
 
     def rename(self, before: tuple[Use, int], after: tuple[Use, int], num_bytes: int) -> None:
-        """The same bytes are used for something else from now on."""
+        """Count the same bytes for another use from now on."""
         if num_bytes and before != after:
             ms = self._clock.now_ms
             self.changes.append(Change(ms, *before, -num_bytes))
@@ -192,6 +197,8 @@ class VirtualBuffer:
 
 @final
 class VirtualBlock:
+    """A piece of host memory, with the events of its last copies."""
+
     __slots__ = ("last_uses", "num_bytes", "region")
 
     def __init__(self, num_bytes: int, last_uses: tuple[Any, ...]) -> None:
@@ -204,8 +211,9 @@ class VirtualBlock:
 class VirtualTier:
     """Host memory of exact sizes. `budget_bytes=None`: it has no end.
 
-    Of free blocks the one is taken whose last copy is done first. (A real arena may take another. That makes a difference after loads only
-    that were under way when backward turned out not to need them: whoever writes their blocks waits for them.)
+    Of free blocks the one is taken whose last copy is done first. A real arena may take another one. That makes a
+    difference only after loads that were under way when backward turned out not to need them: whoever writes their
+    blocks waits for them.
     """
 
     name = "host"
@@ -281,7 +289,7 @@ class VirtualDevice:
         return None
 
     def bytes_in_use(self) -> int:
-        """As the engine sees it, between two kernels."""
+        """Count what the engine sees, between two kernels."""
         return self.memory.num_bytes - self.hidden_bytes
 
     def allocate(self, num_bytes: int, stream: Any) -> VirtualBuffer:
@@ -296,7 +304,7 @@ class VirtualDevice:
         self._copy("load", block, stream, self._offload)
 
     def _copy(self, direction: Direction, block: VirtualBlock, stream: VirtualStream, other: VirtualStream) -> None:
-        # C5
+        # Rule C5: what the other direction was given before slows this copy down.
         start_ms = stream.now_ms
         fast, slow = self._bytes_per_ms[direction], self._both_bytes_per_ms[direction]
         shared_ms = max(other.now_ms - start_ms, 0.0)  # plant: both-directions
@@ -308,19 +316,19 @@ class VirtualDevice:
     # What the owner calls.
 
     def host_ms(self) -> float:
-        """The host's clock (C3)."""
+        """Read the host's clock (C3)."""
         return max(self.compute.now_ms - self._host_lead_ms, self._synced_ms)
 
     def join(self, ms: float) -> None:
-        """The host waits; compute, which has done all it was given, waits with it."""
+        """Let the host wait until then; compute, which has done all it was given, waits with it."""
         self.compute.now_ms = self._synced_ms = max(self.compute.now_ms, ms)
 
     def sync(self) -> None:
-        """The host waits for compute, as it does at the end of a step."""
+        """Let the host wait for compute, as it does at the end of a step."""
         self._synced_ms = self.compute.now_ms  # plant: host-waits
 
     def buffer(self, num_bytes: int, use: Use, region: int) -> VirtualBuffer:
-        """Device memory that the engine may be given."""
+        """Take device memory that the engine may be given."""
         return VirtualBuffer(self.memory, num_bytes, use, region)
 
     def begin(self) -> None:

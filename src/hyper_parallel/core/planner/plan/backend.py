@@ -1,6 +1,7 @@
 """What the planner asks of a framework. Each framework has one object that does it: `BACKEND` in its folder `planner`.
 
-Example: `planner_of(model, "plan_memory").profiled(model, batch, loss_fn)` is a `ProfiledModel`, whose `profile()` runs a few real steps.
+Example: `planner_of(model, "plan_memory").profiled(model, batch, loss_fn)` is a `ProfiledModel`, whose `profile()` runs
+a few real steps.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ Forward: TypeAlias = Callable[..., Any]
 
 
 class ProfiledModel(Protocol):
-    """A model and a batch, with which real steps are run. It lives for one call of the planner, and holds both as long."""
+    """A model and a batch, with which real steps are run.
+
+    It lives for one call of the planner, and holds both as long.
+    """
 
     model: Module
     batch: Batch
@@ -37,39 +41,44 @@ class ProfiledModel(Protocol):
     def profile(self, progress: Progress | None = None) -> StepProfile: ...
 
     def preserved(self) -> AbstractContextManager[AbstractContextManager[Any]]:
-        """A context whose result is another one. When that one ends, the model, its gradients and the generators are as they were."""
+        """Open a context whose result is another one.
+
+        When that one ends, the model, its gradients and the generators are as they were.
+        """
 
     def agreed(self, profile: StepProfile) -> StepProfile:
-        """The profile that all ranks plan with, where several train together."""
+        """Give the profile that all ranks plan with, where several train together."""
 
     def free_bytes(self) -> int: ...
 
     def suggested_blocks(self, inside: str | None = None) -> list[str]: ...
 
     def kept_by_op(self) -> list[tuple[str, str, str, int]]:
-        """For each op that keeps something for backward: the path of the block, the module in it, the op, and the bytes."""
+        """List the ops that keep something for backward: the path of the block, the module in it, the op, and the
+        bytes.
+        """
 
     def look_for_writes(self) -> None:
         """Find the tensors that a step writes into, before steps are run that must leave them as they are."""
 
     def peak_bytes(self) -> int:
-        """The peak of a step as the model is now, above what is alive when forward begins."""
+        """Measure the peak of a step as the model is now, above what is alive when forward begins."""
 
     def peaks_within(self, num_steps: int, *, num_before: int) -> int | None:
-        """The highest peak of some steps, after some that do not count. None: memory ran out."""
+        """Measure the highest peak of some steps, after some that do not count. None: memory ran out."""
 
     def step_ms(self, num_steps: int = ...) -> float: ...
 
     def step_ms_within(self) -> float | None:
-        """The time of a step. None: memory ran out."""
+        """Measure the time of a step. None: memory ran out."""
 
     @property
     def tells_time(self) -> bool:
-        """Whether a few steps tell how fast a plan is: not on a CPU, nor with several ranks."""
+        """Say whether a few steps tell how fast a plan is: not on a CPU, nor with several ranks."""
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other ranks plan with this one."""
+        """Say whether no other ranks plan with this one."""
 
 
 class Removable(Protocol):
@@ -85,7 +94,7 @@ class Applied(Removable, Protocol):
     check: BatchCheck
 
     def begins(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A step begins that no hook has seen, since the plan was put on in the middle of it."""
+        """Note that a step begins which no hook has seen, since the plan was put on in the middle of it."""
 
 
 class StepState(Protocol):
@@ -104,10 +113,10 @@ class PlannerBackend(Protocol):
     folder: ClassVar[str] = "planner.backend"
 
     def check_model(self, model: Module, call: str) -> None:
-        """Raises TypeError where it is no module of this framework."""
+        """Raise TypeError where it is no module of this framework."""
 
     def check_alone(self, what: str) -> None:
-        """Raises where several ranks train together, or where this framework does not have it."""
+        """Raise where several ranks train together, or where this framework does not have it."""
 
     def profiled(
         self,
@@ -136,10 +145,13 @@ class PlannerBackend(Protocol):
     ) -> Applied: ...
 
     def identity(self, model: Module, batch: Batch = None) -> Identity:
-        """What a plan is compared with before it goes on a model. Without a batch nothing is said of one."""
+        """Say what the model is, for a comparison before a plan goes on it. Without a batch nothing is said of one."""
 
-    def look(self, batch: Batch) -> Any:
-        """What a batch looks like, for a plan file and for a comparison: "float32[4,8]" for a tensor."""
+    def meta_of(self, batch: Batch) -> Any:
+        """Put a tensor's dtype and shape in place of each tensor of a batch: "float32[4, 8]".
+
+        Plan files have it, and batches are compared by it.
+        """
 
     def device_of(self, model: Module) -> Device: ...
 
@@ -153,30 +165,30 @@ class PlannerBackend(Protocol):
         """Call `handler(original, args, kwargs)` in place of the model's forward."""
 
     def is_first_forward(self) -> bool:
-        """Whether a forward that runs now is one of a training step, and not a part of backward."""
+        """Say whether a forward that runs now is one of a training step, and not a part of backward."""
 
     def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch: ...
 
-    def surroundings_of(self, device: Device) -> Callable[[], AbstractContextManager[Any]]:
-        """What makes the contexts anew that are open now: autocast."""
+    def autocast_of(self, device: Device) -> Callable[[], AbstractContextManager[Any]]:
+        """Note the autocast that is on now, and give what opens the same one later."""
 
     def step_state(self, model: Module, *, with_gradients: bool, written: Iterable[str]) -> StepState: ...
 
     def attempt(self, function: Callable[[], R], device: Device) -> tuple[R | None, str | None]:
-        """What the function gives, and None; or None, and what was said when memory ran out."""
+        """Call the function and give what it gives, and None; or None, and what was said when memory ran out."""
 
     def out_of_memory(self, words: str) -> Exception:
-        """The framework's own error for memory that ran out."""
+        """Make the framework's own error for memory that ran out."""
 
     def said_in_backward(self, words: str) -> AbstractContextManager[None]:
-        """While it is open, a backward that runs out of memory says these words, too."""
+        """Let a backward that runs out of memory while this is open say these words, too."""
 
     def some_loss(self, output: object) -> object:
-        """A loss for what a model gives, where nobody has said which."""
+        """Make a loss of what a model gives, where nobody has said which."""
 
 
 def planner_of(model: Module, call: str) -> PlannerBackend:
-    """The planner's part of the model's framework. `call` is what the user called."""
+    """Find the planner's part of the model's framework. `call` is what the user called."""
     if model is None:
         raise ArgumentTypeError(f"`{call}` needs a model.", expected="a module", got="None")
     found = backend(platform_of(model, call=call), PlannerBackend, call)

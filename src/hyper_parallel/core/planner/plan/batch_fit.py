@@ -1,10 +1,12 @@
-"""Whether the batch of a step is within the one that a plan was made for. Looked at before every training step.
+"""Whether the batch of a step is within the one that a plan was made for. It is asked before every training step.
 
-One rule for the first step and all later ones. A tensor is within another if it has as many dims, none of them longer, and its elements are no larger;
-a batch is within another if each of its tensors is within the one in the same place. What is within needs no more memory, so it runs under the plan. What is
-not is told before it runs, or planned anew. By bytes alone nobody could tell: `[2, 4096]` has fewer than `[64, 256]`, and attention needs more for it.
+Worked example: planned for `input_ids int64[4, 512]`. `[4, 512]` is the SAME, `[3, 512]` and `[4, 128]` are SMALLER,
+`[8, 64]` is LARGER.
 
-Worked example: planned for `input_ids int64[4, 512]`. `[4, 512]` is the SAME, `[3, 512]` and `[4, 128]` are SMALLER, `[8, 64]` is LARGER.
+One rule holds for the first step and all later ones. A tensor is within another if it has as many dims, none of them
+longer, and its elements are no larger. A batch is within another if each of its tensors is within the one in the same
+place. What is within needs no more memory, so it runs under the plan. What is not is told before it runs, or planned
+anew. Bytes alone would not do: `[2, 4096]` has fewer than `[64, 256]`, and attention needs more for it.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from typing import Any, NamedTuple
 
 from hyper_parallel.core.planner.model.mismatches import MismatchError, Mismatches
 
-_LOOK = re.compile(r"(\w+)\[((?:[0-9]{1,18}(?:, [0-9]{1,18})*)?)\]")  # as frameworks' `look` says it: "float32[2, 8]"
+_META = re.compile(r"(\w+)\[((?:[0-9]{1,18}(?:, [0-9]{1,18})*)?)\]")  # as frameworks' `look` says it: "float32[2, 8]"
 _MAX_KNOWN = 4096  # batches of different looks that are remembered; beyond, all are looked at again
 _WHAT = "A batch is larger than the one that the plan was made for, and its step may need more than the budget."
 
 
 class Fit(Enum):
-    """How a batch is to the plan's."""
+    """How a batch compares with the plan's."""
 
     SAME = "of the same look"
     SMALLER = "within it"
@@ -33,7 +35,7 @@ class Fit(Enum):
     UNJUDGED = "not a training step's"
 
 
-class _TensorLook(NamedTuple):
+class _TensorMeta(NamedTuple):
     item_bytes: int
     shape: tuple[int, ...]
     words: str
@@ -42,7 +44,7 @@ class _TensorLook(NamedTuple):
     def is_number(self) -> bool:
         return math.prod(self.shape) <= 1
 
-    def is_within(self, other: _TensorLook) -> bool:
+    def is_within(self, other: _TensorMeta) -> bool:
         return (
             len(self.shape) == len(other.shape)
             and self.item_bytes <= other.item_bytes
@@ -51,7 +53,7 @@ class _TensorLook(NamedTuple):
 
 
 class _Judged(NamedTuple):
-    """`where`, `expected`, `got`: of the first tensor that is larger."""
+    """The judgement on one batch; `where`, `expected`, `got`: of the first tensor that is larger."""
 
     fit: Fit
     where: str = ""
@@ -60,19 +62,23 @@ class _Judged(NamedTuple):
 
 
 class PlannedBatch:
-    """The batch of a plan, against which others are held. `look`: as it is in the plan, or None if it does not say; `look_of`: the framework's, for other
-    batches.
+    """The batch that a plan was made for, with which others are compared.
 
+    `meta`: what the plan says of it, or None if it does not say; `meta_of`: the framework's function for other batches;
     `forward`: what the model is called by, so that an argument is the same whether it comes by name or by place.
     """
 
-    def __init__(self, look: object, look_of: Callable[[Any], Any], forward: Callable[..., Any]) -> None:
-        self._look_of = look_of
+    def __init__(self, meta: object, meta_of: Callable[[Any], Any], forward: Callable[..., Any]) -> None:
+        self._meta_of = meta_of
         self._signature = _signature(forward)
-        self._planned = None if look is None else dict(self._places(*_as_arguments(look)))
+        self._planned = None if meta is None else dict(self._places(*_as_arguments(meta)))
         self._known: dict[Any, _Judged] = {}
 
     def judged(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Judged:
+        """Compare a batch with the plan's.
+
+        An answer is remembered by dtypes and shapes, since each step asks.
+        """
         if self._planned is None:
             return _Judged(Fit.SAME)
         key = _key(args), _key(kwargs)
@@ -81,23 +87,23 @@ class PlannedBatch:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             known = self._known[key] = self._judge(
-                self._look_of(list(args)), self._look_of(dict(kwargs)), self._planned
+                self._meta_of(list(args)), self._meta_of(dict(kwargs)), self._planned
             )
         return known
 
-    def _judge(self, args: list[Any], kwargs: dict[str, Any], planned_looks: Mapping[str, _TensorLook]) -> _Judged:
+    def _judge(self, args: list[Any], kwargs: dict[str, Any], planned_metas: Mapping[str, _TensorMeta]) -> _Judged:
         found = dict(self._places(args, kwargs))
-        for where, look in found.items():
-            planned = planned_looks.get(where)
-            if planned is None and look.is_number:  # as Hugging Face's Trainer gives the number of labels
+        for where, meta in found.items():
+            planned = planned_metas.get(where)
+            if planned is None and meta.is_number:  # as Hugging Face's Trainer gives the number of labels
                 continue
-            if planned is None or not look.is_within(planned):
-                return _Judged(Fit.LARGER, where, "no tensor" if planned is None else planned.words, look.words)
-        return _Judged(Fit.SAME if found == planned_looks else Fit.SMALLER)
+            if planned is None or not meta.is_within(planned):
+                return _Judged(Fit.LARGER, where, "no tensor" if planned is None else planned.words, meta.words)
+        return _Judged(Fit.SAME if found == planned_metas else Fit.SMALLER)
 
-    def _places(self, args: list[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, _TensorLook]]:
-        """The tensors of a batch by the names of the arguments that they are in."""
-        named: Mapping[str, Any] = {**{str(number): each for number, each in enumerate(args)}, **kwargs}
+    def _places(self, args: list[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, _TensorMeta]]:
+        """List the tensors of a batch by the names of the arguments that they are in."""
+        named: Mapping[str, Any] = {**{str(number): argument for number, argument in enumerate(args)}, **kwargs}
         if self._signature is not None:
             try:
                 bound = self._signature.bind_partial(None, *args, **kwargs)
@@ -110,7 +116,7 @@ class PlannedBatch:
 
 
 class BatchCheck:
-    """What looks at the batch of each training step under a plan, before it runs.
+    """Compares the batch of each training step under a plan with the plan's, before the step runs.
 
     Attributes:
         tells: a batch that is larger is told, or counted; False: whoever manages the model plans anew for it
@@ -124,7 +130,9 @@ class BatchCheck:
         self._do = do
 
     def fit(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool) -> Fit:
-        """Of a forward with gradients. `is_training`: the mode of the model; in eval mode nobody trains, unless it was planned so.
+        """Compare the batch of a forward with gradients.
+
+        `is_training`: the mode of the model; in eval mode nobody trains, unless it was planned so.
 
         Raises:
             MismatchError: the batch is larger, and nobody asked to count that.
@@ -152,33 +160,36 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _as_arguments(look: object) -> tuple[list[Any], dict[str, Any]]:
-    """The look of a batch, as a plan has it, as arguments and keywords."""
-    if isinstance(look, dict):
-        if look.keys() == {"args", "kwargs"} and isinstance(look["args"], list) and isinstance(look["kwargs"], dict):
-            return look["args"], look["kwargs"]
-        return [], look
-    return (look, {}) if isinstance(look, list) else ([look], {})
+def _as_arguments(meta: object) -> tuple[list[Any], dict[str, Any]]:
+    """Take a plan's batch apart into arguments and keywords."""
+    if isinstance(meta, dict):
+        if meta.keys() == {"args", "kwargs"} and isinstance(meta["args"], list) and isinstance(meta["kwargs"], dict):
+            return meta["args"], meta["kwargs"]
+        return [], meta
+    return (meta, {}) if isinstance(meta, list) else ([meta], {})
 
 
-def _tensors(where: str, look: object) -> Iterator[tuple[str, _TensorLook]]:
-    if isinstance(look, dict):
-        for name, each in look.items():
-            yield from _tensors(f"{where}.{name}", each)
-    elif isinstance(look, (list, tuple)):
-        for number, each in enumerate(look):
-            yield from _tensors(f"{where}[{number}]", each)
-    elif isinstance(look, str) and (found := _LOOK.fullmatch(look)):
+def _tensors(where: str, meta: object) -> Iterator[tuple[str, _TensorMeta]]:
+    if isinstance(meta, dict):
+        for name, item in meta.items():
+            yield from _tensors(f"{where}.{name}", item)
+    elif isinstance(meta, (list, tuple)):
+        for number, item in enumerate(meta):
+            yield from _tensors(f"{where}[{number}]", item)
+    elif isinstance(meta, str) and (found := _META.fullmatch(meta)):
         dtype, dims = found.groups()
         bits = re.search(r"[0-9]{1,4}", dtype)
         shape = tuple(int(dim) for dim in dims.split(",")) if dims else ()
-        yield where, _TensorLook(max(int(bits.group()) // 8, 1) if bits else 1, shape, look)
+        yield where, _TensorMeta(max(int(bits.group()) // 8, 1) if bits else 1, shape, meta)
 
 
 def _key(value: Any) -> Any:
-    """Equal for batches of one look; made in each step, so it makes no words."""
+    """Make something equal for batches of the same dtypes and shapes.
+
+    It is made in each step, so it makes no words.
+    """
     if isinstance(value, Mapping):
-        return tuple((name, _key(each)) for name, each in value.items())
+        return tuple((name, _key(item)) for name, item in value.items())
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     if getattr(value, "is_nested", False):  # has no shape
@@ -191,13 +202,16 @@ def _key(value: Any) -> Any:
 
 
 def tensor_fields(value: object) -> dict[str, Any]:
-    """The fields of a dataclass; of another object the attributes that are tensors. Empty for what is no object of a user's."""
+    """List the fields of a dataclass, or of another object the attributes that are tensors.
+
+    It is empty for what is no object of a user's.
+    """
     if isinstance(value, type) or callable(value):
         return {}
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     found = getattr(value, "__dict__", None) or {}
-    return {name: each for name, each in found.items() if hasattr(each, "shape") and hasattr(each, "dtype")}
+    return {name: item for name, item in found.items() if hasattr(item, "shape") and hasattr(item, "dtype")}
 
 
 UNKNOWN_BATCH = PlannedBatch(None, lambda batch: None, lambda: None)

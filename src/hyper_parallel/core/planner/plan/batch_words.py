@@ -1,4 +1,7 @@
-"""What is said when a model cannot be called with the batch that it is planned for: a loader, an array of NumPy, a dict or a tuple that it does not take."""
+"""What is said when a model cannot be called with the batch that it is planned for.
+
+Such a batch is a loader, an array of NumPy, a dict or a tuple that the model does not take.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ _NO_TENSORS = (type(None), bool, int, float, complex, str, bytes)
 
 @contextmanager
 def telling_of_the_batch(batch: object, forward: Callable[..., Any], to_tensor: str) -> Iterator[None]:
-    """Around the call of a model. Only where it failed is the batch looked at: hooks may change what a model is given.
+    """Say what is wrong with the batch where the call of a model in this block fails.
+
+    Only then is the batch looked at: hooks may change what a model is given.
 
     Args:
         batch: as the user gave it.
@@ -35,9 +40,9 @@ def telling_of_the_batch(batch: object, forward: Callable[..., Any], to_tensor: 
 
 def _told(batch: Any, forward: Callable[..., Any], to_tensor: str) -> HyperParallelError | None:
     leaves = list(_leaves(batch))
-    if leaves and all(isinstance(each, _NO_TENSORS) for each in leaves):
+    if leaves and all(isinstance(leaf, _NO_TENSORS) for leaf in leaves):
         return ArgumentTypeError(_WHAT, expected="a batch with tensors in it", got=describe(batch))
-    array = next((each for each in leaves if type(each).__module__ == "numpy"), None)
+    array = next((leaf for leaf in leaves if type(leaf).__module__ == "numpy"), None)
     if array is not None:
         return ArgumentTypeError(
             _WHAT, expected="tensors of the framework", got=describe(array), do=f"Convert it: {to_tensor}."
@@ -66,13 +71,16 @@ def _told(batch: Any, forward: Callable[..., Any], to_tensor: str) -> HyperParal
 
 
 def takes_the_output_alone(loss_fn: Callable[..., Any]) -> bool:
-    """Whether it can be called with one argument, as far as can be seen. `nn.MSELoss()` cannot."""
+    """Say whether the loss function can be called with one argument, as far as can be seen.
+
+    `nn.MSELoss()` cannot.
+    """
     own = next((name for name in ("forward", "construct") if hasattr(type(loss_fn), name)), None)
     return _takes(loss_fn if own is None else getattr(loss_fn, own), (), {})
 
 
 def _takes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[Any, Any]) -> bool:
-    """With one argument before: the module itself, or the output."""
+    """Say whether a function takes these arguments after one more: the module itself, or the output."""
     try:
         signature = inspect.signature(function)
     except Exception:  # of a builtin, of the user's own making
@@ -85,7 +93,7 @@ def _takes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
 
 
 def _gives_batches(thing: object) -> bool:
-    """A loader, a data set, a generator: gone through, and no tensor."""
+    """Say whether this is a loader, a data set or a generator: it can be gone through, and is no tensor."""
     kind = type(thing)
     return (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")) and not hasattr(kind, "shape")
 
@@ -94,14 +102,14 @@ def _leaves(tree: object) -> Iterator[Any]:
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     if isinstance(tree, (tuple, list)):
-        for each in tree:
-            yield from _leaves(each)
+        for subtree in tree:
+            yield from _leaves(subtree)
     else:
         yield tree
 
 
 def check_loss_fn(loss_fn: object) -> None:
-    """Raises TypeError where it cannot be called: before anything is measured."""
+    """Raise TypeError where the loss function cannot be called: before anything is measured."""
     if loss_fn is not None and not callable(loss_fn):
         raise ArgumentTypeError(
             "`loss_fn` gives the loss in what the model gives.",

@@ -17,15 +17,15 @@ _EXPECTED = 'bytes, a size such as "24GiB", a part of the activations such as "4
 
 
 def is_percentage(budget: object) -> bool:
-    """Whether it is a part of the activations."""
+    """Say whether the budget is a part of the activations."""
     return isinstance(budget, str) and _PERCENT.fullmatch(budget) is not None
 
 
 def budget_bytes(budget: int | str, profile: StepProfile, free_bytes: int) -> int:
-    """Bytes for everything that is alive at the highest point of a step.
+    """Turn a budget into bytes for everything that is alive at the highest point of a step.
 
-    A percentage is of the unmanaged activation peak, and comes on top of what is alive when forward begins. `"auto"`: what is free
-    now and what is alive already, less 5 %.
+    A percentage is of the unmanaged activation peak, and comes on top of what is alive when forward begins. `"auto"`:
+    what is free now and what is alive already, less 5 %.
 
     Raises:
         ValueError, TypeError: it is none of these.
@@ -39,7 +39,7 @@ def budget_bytes(budget: int | str, profile: StepProfile, free_bytes: int) -> in
 
 
 def check_budget(budget: int | str) -> tuple[float | None, int | None]:
-    """The part of the activations that is asked for, or the bytes; neither for `"auto"`.
+    """Read a budget: the part of the activations that is asked for, or the bytes; neither for `"auto"`.
 
     Raises:
         ValueError, TypeError: it is none of these.
@@ -73,7 +73,7 @@ def check_budget(budget: int | str) -> tuple[float | None, int | None]:
 
 
 def budget_note(budget: int | str) -> str | None:
-    """What somebody may not know who wrote the budget like this."""
+    """Say what somebody may not know who wrote the budget like this."""
     part, num_bytes = check_budget(budget)
     if part is not None and part > 1:
         return f"A budget of {budget} is more than the plain step needs: 100% are all of its activations."
@@ -85,7 +85,7 @@ def budget_note(budget: int | str) -> str | None:
 
 
 def reserve_bytes(reserve: int | str) -> int:
-    """What a user wants to keep free."""
+    """Turn what a user wants to keep free into bytes."""
     num_bytes = parse_size(reserve, "reserve")
     if num_bytes < 0:
         raise ArgumentError("`reserve` is negative.", expected="0 bytes or more", got=describe(reserve))

@@ -23,10 +23,11 @@ class CurvePoint(NamedTuple):
 def budget_curve(
     profile: StepProfile, known: Sequence[CurvePoint] = (), *, num_budgets: int = 8, time_limit_s: float = 15.0
 ) -> list[CurvePoint]:
-    """Points from the smallest budget that can be met to the peak of the plain step, by budget.
+    """Solve for some budgets, from the smallest that can be met to the peak of the plain step; points come by budget.
 
-    Where the time is up there are fewer points; the two ends come first, then what lies in the middle of the largest gap. A step
-    that fits into a budget fits into every larger one, so no point is slower than one before it, or than one that is `known`.
+    Where the time is up there are fewer points; the two ends come first, then what lies in the middle of the largest
+    gap. A step that fits into a budget fits into every larger one, so no point is slower than one before it, or than
+    one that is `known`.
 
     Raises:
         FrameworkMissingError: SciPy is not installed.
@@ -52,18 +53,21 @@ def budget_curve(
 
 
 def _budgets(smallest: int, largest: int, num_budgets: int) -> list[int]:
-    """Closer together where memory is short, since time changes most there; in an order that covers the whole early."""
+    """Choose budgets, closer together where memory is short, since time changes most there.
+
+    They come in an order that covers the whole range early.
+    """
     count = max(num_budgets - 1, 1)
     steps = [smallest + int((largest - smallest) * (index / count) ** 1.5) for index in range(count)]
     order, rest = steps[:1], steps[1:]
     while rest:
         known = [*order, largest]
-        order.append(max(rest, key=lambda each: min(abs(each - other) for other in known)))
+        order.append(max(rest, key=lambda step: min(abs(step - other) for other in known)))
         rest.remove(order[-1])
     return order
 
 
 def _best(point: CurvePoint, others: Sequence[CurvePoint]) -> CurvePoint:
-    """The fastest of all that fit into this one's budget."""
-    best = min((each for each in others if each.budget_bytes <= point.budget_bytes), key=lambda each: each.step_ms)
+    """Take the fastest of all points that fit into this one's budget."""
+    best = min((other for other in others if other.budget_bytes <= point.budget_bytes), key=lambda other: other.step_ms)
     return point if point.step_ms <= best.step_ms else best._replace(budget_bytes=point.budget_bytes)

@@ -14,7 +14,7 @@ from hyper_parallel.core.planner.plan.backend import PlannerBackend, ProfiledMod
 from hyper_parallel.core.planner.plan.batch_words import check_loss_fn
 from hyper_parallel.core.planner.plan.budget import budget_bytes as parse_budget
 from hyper_parallel.core.planner.plan.budget import check_budget, is_percentage, reserve_bytes
-from hyper_parallel.core.planner.plan.plan import Measured, MemoryPlan, Origin
+from hyper_parallel.core.planner.plan.plan import MadeWith, Measured, MemoryPlan
 from hyper_parallel.core.planner.plan.progress import Progress, progress_of
 from hyper_parallel.core.planner.plan.proof import first_margin, planned, time_by_turns
 from hyper_parallel.core.planner.plan.table import Table, html_of, plan_parts, text_of
@@ -29,7 +29,10 @@ _FARTHEST = 8  # times the largest size that is known to fit: beyond, a predicti
 
 
 class Tried(NamedTuple):
-    """One size. `smallest_bytes`: the smallest peak that a plan can have there; None: a step did not fit in any way."""
+    """A size that was looked at.
+
+    `smallest_bytes`: the smallest peak that a plan can have there; None: a step did not fit in any way.
+    """
 
     n: int
     smallest_bytes: int | None
@@ -58,7 +61,7 @@ class Largest:
 
     @property
     def peak_bytes(self) -> int:
-        """Of real steps at this size."""
+        """The peak of real steps at this size."""
         return self.predicted_peak_bytes if self.plan.measured is None else self.plan.measured.peak_bytes
 
     def __str__(self) -> str:
@@ -78,11 +81,16 @@ class Largest:
         else:
             end = f"n = {self.next.n} would need at least {format_size(self.next.smallest_bytes)}"
         rows = [
-            [str(each.n), "-" if each.smallest_bytes is None else format_size(each.smallest_bytes), "yes" if each.fits else "no"]
-            for each in self.tried
-        ]  # fmt: skip
+            [
+                str(tried.n),
+                "-" if tried.smallest_bytes is None else format_size(tried.smallest_bytes),
+                "yes" if tried.fits else "no",
+            ]
+            for tried in self.tried
+        ]
         return [
-            f"The largest n is {self.n}: a step needs {format_size(self.peak_bytes)} (predicted: {format_size(self.predicted_peak_bytes)}) "
+            f"The largest n is {self.n}: a step needs {format_size(self.peak_bytes)} "
+            f"(predicted: {format_size(self.predicted_peak_bytes)}) "
             f"of {format_size(self.plan.budget_bytes)}; {end}.",
             "",
             Table(["n", "smallest peak", "fits"], rows),
@@ -91,13 +99,13 @@ class Largest:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Give everything, for JSON."""
         return {
             "n": self.n,
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "peak_bytes": self.peak_bytes,
             "next": None if self.next is None else self.next._asdict(),
-            "tried": [each._asdict() for each in self.tried],
+            "tried": [tried._asdict() for tried in self.tried],
             "plan": self.plan.as_dict(),
         }
 
@@ -115,21 +123,24 @@ def largest(
     keeps_output: bool = True,
     progress: bool | Progress = True,
 ) -> Largest:
-    """The largest `n` for which a step with `make_batch(n)` fits into the budget, and the plan for it.
+    """Find the largest `n` for which a step with `make_batch(n)` fits into the budget, and the plan for it.
 
-    A few sizes are profiled; from the smallest peak that a plan can have at each, the size that fits is predicted; it and the next one are
-    profiled as well, and the plan for it is proved with real steps. Nothing is changed until `plan.apply(model)`.
+    A few sizes are profiled. From the smallest peak that a plan can have at each, the size that fits is predicted; it
+    and the next one are profiled as well, and the plan for it is proved with real steps. Nothing is changed until
+    `plan.apply(model)`.
 
     Args:
         model: the model, on its device and in the mode it trains in.
-        make_batch: gives a batch of size n, be that its length or its number of samples: a tensor, a tuple of arguments, or a dict of keywords.
+        make_batch: gives a batch of size n, be that its length or its number of samples: a tensor, a tuple of
+            arguments, or a dict of keywords.
         budget: bytes or a size such as "24GiB", or "auto". As in `plan_memory`, but for percentages: these depend on n.
         at_most: where sizes end, for example with the positions that the model knows.
         loss_fn, regions, optimizer, reserve, keeps_output, progress: as in `plan_memory`.
 
     Raises:
         BudgetError (a ValueError): not even `make_batch(1)` fits; the smallest peak is named, and what it is made of.
-        ValueError, TypeError: something in the arguments cannot be used; `make_batch` or the model failed at a size, which is named.
+        ValueError, TypeError: something in the arguments cannot be used; `make_batch` or the model failed at a size,
+            which is named.
 
     Example:
         >>> import torch
@@ -155,13 +166,22 @@ def largest(
     check_loss_fn(loss_fn)
     check_flag(keeps_output, "keeps_output")
     sizes = _Sizes(
-        planner_of(model, "largest"), model, make_batch, budget, loss_fn,
-        {"regions": regions, "optimizer": optimizer, "reserve_bytes": reserve_bytes(reserve), "keeps_output": keeps_output},
-    )  # fmt: skip
-    with progress_of(progress, "the largest n", num_steps=60) as say:
-        sizes.say = say
-        found = _Search(sizes, _checked(at_most)).run()
-    found.plan.origin = Origin(loss_fn, optimizer, reserve_bytes(reserve))
+        planner_of(model, "largest"),
+        model,
+        make_batch,
+        budget,
+        loss_fn,
+        {
+            "regions": regions,
+            "optimizer": optimizer,
+            "reserve_bytes": reserve_bytes(reserve),
+            "keeps_output": keeps_output,
+        },
+    )
+    with progress_of(progress, "the largest n", num_steps=60) as report_progress:
+        sizes.report_progress = report_progress
+        found = _SizeSearch(sizes, _checked(at_most)).run()
+    found.plan.origin = MadeWith(loss_fn, optimizer, reserve_bytes(reserve))
     return found
 
 
@@ -182,9 +202,15 @@ class _Sizes:
     """What is known about the sizes of a model's batches, and how to learn more."""
 
     def __init__(
-        self, planner: PlannerBackend, model: Any, make_batch: Callable[[int], Any], budget: int | str, loss_fn: Any, options: dict[str, Any]
-    ) -> None:  # fmt: skip
-        self.say: Progress = lambda what: None
+        self,
+        planner: PlannerBackend,
+        model: Any,
+        make_batch: Callable[[int], Any],
+        budget: int | str,
+        loss_fn: Any,
+        options: dict[str, Any],
+    ) -> None:
+        self.report_progress: Progress = lambda what: None
         self._planner = planner
         self._model = model
         self._make_batch = make_batch
@@ -192,10 +218,10 @@ class _Sizes:
         self._loss_fn = loss_fn
         self._options = options
         self._device = planner.device_of(model)
-        self._looks: dict[int, Any] = {}
+        self._metas: dict[int, Any] = {}
 
     def profile(self, n: int) -> tuple[StepProfile, int] | None:
-        """The profile of a step of this size, and the bytes that are allowed; None: it does not fit in any way."""
+        """Profile a step of this size, and count the bytes that are allowed. None: it does not fit in any way."""
         with self._failures(n):
             profiled = self._profiled(n)
             if profiled is None:
@@ -203,29 +229,29 @@ class _Sizes:
             self._check_grows(n, profiled.batch)
             try:
                 with profiled.preserved() as block, block:
-                    profile: StepProfile = profiled.profile(lambda what: self.say(f"n = {n}: {what}"))
+                    profile: StepProfile = profiled.profile(lambda what: self.report_progress(f"n = {n}: {what}"))
             except BudgetError:
                 return None
             return profile, self._allowed(profile)
 
     def smallest_bytes(self, profile: StepProfile) -> int:
-        """The smallest peak that a plan can have."""
+        """Compute the smallest peak that a plan can have."""
         smallest = smallest_budget(profile, first_margin(profile))
         return min(smallest, profile.peak_bytes) if profile.is_plain_measured else smallest
 
     def may_fit(self, tried: Tried, profile: StepProfile, allowed_bytes: int) -> bool:
-        """Whether a size that does not fit by prediction is so close that only real steps can tell."""
+        """Say whether a size that does not fit by prediction is so close that only real steps can tell."""
         if tried.smallest_bytes is None:
             return False
         return tried.smallest_bytes - allowed_bytes <= first_margin(profile) + profile.activation_peak_bytes // 50
 
     def prove(self, n: int, profile: StepProfile, allowed_bytes: int, *, names_smallest: bool = True) -> MemoryPlan:
-        """The plan for this size after real steps under it.
+        """Run real steps under the plan for this size, and give that plan.
 
         Raises:
             BudgetError: no plan keeps the budget.
         """
-        self.say(f"n = {n}: solving and proving")
+        self.report_progress(f"n = {n}: solving and proving")
         with self._failures(n):
             profiled = self._profiled(n)
             if profiled is None:
@@ -249,19 +275,19 @@ class _Sizes:
         return parse_budget(self._budget, profile, self._planner.free_bytes(self._device))
 
     def _check_grows(self, n: int, batch: Any) -> None:
-        self._looks[n] = self._planner.look(batch)
-        others = [other for other, look in self._looks.items() if other != n and look == self._looks[n]]
+        self._metas[n] = self._planner.meta_of(batch)
+        others = [other for other, meta in self._metas.items() if other != n and meta == self._metas[n]]
         if others:
             raise ArgumentError(
                 "`make_batch` gives the same for different sizes.",
                 expected="a batch that grows with n",
-                got=f"{self._looks[n]} for n = {others[0]} and for n = {n}",
+                got=f"{self._metas[n]} for n = {others[0]} and for n = {n}",
                 do="Give at_most= if sizes end there.",
             )
 
     @contextlib.contextmanager
     def _failures(self, n: int) -> Iterator[None]:
-        """What the user's code raises comes with the size."""
+        """Name the size where the user's code raises in this block."""
         try:
             yield
         except HyperParallelError:
@@ -277,8 +303,8 @@ class _Sizes:
             ) from error
 
 
-class _Search:
-    """Sizes between one that fits and one that does not, which come closer until they are neighbours.
+class _SizeSearch:
+    """Two sizes, one that fits and one that does not, which come closer until they are neighbours.
 
     Invariant: fits is 0 or fits; fails is None, or does not fit and fits < fails.
     """
@@ -309,7 +335,7 @@ class _Search:
             return Largest(self.fits, plan, None if self.fails is None else self._tried[self.fails], tried)
 
     def _next_fits_after_all(self) -> bool:
-        """Whether the prediction was too careful about the next size."""
+        """Prove the next size, and say whether the prediction was too careful about it."""
         n = self.fails
         if n is None or n not in self._profiles or not self._sizes.may_fit(self._tried[n], *self._profiles[n]):
             return False
@@ -348,14 +374,14 @@ class _Search:
 
     def _note(self, tried: Tried) -> None:
         self._tried[tried.n] = tried
-        fitting = [each.n for each in self._tried.values() if each.fits]
-        failing = [each.n for each in self._tried.values() if not each.fits]
+        fitting = [known.n for known in self._tried.values() if known.fits]
+        failing = [known.n for known in self._tried.values() if not known.fits]
         self.fails = min(failing, default=None)
         # A size above one that fails does not count, whatever was said about it.
         self.fits = max((n for n in fitting if self.fails is None or n < self.fails), default=0)
 
     def _next(self) -> int:
-        """The size to look at: by prediction, and where that gets nowhere, in the middle."""
+        """Choose the size to look at next: by prediction, and where that gets nowhere, in the middle."""
         last = self._at_most if self.fails is None else self.fails - 1
         first = next((n for n in _FIRST if n not in self._tried and (last is None or n <= last)), None)
         if first is not None and self.fails is None:
@@ -372,10 +398,10 @@ class _Search:
         return guess
 
     def _predicted(self) -> int:
-        """The largest size whose smallest peak is within the budget, by what the nearest sizes took."""
-        known = [each for each in self._tried.values() if each.smallest_bytes is not None]
-        known.sort(key=lambda each: (abs(each.n - self.fits), each.n))
-        points = [(float(each.n), float(each.smallest_bytes or 0)) for each in known[:3]]
+        """Predict the largest size whose smallest peak is within the budget, by what the nearest sizes took."""
+        known = [tried for tried in self._tried.values() if tried.smallest_bytes is not None]
+        known.sort(key=lambda tried: (abs(tried.n - self.fits), tried.n))
+        points = [(float(tried.n), float(tried.smallest_bytes or 0)) for tried in known[:3]]
         allowed = self._profiles[max(self.fits, 1)][1]
         fits, fails = self.fits, _FARTHEST * max(self.fits, 1) + 1
         while fails - fits > 1:
@@ -388,7 +414,7 @@ class _Search:
 
 
 def _extrapolated(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The curve through all points: constant, line or parabola."""
+    """Evaluate the curve through all points: constant, line or parabola."""
     total = 0.0
     for index, (own, value) in enumerate(points):
         weight = 1.0

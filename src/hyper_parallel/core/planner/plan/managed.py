@@ -2,13 +2,15 @@
 
 Rules:
 
-M1. A model has the plan it was given, and one for each batch that no plan was made for or that ran out of memory. A forward runs under the smallest of
-    them whose batch this one is within (`batch_fit`); where there is none, one is made before the model runs. In a forward that is neither retried nor
-    part of `run`, a batch that is larger is an error, as without any of this.
-M2. A forward that runs out is undone (random generators, buffers, modes), planned anew for its own inputs within the same budget, and run again. That is
-    exact: whatever is saved, swapped or recomputed, the values are the same bit for bit.
-M3. `run` does so with a whole step, gradients included. What an optimizer has changed cannot be undone, so it steps afterwards.
-    A step is repeated in the autocast that its forward ran under.
+M1. A model has the plan it was given, and one for each batch that no plan was made for or that ran out of memory. A
+    forward runs under the smallest of them whose batch this one is within (`batch_fit`); where there is none, one is
+    made before the model runs. In a forward that is neither retried nor part of `run`, a batch that is larger is an
+    error, as without any of this.
+M2. A forward that runs out is undone (random generators, buffers, modes), planned anew for its own inputs within the
+    same budget, and run again. That is exact: whatever is saved, swapped or recomputed, the values are the same bit for
+    bit.
+M3. `run` does so with a whole step, gradients included. What an optimizer has changed cannot be undone, so it steps
+    afterwards. A step is repeated in the autocast that its forward ran under.
 M4. While a plan is being made the model runs as it is: nothing here looks at its forwards.
 """
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 _logger = get_logger("planner")
 _MAX_PLANS = 4  # for one batch, each with less for activations than the one before
-_LESS = 0.9
+_LESS = 0.9  # of the room for activations, for each plan before it that ran out as well
 
 WORDS = (
     'on_oom="replan" plans a forward anew that runs out of memory; this was the backward. '
@@ -50,7 +52,9 @@ class _Sized(NamedTuple):
 
 
 class ManagedModel:
-    """See the head of the file.
+    """A model on which the plan changes with the batch, by rules M.
+
+    It lives from `apply` or the first `run` to `remove`.
 
     Attributes:
         current: the plan that is on the model now
@@ -71,7 +75,7 @@ class ManagedModel:
         self._on_mismatch = on_mismatch
         self._is_planning = False  # M4
         self._inputs: Any = None  # of the last forward in `run`
-        self._surroundings: Callable[[], Any] = contextlib.nullcontext  # of that forward: autocast
+        self._autocast: Callable[[], Any] = contextlib.nullcontext  # of that forward: autocast
         self._run: StepState | None = None  # the state before the step that `run` runs
         self._forward = planner.patch_forward(model, self.forward)
         self._open = contextlib.ExitStack()
@@ -81,25 +85,25 @@ class ManagedModel:
         self._finalizer = weakref.finalize(model, self._open.close)
 
     def close(self) -> None:
-        """The model is as it was, but for the plan that is on it."""
+        """Leave the model as it was, but for the plan that is on it."""
         self._forward.remove()
         self._finalizer()
 
     @property
     def plans(self) -> list[MemoryPlan]:
-        return [each.plan for each in self._plans]
+        return [sized.plan for sized in self._plans]
 
-    # -- forward --------------------------------------------------------------------------------------------------------
+    # -- forward -------------------------------------------------------------------------------------------------------
 
     def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model's forward is while the plan is applied."""
+        """Run in place of the model's forward while the plan is applied."""
         if self._is_planning or not self._planner.is_first_forward():
             return original(*args, **kwargs)
         batch = self._planner.batch_of(args, kwargs)
         if self._run is not None:
             self._run.note_given((args, kwargs))
             self._inputs = batch
-            self._surroundings = self._planner.surroundings_of(self._device)
+            self._autocast = self._planner.autocast_of(self._device)
         self._choose(batch, args, kwargs)
         if not self.retries_forward:
             return original(*args, **kwargs)
@@ -108,13 +112,13 @@ class ManagedModel:
         return self._until_it_fits(lambda: original(*args, **kwargs), state, lambda: batch, "forward")
 
     def _choose(self, batch: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """M1."""
+        """Put the plan on the model that M1 asks for."""
         model: Any = self._model()
         check = self.current.applied(model).check
         if check.fit(args, kwargs, is_training=self._planner.is_training(model)) is Fit.UNJUDGED:
             return
         chosen = next(
-            (each.plan for each in self._plans if each.batch.judged(args, kwargs).fit is not Fit.LARGER), None
+            (sized.plan for sized in self._plans if sized.batch.judged(args, kwargs).fit is not Fit.LARGER), None
         )
         if chosen is None and not (self.retries_forward or self._run is not None):
             check.tells = True
@@ -123,7 +127,7 @@ class ManagedModel:
             finally:
                 check.tells = False
         elif chosen is None:
-            _logger.info("no plan was made for a batch as large as %s; planning anew", self._planner.look(batch))
+            _logger.info("no plan was made for a batch as large as %s; planning anew", self._planner.meta_of(batch))
             self._replan(batch, 1.0)
         elif chosen is not self.current:
             self.current.detach(model)
@@ -136,13 +140,13 @@ class ManagedModel:
 
     def _sized(self, plan: MemoryPlan) -> _Sized:
         identity, planner = plan.profile.identity, self._planner
-        batch = PlannedBatch(identity.batch, planner.look, planner.forward_of(self._model()))
+        batch = PlannedBatch(identity.batch, planner.meta_of, planner.forward_of(self._model()))
         return _Sized(identity.batch_bytes or 0, plan, batch)
 
-    # -- a whole step -----------------------------------------------------------------------------------------------------
+    # -- a whole step --------------------------------------------------------------------------------------------------
 
     def run(self, step_fn: Callable[[], Any]) -> Any:
-        """M3: what `step_fn` gives."""
+        """Run a whole step by M3, and give what `step_fn` gives."""
         if self._run is not None:
             raise StateError("`plan.run` was called inside of `plan.run`.", do="Run one step at a time.")
         state = self._run = self._step_state(with_gradients=True)
@@ -158,7 +162,7 @@ class ManagedModel:
     def _end_run(self, state: StepState) -> None:
         self._run = None
         self._inputs = None
-        self._surroundings = contextlib.nullcontext
+        self._autocast = contextlib.nullcontext
         state.close()
 
     def _step_state(self, *, with_gradients: bool) -> StepState:
@@ -168,6 +172,7 @@ class ManagedModel:
     def _until_it_fits(
         self, function: Callable[[], Any], state: StepState, inputs: Callable[[], Any], what: str
     ) -> Any:
+        """Call the function; where memory runs out, put everything back, plan anew and call it again."""
         said, num_plans = "", 0
         for tried in range(_MAX_PLANS + 1):
             result, failure = self._planner.attempt(function, self._device)
@@ -178,7 +183,7 @@ class ManagedModel:
             if batch is None or tried == _MAX_PLANS:
                 break
             state.restore()
-            _logger.info("a %s ran out of memory; planning anew for %s", what, self._planner.look(batch))
+            _logger.info("a %s ran out of memory; planning anew for %s", what, self._planner.meta_of(batch))
             self._replan(batch, _LESS**tried)
             num_plans += 1
         raise self._planner.out_of_memory(
@@ -191,7 +196,7 @@ class ManagedModel:
         self.current.detach(model)
         self._is_planning = True
         try:
-            with self._surroundings():
+            with self._autocast():
                 plan = self._planned(model, batch, part_of_room)
         except BaseException:
             self._attach(self.current)
@@ -199,8 +204,8 @@ class ManagedModel:
         finally:
             self._is_planning = False
         plan.origin = self._first.origin
-        others = [each for each in self._plans if each.plan.profile.identity.batch != plan.profile.identity.batch]
-        self._plans = sorted([*others, self._sized(plan)], key=lambda each: each.batch_bytes)
+        others = [sized for sized in self._plans if sized.plan.profile.identity.batch != plan.profile.identity.batch]
+        self._plans = sorted([*others, self._sized(plan)], key=lambda sized: sized.batch_bytes)
         self._attach(plan)
         self.num_replans += 1
 
@@ -224,10 +229,11 @@ class ManagedModel:
                 return planned(profile, allowed, profiled)
             except BudgetError as error:
                 raise BudgetError(
-                    "No plan fits this batch into the budget; it is larger than those that were planned, or memory ran out.",
+                    "No plan fits this batch into the budget; "
+                    "it is larger than those that were planned, or memory ran out.",
                     smallest_bytes=error.smallest_bytes,
                     expected=error.expected,
-                    got=f"{allowed} ({format_size(allowed)}) for a batch of {self._planner.look(batch)}",
+                    got=f"{allowed} ({format_size(allowed)}) for a batch of {self._planner.meta_of(batch)}",
                     where=error.where,
                     do="Leave such batches out, split them, or raise the budget.",
                 ) from None

@@ -44,7 +44,10 @@ _PLAN_AGAIN = "Plan again, and save the new plan."
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a step under a plan takes. Bytes of everything alive at the highest point, base included."""
+    """What a step under a plan will take.
+
+    Bytes are of everything alive at the highest point, base included.
+    """
 
     peak_bytes: int
     step_ms: float
@@ -52,7 +55,10 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Measured:
-    """What steps under a plan took. `plain_step_ms`: what plain ones took that were run by turns with them; None: those of the profile count."""
+    """What steps under a plan took.
+
+    `plain_step_ms`: what plain ones took that were run by turns with them; None: those of the profile count.
+    """
 
     peak_bytes: int
     step_ms: float | None = None
@@ -60,8 +66,11 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """What a plan was made with beside the model and the batch, for making it anew. Not in the file: these are objects of the program."""
+class MadeWith:
+    """What a plan was made with beside the model and the batch, for making it anew.
+
+    It is not in the file: these are objects of the program.
+    """
 
     loss_fn: Callable[[Any], Any] | None
     optimizer: Any
@@ -69,7 +78,7 @@ class Origin:
 
 
 class MemoryPlan:
-    """Made by `plan_memory`, or loaded. `print(plan)` shows it.
+    """A plan for one model and one budget, made by `plan_memory` or loaded. `print(plan)` shows it.
 
     Attributes:
         profile: the plain step that was measured
@@ -96,22 +105,22 @@ class MemoryPlan:
         self.predicted = predicted
         self.measured = measured
         self.gap = gap
-        self.origin: Origin | None = None
+        self.origin: MadeWith | None = None
         self.note: str | None = None  # for whoever wrote the budget; not in the file
         self._managed: weakref.WeakKeyDictionary[Any, ManagedModel] = weakref.WeakKeyDictionary()
         self._last_stats: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
         self._applied: weakref.WeakKeyDictionary[Any, tuple[Applied, SwapSetting | None]] = weakref.WeakKeyDictionary()
 
-    # -- what it says ---------------------------------------------------------------------------------------------------
+    # -- what it says --------------------------------------------------------------------------------------------------
 
     @property
     def is_empty(self) -> bool:
-        """Whether the model fits as it is: applying changes nothing."""
-        return all(each.is_plain for each in self.decision)
+        """True where the model fits as it is: applying changes nothing."""
+        return all(chosen.is_plain for chosen in self.decision)
 
     @property
     def has_swaps(self) -> bool:
-        return any(each.swaps for each in self.decision)
+        return any(chosen.swaps for chosen in self.decision)
 
     @property
     def base_bytes(self) -> int:
@@ -141,7 +150,7 @@ class MemoryPlan:
 
     @cached_property
     def host(self) -> HostNeed:
-        """What is swapped needs as much of the host's memory, pinned, or of a disk."""
+        """How much of the host's memory, pinned, or of a disk is needed for what is swapped."""
         return host_need(self.profile, self.decision, self.setting)
 
     def __str__(self) -> str:
@@ -165,7 +174,7 @@ class MemoryPlan:
         return html_of(plan_parts(self))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON; what is asked for most comes first."""
+        """Give everything, for JSON; what is asked for most comes first."""
         return {
             "budget_bytes": self.budget_bytes,
             "plain": {"peak_bytes": self.profile.peak_bytes, "step_ms": self.profile.step_ms},
@@ -177,29 +186,33 @@ class MemoryPlan:
             "facts": plan_file.facts_of(self.profile),
             "decision": [
                 {"plain": True}
-                if each.is_plain
-                else {"plain": False, "ops": words_of(each.ops), "inputs": words_of(each.inputs)}
-                for each in self.decision
+                if chosen.is_plain
+                else {"plain": False, "ops": words_of(chosen.ops), "inputs": words_of(chosen.inputs)}
+                for chosen in self.decision
             ],
             "profile": {**plan_file.profile_as_dict(self.profile), "facts": {}},
         }
 
-    # -- on a model -----------------------------------------------------------------------------------------------------
+    # -- on a model ----------------------------------------------------------------------------------------------------
 
     def apply(self, model: Module, *, on_mismatch: str = "error", on_oom: str = "error") -> MemoryPlan:
-        """Let `model` train inside the budget from now on; `remove` undoes it. Its names and parameters stay as they are.
+        """Let `model` train inside the budget from now on; `remove` undoes it.
+
+        Its names and parameters stay as they are.
 
         Args:
             model: the model that was planned, or one with the same parameters.
-            on_mismatch: a batch that is larger than the plan's in any dim is an "error" before it runs, in any step; so is, in the first step with a
-                batch like the plan's, an op that was planned and does not come, or comes with another shape or dtype. With "recompute" these
-                are recomputed and counted in `stats`.
-            on_oom: with "replan", a batch that is larger is planned before it runs, within the same budget; and a forward that runs out of memory is
-                planned again for its own arguments and repeated; its result is the same bit for bit. For the backward, too: `run`.
+            on_mismatch: a batch that is larger than the plan's in any dim is an "error" before it runs, in any step; so
+                is, in the first step with a batch like the plan's, an op that was planned and does not come, or comes
+                with another shape or dtype. With "recompute" these are recomputed and counted in `stats`.
+            on_oom: with "replan", a batch that is larger is planned before it runs, within the same budget; and a
+                forward that runs out of memory is planned again for its own arguments and repeated; its result is the
+                same bit for bit. For the backward, too: `run`.
 
         Raises:
             ValueError: the model is another one; the first difference is named.
-            StateError: this plan, or another one, is applied to it already; or "replan" where several ranks train together.
+            StateError: this plan, or another one, is applied to it already; or "replan" where several ranks train
+                together.
         """
         check_choices(on_mismatch=on_mismatch, on_oom=on_oom)
         planner_of(model, "MemoryPlan.apply")
@@ -228,13 +241,15 @@ class MemoryPlan:
             managed.close()
 
     def run(self, step_fn: Callable[[], Any], *, model: Module = None) -> Any:
-        """One step, made to fit: if memory runs out, everything is put back, planned again for this batch, and repeated.
+        """Run one step, made to fit: if memory runs out, all is put back, planned again for this batch, and repeated.
 
-        Random generators, buffers and gradients are put back, so the result is what it would have been with enough memory, bit for bit.
-        Gradients that are there already when it begins are copied to the host for that; after `zero_grad(set_to_none=True)` there are none.
+        Random generators, buffers and gradients are put back, so the result is what it would have been with enough
+        memory, bit for bit. Gradients that are there already when it begins are copied to the host for that; after
+        `zero_grad(set_to_none=True)` there are none.
 
         Args:
-            step_fn: runs forward and backward, and can be called again; what it gives is given back. The optimizer steps afterwards.
+            step_fn: runs forward and backward, and can be called again; what it gives is given back. The optimizer
+                steps afterwards.
             model: which one, if the plan is applied to several.
 
         Raises:
@@ -268,7 +283,9 @@ class MemoryPlan:
         return managed.run(step_fn)
 
     def replans(self, model: Module) -> list[MemoryPlan]:
-        """The plans that were made anew for this model since the plan was applied, by the size of their batches."""
+        """List the plans that were made anew for this model since the plan was applied, by the size of their
+        batches.
+        """
         self._on(model)
         return [plan for plan in self._managed[model].plans if plan is not self] if model in self._managed else []
 
@@ -281,7 +298,7 @@ class MemoryPlan:
         return managed
 
     def _on(self, model: Module) -> MemoryPlan:
-        """This plan, or the one made anew that is on the model in its place.
+        """Find the plan that is on the model: this one, or one made anew in its place.
 
         Raises:
             StateError: none is.
@@ -296,12 +313,12 @@ class MemoryPlan:
         return current
 
     def attach(self, model: Module, on_mismatch: str) -> Applied:
-        """Put this very plan on the model, and nothing around it; what carries it out."""
+        """Put this very plan on the model, and nothing around it; give what carries it out."""
         planner = planner_of(model, "MemoryPlan.apply")
         self._check_identity(planner.identity(model))
         identity = self.profile.identity
         ways: dict[str, Any] = {"was_training": identity.is_training is not False}
-        ways["batch"] = PlannedBatch(identity.batch, planner.look, planner.forward_of(model))
+        ways["batch"] = PlannedBatch(identity.batch, planner.meta_of, planner.forward_of(model))
         # What the profile of this framework speaks of.
         if self.setting.ahead_bytes:
             ways["ahead_bytes"] = self.setting.ahead_bytes
@@ -324,7 +341,7 @@ class MemoryPlan:
         return applied
 
     def applied(self, model: Module) -> Applied:
-        """What carries this very plan out on the model."""
+        """Give what carries this very plan out on the model."""
         return self._entry(model)[0]
 
     def _entry(self, model: Module) -> tuple[Applied, SwapSetting | None]:
@@ -347,7 +364,7 @@ class MemoryPlan:
                 setting.undo()
 
     def _configure(self) -> SwapSetting:
-        """The plan's windows; the user's tiers stay."""
+        """Configure the engine with the plan's windows; the user's tiers stay."""
         config = current_config()
         return configure_swap(
             host_budget=config.host_budget,
@@ -361,7 +378,7 @@ class MemoryPlan:
         )
 
     def _check_identity(self, found: Identity) -> None:
-        """`found` is compared as far as it says something."""
+        """Raise where `found`, as far as it says something, is not what the plan was made for."""
         own = self.profile.identity
         got = {name: value for name in _COMPARED if (value := getattr(found, name)) is not None}
         expected = {name: value for name in got if (value := getattr(own, name)) is not None}
@@ -378,8 +395,11 @@ class MemoryPlan:
             )
 
     def stats(self, model: Module) -> dict[str, int]:
-        """What was met that the plan does not know, or knows otherwise, since it was applied, and how often a plan was made anew for it; of the last time,
-        if it is not applied any more."""
+        """Count what was met that the plan does not know, or knows otherwise, since it was applied; and how often a
+        plan was made anew.
+
+        If the plan is not applied any more, these are the numbers of the last time.
+        """
         if model in self._last_stats and model not in self._applied and model not in self._managed:
             return dict(self._last_stats[model])
         counts = dict(self._on(model).applied(model).mismatches.counts)
@@ -388,7 +408,7 @@ class MemoryPlan:
         return counts
 
     def verify(self, model: Module, batch: object, *, loss_fn: Callable[[Any], Any] | None = None) -> MemoryPlan:
-        """Run steps under the plan and compare: the plan with what was measured, solved again if it was above the budget.
+        """Run steps under the plan and give it with what they took; solved again if that was above the budget.
 
         The model is left as it was, with the plan applied only if it was before.
         """
@@ -409,13 +429,16 @@ class MemoryPlan:
         return plan
 
     def report(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page: memory over one step before and after, by choice and by block; copies with waits; step time under
-        other budgets (solved within 15 s); the tables per block and module."""
+        """Write one self-contained HTML page.
+
+        It shows memory over one step before and after, by choice and by block; copies with waits; step time under other
+        budgets (solved within 15 s); and the tables per block and module.
+        """
         from hyper_parallel.report.page import write_report
 
         write_report(self, path)
 
-    # -- as a file ------------------------------------------------------------------------------------------------------
+    # -- as a file -----------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, with what it was made for."""
@@ -423,7 +446,9 @@ class MemoryPlan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> MemoryPlan:
-        """A plan that was saved. Whether it fits a model is checked when it is applied, and for a batch by `check`.
+        """Load a plan that was saved.
+
+        Whether it fits a model is checked when it is applied, and for a batch by `check`.
 
         Raises:
             FileNotFoundError, DamagedFileError: there is no plan in the file.
@@ -433,12 +458,12 @@ class MemoryPlan:
             profile = plan_file.profile_from_dict({**data["profile"], "facts": data["facts"]})
             decision = tuple(
                 RegionDecision(True, (None,) * len(region.ops), (None,) * len(region.inputs))
-                if each["plain"] is True
-                else checked(RegionDecision(each["plain"], choices_of(each["ops"]), choices_of(each["inputs"])))
-                for each, region in zip(data["decision"], profile.regions, strict=True)
+                if entry["plain"] is True
+                else checked(RegionDecision(entry["plain"], choices_of(entry["ops"]), choices_of(entry["inputs"])))
+                for entry, region in zip(data["decision"], profile.regions, strict=True)
             )
-            for region, each in zip(profile.regions, decision, strict=True):
-                check_decision(region, each)
+            for region, chosen in zip(profile.regions, decision, strict=True):
+                check_decision(region, chosen)
             setting = Setting.from_dict(data["setting"], num_regions=len(profile.regions))
             predicted = checked(Predicted(**data["predicted"]))
             measured = None if data["measured"] is None else checked(Measured(**data["measured"]))
@@ -457,7 +482,7 @@ class MemoryPlan:
             ) from error
 
     def check(self, model: Module, batch: object) -> None:
-        """Whether the plan was made for this model and a batch that looks like this one.
+        """Raise where the plan was not made for this model and a batch that looks like this one.
 
         Raises:
             ValueError: it was not; the first difference is named.
@@ -466,7 +491,7 @@ class MemoryPlan:
 
 
 def check_choices(*, on_mismatch: object = "error", on_oom: object = "error") -> None:
-    """What `apply` is told, before anything else is done.
+    """Check what `apply` is told, before anything else is done.
 
     Raises:
         ValueError: there is no such choice.

@@ -25,9 +25,11 @@ _KINDS = {
     "decision": ("tuple[dict, ...]", "a list of tables"),
     "profile": ("dict", "a table"),
 }
-# What a plan was made for, in a file: one flat table, and nowhere else. A framework leaves out what it does not have; the batch is any JSON.
+# What a plan was made for, in a file: one flat table, and nowhere else. A framework leaves out what it does not have;
+# the batch is any JSON.
 _FACTS = {
-    "framework": "str", "version": "str", "model": "str", "parameters": "dict", "device": "str", "autocast": "str", "training": "bool",
+    "framework": "str", "version": "str", "model": "str", "parameters": "dict", "device": "str", "autocast": "str",
+    "training": "bool",
     "loads_by_region": "bool", "turn_is_clear": "bool", "region_overhead_ms": "float", "unwatched_overhead_ms": "float",
     "min_swap_bytes": "int", "batch_bytes": "int", "shared_input_bytes": "tuple[int, ...]", "blocks": "tuple[str, ...]",
     "keeps_output": "bool", "written": "tuple[str, ...]",
@@ -36,12 +38,12 @@ _DEEPEST = 50  # a batch has a few levels; what goes through it calls itself
 
 
 def write(path: str | os.PathLike[str], data: dict[str, Any]) -> None:
-    """Write whole or not at all."""
+    """Write a plan file, whole or not at all."""
     files.write(path, (json.dumps({"format": FORMAT, "version": VERSION, **data}, indent=1) + "\n").encode())
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The data of a plan file.
+    """Read the data of a plan file.
 
     Raises:
         FileNotFoundError: there is none.
@@ -76,14 +78,14 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def profile_as_dict(profile: StepProfile) -> dict[str, Any]:
-    """All of a profile, for JSON: what was measured, and as `facts` what it was measured of."""
+    """Turn all of a profile into JSON: what was measured, and as `facts` what it was measured of."""
     data = step_as_dict(profile)
     is_plain_measured = data.pop("is_plain_measured")
     return {**data, "facts": facts_of(profile), "is_plain_measured": is_plain_measured}
 
 
 def profile_from_dict(data: dict[str, Any]) -> StepProfile:
-    """What `profile_as_dict` gave, from a file of this version or of an earlier one.
+    """Make a profile of what `profile_as_dict` gave, in a file of this version or of an earlier one.
 
     Raises:
         KeyError, TypeError, ValueError: it is not that.
@@ -118,7 +120,7 @@ def profile_from_dict(data: dict[str, Any]) -> StepProfile:
 
 
 def facts_of(profile: StepProfile) -> dict[str, Any]:
-    """What the profile was measured of, as a file has it."""
+    """Say what the profile was measured of, as a file has it."""
     identity, abilities, host = profile.identity, profile.abilities, profile.host
     facts = {
         "framework": identity.framework,
@@ -144,7 +146,7 @@ def facts_of(profile: StepProfile) -> dict[str, Any]:
 
 
 def _check_facts(facts: dict[str, Any]) -> None:
-    """Raises TypeError or ValueError where one of them could not be used."""
+    """Raise TypeError or ValueError where one of the facts could not be used."""
     for name, kind in _FACTS.items():
         if name in facts:
             check_kind(facts[name], kind, f"`{name}`")
@@ -152,16 +154,18 @@ def _check_facts(facts: dict[str, Any]) -> None:
     for _ in range(_DEEPEST):
         level = [
             item
-            for each in level
-            if isinstance(each, (dict, list))
-            for item in (each.values() if isinstance(each, dict) else each)
+            for holder in level
+            if isinstance(holder, (dict, list))
+            for item in (holder.values() if isinstance(holder, dict) else holder)
         ]
     if level:
         raise ValueError(f"`facts` has more than {_DEEPEST} levels")
 
 
 def _json(file: TextIO, path: str) -> Any:
-    """What the file holds. A plan has no NaN, no number of thousands of digits, and a few levels.
+    """Parse what the file holds.
+
+    A plan has no NaN, no number of thousands of digits, and a few levels.
 
     Raises:
         DamagedFileError: it is not to be read, or no such JSON.
@@ -182,7 +186,7 @@ def _no_number(name: str) -> Any:
 
 
 def first_difference(expected: object, got: object, where: str = "") -> tuple[str, str, str] | None:
-    """Where two facts differ first, in words: place, expected, got; None if they are equal."""
+    """Find where two facts differ first, in words: place, expected, got; None if they are equal."""
     return next(_differences(expected, got, where), None)
 
 

@@ -1,4 +1,7 @@
-"""Telling a person how far long work has got: a bar on a terminal, elsewhere a line when half a minute has passed since the last."""
+"""Telling a person how far long work has got.
+
+On a terminal that is a bar; elsewhere a line when half a minute has passed since the last.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def _write(text: str) -> None:
 
 
 class _Lines:
-    """Says what happens, but not often."""
+    """Writes what happens, but not often."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -41,7 +44,10 @@ def check_progress(wanted: bool | Progress) -> None:
 
 @contextlib.contextmanager
 def progress_of(wanted: bool | Progress, title: str, num_steps: int) -> Iterator[Progress]:
-    """A function to call with what happens next. A bar, if one is wanted, rich is there and it is a terminal."""
+    """Give a function to call with what happens next.
+
+    It is a bar if one is wanted, rich is installed and this is a terminal.
+    """
     check_progress(wanted)
     if callable(wanted):
         yield wanted
@@ -62,7 +68,7 @@ def progress_of(wanted: bool | Progress, title: str, num_steps: int) -> Iterator
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=num_steps)
 
-        def say(what: str) -> None:
+        def report_progress(what: str) -> None:
             bar.update(task, description=f"{title}: {what}", advance=1)
 
-        yield say
+        yield report_progress

@@ -1,4 +1,7 @@
-"""A plan for a budget, proved by real steps: the solver's is run on the model, and made more careful until it keeps its promise."""
+"""A plan for a budget, proved by real steps.
+
+The solver's plan is run on the model, and made more careful until it keeps its promise.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,19 @@ _NUM_TURNS = 3
 _MAX_TRIES = 5  # of solving again with what was measured
 _TOO_SLOW = 1.04  # real steps to predicted ones: more than what clocks and temperature do
 _NEAR = 1.02  # of two measured plans: which is the faster may be otherwise tomorrow
-# Where all regions together take the host more than this share of a step, steps of one plan were seen to differ by so much within minutes.
+# Where all regions together take the host more than this share of a step, steps of one plan were seen to differ by so
+# much within minutes.
 _HOST_SHARE, _HOST_DRIFT = 0.05, 1.1
 
 
 def planned(
     profile: StepProfile, allowed_bytes: int, profiled: ProfiledModel | None, *, names_smallest: bool = True
 ) -> MemoryPlan:
-    """The plan for a budget, proved on a real model if there is one.
+    """Make the plan for a budget, and prove it if there is a real model.
 
     Raises:
-        BudgetError: nothing fits; the smallest peak it names was proved as well, if there is a model, unless `names_smallest` says that nobody wants to
-            know. Then nobody wants to know how fast the plan is either.
+        BudgetError: nothing fits; the smallest peak it names was proved as well, if there is a model, unless
+            `names_smallest` says that nobody wants to know. Then nobody wants to know how fast the plan is either.
     """
     times = names_smallest
     try:
@@ -81,7 +85,10 @@ def _recomputed(
     faster_than_ms: float = math.inf,
     times: bool = True,
 ) -> MemoryPlan | None:
-    """The plan that recomputes every block, if it is faster and a real step keeps the budget: no rule and no margin shall refuse what needs no more."""
+    """Prove the plan that recomputes every block, if it is predicted to be faster.
+
+    No rule and no margin shall refuse what needs no more memory than a real step shows.
+    """
     decision = tuple(recompute_all(region) for region in profile.regions)
     cost = evaluate(Problem(profile, allowed_bytes, 0, 0), decision)
     if cost.step_ms >= faster_than_ms or cost.peak_bytes - allowed_bytes > profile.activation_peak_bytes // 20:
@@ -92,21 +99,24 @@ def _recomputed(
 
 
 def _within(plan: MemoryPlan, profiled: ProfiledModel, *, times: bool = True) -> MemoryPlan | None:
-    """The plan, if real steps keep its budget."""
+    """Measure real steps under the plan, and give it back if they keep its budget."""
     plan.measured = _measured(plan, profiled, times=times)
     return None if plan.measured is None or plan.measured.peak_bytes > plan.budget_bytes else plan
 
 
 def _fastest(plan: MemoryPlan, profiled: ProfiledModel) -> MemoryPlan:
-    """The plan, or a faster one: where the host is the slower one, rules do not tell, and real steps have the last word.
+    """Take the plan, or a faster one, as real steps say.
 
-    Only where the profile says how much that is (`host`), be it 0.
+    Rules do not tell where the host is the slower one. So other plans are tried only where the profile says how much
+    that is (`host`), be it 0.
     """
     rivals = [plan]
     is_known = plan.profile.host is not None
-    if not is_known or _taken_ms(plan) == math.inf or all(each.is_plain for each in plan.decision):
+    if not is_known or _taken_ms(plan) == math.inf or all(chosen.is_plain for chosen in plan.decision):
         return plan
-    is_slow = _taken_ms(plan) > plan.predicted.step_ms * _TOO_SLOW and any(each.is_managed for each in plan.decision)
+    is_slow = _taken_ms(plan) > plan.predicted.step_ms * _TOO_SLOW and any(
+        chosen.is_managed for chosen in plan.decision
+    )
     if is_slow:
         rivals += _with_costlier_regions(plan, profiled)
     if overhead_ms(plan.profile) > 0 or (is_slow and plan.has_swaps):
@@ -116,12 +126,13 @@ def _fastest(plan: MemoryPlan, profiled: ProfiledModel) -> MemoryPlan:
 
 
 def _steady(fastest: MemoryPlan, rivals: Sequence[MemoryPlan], profiled: ProfiledModel) -> MemoryPlan | None:
-    """A plan that is hardly slower and asks the host for less; None: there is none, or no reason for one.
+    """Find a plan that is hardly slower and asks the host for less; None: there is none, or no reason for one.
 
-    No plan shall be slower than recomputing every block: not by what its copies and its Python may take, nor if the host is busier tomorrow.
-    Where it may come to that, what is not slower by more than the host may drift is not slower.
+    No plan shall be slower than recomputing every block: not by what its copies and its Python may take, nor if the
+    host is busier tomorrow. Where it may come to that, a plan counts as slower only if it is so by more than the host
+    may drift.
     """
-    if not any(each.is_managed for each in fastest.decision):
+    if not any(chosen.is_managed for chosen in fastest.decision):
         return None
     profile, budget = fastest.profile, fastest.budget_bytes
     whole_ms = evaluate(Problem(profile, budget, 0, 0), tuple(map(recompute_all, profile.regions))).step_ms
@@ -133,7 +144,7 @@ def _steady(fastest: MemoryPlan, rivals: Sequence[MemoryPlan], profiled: Profile
     if choice is not None:
         if choice.step_ms > limit_ms:
             return None
-        plan = next((each for each in rivals if each.decision == choice.decision), None)
+        plan = next((rival for rival in rivals if rival.decision == choice.decision), None)
         if plan is None:
             predicted = Predicted(choice.peak_bytes, choice.step_ms)
             plan = _within(MemoryPlan(profile, choice.decision, choice.setting, budget, predicted), profiled)
@@ -143,12 +154,13 @@ def _steady(fastest: MemoryPlan, rivals: Sequence[MemoryPlan], profiled: Profile
 
 
 def _with_costlier_regions(plan: MemoryPlan, profiled: ProfiledModel) -> list[MemoryPlan]:
-    """Plans for an accelerator that was seen to wait for the host: what steps take beyond the predicted time is put down to the regions.
+    """Plan again for an accelerator that was seen to wait for the host.
 
-    Solved again with that, a plan has fewer of them.
+    What steps take beyond the predicted time is put down to the regions. Solved again with that, a plan has fewer of
+    them.
     """
     taken_ms = _taken_ms(plan)
-    more_ms = (taken_ms - plan.predicted.step_ms) / sum(each.is_managed for each in plan.decision)
+    more_ms = (taken_ms - plan.predicted.step_ms) / sum(chosen.is_managed for chosen in plan.decision)
     host = dataclasses.replace(plan.profile.host or HostCost(0.0), region_ms=overhead_ms(plan.profile) + more_ms)
     profile = dataclasses.replace(plan.profile, host=host)
     _logger.info("steps take %.0f ms, predicted were %.0f; planning again", taken_ms, plan.predicted.step_ms)
@@ -160,10 +172,10 @@ def _with_costlier_regions(plan: MemoryPlan, profiled: ProfiledModel) -> list[Me
 
 
 def _without_copies(plan: MemoryPlan, profiled: ProfiledModel, *, faster_than_ms: float) -> list[MemoryPlan]:
-    """Regions that save and recompute, which cost the host less than those that swap; where the profile has not timed these, as if they cost nothing: it
-    timed regions that recompute everything, and these run fewer ops again.
+    """Plan with regions that save and recompute, which cost the host less than those that swap.
 
-    What a step takes is then the prediction, too.
+    Where the profile has not timed these they count as if they cost nothing: it timed regions that recompute
+    everything, and these run fewer ops again. What a step takes is then the prediction, too.
     """
     profile = plan.profile
     region_ms = None if profile.host is None else profile.host.without_copies_ms
@@ -184,7 +196,7 @@ def _without_copies(plan: MemoryPlan, profiled: ProfiledModel, *, faster_than_ms
 
 
 def _keeping_residuals_only(region: Region) -> Region:
-    """The region without the choice to keep what autograd does not: a forward that is not watched cannot."""
+    """Take from the region the choice to keep what autograd does not: a forward that is not watched cannot."""
     ops = [
         op if op.is_needed or RECOMPUTE not in op.choices else dataclasses.replace(op, choices=(RECOMPUTE,))
         for op in region.ops
@@ -197,7 +209,7 @@ def _taken_ms(plan: MemoryPlan) -> float:
 
 
 def _proved_smallest(profile: StepProfile, profiled: ProfiledModel, smallest_bytes: int) -> int:
-    """The smallest budget for which a plan was seen to keep it."""
+    """Find the smallest budget for which a plan was seen to keep it."""
     for _ in range(_MAX_TRIES):
         try:
             _proved(solved(profile, smallest_bytes, margin_bytes=first_margin(profile)), profiled, times=False)
@@ -219,7 +231,9 @@ def solved(
     swaps: bool = True,
     time_limit_s: float = 10.0,
 ) -> MemoryPlan:
-    """The plan with the least predicted time within a budget. Pure: the same profile gives the same plan.
+    """Solve for the plan with the least predicted time within a budget.
+
+    It is pure: the same profile gives the same plan.
 
     Args:
         copies_meet: see P4.
@@ -232,7 +246,8 @@ def solved(
     if profile.peak_bytes <= allowed_bytes and profile.is_plain_measured:
         predicted = Predicted(profile.peak_bytes, profile.step_ms)
         return MemoryPlan(profile, plain_decision, candidates(profile)[0], allowed_bytes, predicted)
-    # Where the plain step was seen to run out of memory, no room above what it would take is of any use: the margin counts from there.
+    # Where the plain step was seen to run out of memory, no room above what it would take is of any use: the margin
+    # counts from there.
     chosen = choose(
         profile if swaps else dataclasses.replace(profile, link=None),
         min(allowed_bytes, profile.peak_bytes),
@@ -249,7 +264,7 @@ def solved(
 def verified(
     plan: MemoryPlan, planner: PlannerBackend, model: Module, batch: Batch, loss_fn: Callable[[Any], Any] | None
 ) -> MemoryPlan:
-    """See `MemoryPlan.verify`."""
+    """Prove a plan anew, as `MemoryPlan.verify` says."""
     profile = plan.profile
     profiled = planner.profiled(
         model, batch, loss_fn, regions=profile.identity.blocks, keeps_output=bool(profile.keeps_output)
@@ -263,9 +278,10 @@ def verified(
 
 
 def time_by_turns(plan: MemoryPlan, profiled: ProfiledModel) -> None:
-    """Time steps under a proved plan and plain ones by turns, where proving has timed none: on a CPU, whose speed changes with what else it does.
+    """Time steps under a proved plan and plain ones by turns, where proving has timed none.
 
-    Nothing is decided by it: it is shown beside what was predicted. Ranks that plan together would have to take as many steps each, so not there.
+    That is on a CPU, whose speed changes with what else it does. Nothing is decided by it: it is shown beside what was
+    predicted. Ranks that plan together would have to take as many steps each, so not there.
     """
     measured = plan.measured
     if measured is None or measured.step_ms is not None or not (profiled.is_alone and plan.profile.is_plain_measured):
@@ -284,7 +300,7 @@ def time_by_turns(plan: MemoryPlan, profiled: ProfiledModel) -> None:
 
 
 def _proved(plan: MemoryPlan, profiled: ProfiledModel, *, times: bool = True) -> MemoryPlan:
-    """The plan, or a more careful one, whose real peak is within the budget."""
+    """Prove the plan, or a more careful one, whose real peak is within the budget."""
     margin, peak_bytes = first_margin(plan.profile), None
     careful: list[dict[str, bool]] = [{"copies_meet": True}, {"swaps": False}]  # what is left to try
     ways: dict[str, bool] = {}
@@ -294,8 +310,8 @@ def _proved(plan: MemoryPlan, profiled: ProfiledModel, *, times: bool = True) ->
         if peak_bytes is not None and peak_bytes <= plan.budget_bytes:
             plan.measured = measured
             return plan
-        # What was not foreseen is added to the margin, and a little more: it will not be quite the same next time. Where memory ran out
-        # nobody knows how much that was.
+        # What was not foreseen is added to the margin, and a little more: it will not be quite the same next time.
+        # Where memory ran out nobody knows how much that was.
         if peak_bytes is None:
             margin += (min(plan.budget_bytes, plan.profile.peak_bytes) - plan.base_bytes) * 2**tried // 16
             _logger.info("a step ran out of memory; planning again")
@@ -309,8 +325,9 @@ def _proved(plan: MemoryPlan, profiled: ProfiledModel, *, times: bool = True) ->
                 plan = solved(plan.profile, plan.budget_bytes, margin_bytes=margin, **ways)
                 break
             except BudgetError:
-                # A margin for what copies did is none that others need: those that count them twice (P4), and those that make none.
-                if not careful or not any(each.swaps for each in plan.decision):
+                # A margin for what copies did is none that others need: those that count them twice (P4), and those
+                # that make none.
+                if not careful or not any(chosen.swaps for chosen in plan.decision):
                     raise
                 ways, margin = careful.pop(0), first_margin(plan.profile)
     raise BudgetError(
@@ -323,7 +340,10 @@ def _proved(plan: MemoryPlan, profiled: ProfiledModel, *, times: bool = True) ->
 
 
 def _measured(plan: MemoryPlan, profiled: ProfiledModel, *, times: bool = True) -> Measured | None:
-    """Real steps under a plan; if they keep the budget, some more for their time, where it tells anything. None: memory ran out."""
+    """Run real steps under a plan; if they keep the budget, some more for their time, where it tells anything.
+
+    None: memory ran out.
+    """
     plan.apply(profiled.model)
     try:
         above_bytes = profiled.peaks_within(2, num_before=1)  # which teaches the engine what is asked for first
@@ -339,6 +359,10 @@ def _measured(plan: MemoryPlan, profiled: ProfiledModel, *, times: bool = True) 
 
 
 def first_margin(profile: StepProfile) -> int:
-    """What regions hold beside their values, sizes that allocators round up, and a thousandth for what differs from step to step."""
+    """Count what no rule foresees: what regions hold beside their values, sizes that allocators round up, and a
+    thousandth.
+
+    The thousandth is for what differs from step to step.
+    """
     notes = sum(region.note_bytes for region in profile.regions)
     return notes + 16 * _KIB + profile.activation_peak_bytes // 1000

@@ -37,17 +37,17 @@ Parts = Sequence[str | Table]  # lines and tables, in the order in which they ar
 
 
 def text_of(parts: Parts) -> str:
-    """For a terminal."""
+    """Write lines and tables for a terminal."""
     return "\n".join(part if isinstance(part, str) else table(*part) for part in parts)
 
 
 def html_words(text: str) -> str:
-    """A line of prose: what stands between backticks is code."""
+    """Write a line of prose: what stands between backticks is code."""
     return re.sub(r"`(.+?)`", r"<code>\1</code>", escape(text))
 
 
 def html_of(parts: Parts) -> str:
-    """For a notebook: colours and fonts are its own."""
+    """Write lines and tables for a notebook: colours and fonts are its own."""
     found = []
     for part in parts:
         if isinstance(part, str):
@@ -63,7 +63,7 @@ def html_of(parts: Parts) -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """Columns of equal width; numbers (all but the first column) to the right."""
+    """Write columns of equal width; numbers (all but the first column) to the right."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(cells: list[str]) -> str:
@@ -76,7 +76,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def plan_parts(plan: MemoryPlan) -> Parts:
-    """What is saved, recomputed and swapped, per block; peak and time before and after."""
+    """Say what is saved, recomputed and swapped, per block; and peak and time before and after."""
     profile, predicted = plan.profile, plan.predicted
     base = profile.base_bytes
     lines: list[str | Table] = [
@@ -114,7 +114,7 @@ def plan_parts(plan: MemoryPlan) -> Parts:
 
 
 def notes_words(plan: MemoryPlan) -> list[str]:
-    """What is unusual about what was asked for."""
+    """Say what is unusual about what was asked for."""
     identity = plan.profile.identity
     words = []
     if identity.is_training is False and identity.framework == "mindspore":  # where a cell begins in this mode
@@ -130,16 +130,17 @@ def notes_words(plan: MemoryPlan) -> list[str]:
 
 
 def gap_words(plan: MemoryPlan) -> list[str]:
-    """How much better another choice could be by the prediction, where it could be seen in the table."""
+    """Say how much better another choice could be by the prediction, where it could be seen in the table."""
     if plan.gap < _SEEN_GAP:
         return []
     return [
-        f"Not proved to be the best: another choice for these windows could be predicted faster, by at most {plan.gap:.1%}."
+        "Not proved to be the best: another choice for these windows could be predicted faster, "
+        f"by at most {plan.gap:.1%}."
     ]
 
 
 def nothing_swapped_words(plan: MemoryPlan) -> str:
-    """Why a plan could not swap."""
+    """Say why a plan could not swap."""
     if _is_cpu(plan):
         return "Nothing is swapped: no directory is set for it, by `hp.configure_swap(disk_dir=...)` or `--swap-dir`."
     return "Nothing is swapped: there was no room to measure how fast the device copies."
@@ -150,21 +151,21 @@ def _is_cpu(plan: MemoryPlan) -> bool:
 
 
 def host_words(plan: MemoryPlan) -> str:
-    """What is needed elsewhere for what is swapped."""
+    """Say what is needed elsewhere for what is swapped."""
     tier, used, reserved = plan.host
     where = "pinned memory of the host" if tier == "host" else "files"
     return f"Swapped at once: {format_size(used)}, in {format_size(reserved)} of {where}."
 
 
 def time_words(plan: MemoryPlan) -> list[str]:
-    """What a reader of the table has to know about its times, a sentence each."""
+    """Say what a reader of the table has to know about its times, a sentence each."""
     by_turns = plan.measured is not None and plan.measured.plain_step_ms is not None
     words = [f"Measured steps took turns with plain ones, of {plan.plain_step_ms:.1f} ms."] if by_turns else []
     return [*words, *unlike_predicted(plan)]
 
 
 def unlike_predicted(plan: MemoryPlan) -> list[str]:
-    """Why the measured time is not the predicted one: nothing where they agree."""
+    """Say why the measured time is not the predicted one: nothing where they agree."""
     predicted, to_plain, is_cpu = plan.predicted_to_plain, plan.measured_to_plain, _is_cpu(plan)
     words = []
     if to_plain is None:
@@ -181,7 +182,8 @@ def unlike_predicted(plan: MemoryPlan) -> list[str]:
 
 
 def _difference(to_plain: float, predicted: float) -> str:
-    return f"{'Slower' if to_plain > predicted else 'Faster'} than predicted: {to_plain:.2f} of plain, not {predicted:.2f}."
+    word = "Slower" if to_plain > predicted else "Faster"
+    return f"{word} than predicted: {to_plain:.2f} of plain, not {predicted:.2f}."
 
 
 def _why_slower(plan: MemoryPlan, is_cpu: bool) -> str:
@@ -206,13 +208,13 @@ def _numbers(profile: StepProfile, peak_bytes: int, step_ms: float | None, to_pl
 def _regions(plan: MemoryPlan) -> list[list[str]]:
     rows: list[list[str]] = []
     for region, decision in zip(plan.profile.regions, plan.decision, strict=True):
-        sizes = (each(region, decision) for each in (kept_bytes, swapped_bytes, recomputed_bytes))
+        sizes = (size_of(region, decision) for size_of in (kept_bytes, swapped_bytes, recomputed_bytes))
         rows.append([_name(region), *map(format_size, sizes), f"{recompute_ms(region, decision):.2f}"])
     return _folded(rows)
 
 
 def _folded(rows: list[list[str]]) -> list[list[str]]:
-    """Neighbours with the same numbers as one row."""
+    """Fold neighbours with the same numbers into one row."""
     folded: list[list[str]] = []
     first = ""
     for row in rows:
@@ -225,7 +227,7 @@ def _folded(rows: list[list[str]]) -> list[list[str]]:
 
 
 def residual_parts(profile: StepProfile, kept: Sequence[tuple[str, str, str, int]] = ()) -> Parts:
-    """What backward needs, per module and op, summed over blocks that are alike; the largest first.
+    """List what backward needs, per module and op, summed over blocks that are alike; the largest first.
 
     `kept`: of blocks that the profile takes as one op: path, module in it, op, bytes. They come below their block.
     """
@@ -234,9 +236,9 @@ def residual_parts(profile: StepProfile, kept: Sequence[tuple[str, str, str, int
     ms_of: dict[tuple[str, str], float] = {}
     for region in profile.regions:
         pattern = _pattern(region)
-        for each in region.inputs:
-            if each.value.is_residual:
-                bytes_of[pattern, "(input)"] += each.value.num_bytes
+        for given in region.inputs:
+            if given.value.is_residual:
+                bytes_of[pattern, "(input)"] += given.value.num_bytes
                 counts[pattern, "(input)"] += 1
         for index, op in enumerate(region.ops):
             if op.is_needed:
@@ -267,14 +269,18 @@ def residual_parts(profile: StepProfile, kept: Sequence[tuple[str, str, str, int
             ]  # fmt: skip
     computed = "" if profile.is_plain_measured else " (computed: it does not fit the device)"
     head = (
-        f"Residuals of {len(profile.regions)} blocks: {format_size(total)}. Peak of the plain step: {format_size(profile.peak_bytes)}{computed}, "
+        f"Residuals of {len(profile.regions)} blocks: {format_size(total)}. "
+        f"Peak of the plain step: {format_size(profile.peak_bytes)}{computed}, "
         f"of which {format_size(profile.base_bytes)} are alive when forward begins; {profile.step_ms:.1f} ms."
     )
     return [head, "", Table(["kept by", "times", "bytes", "part", "recompute ms", "suits"], rows)]
 
 
 def _again_ms(region: Region, index: int) -> float:
-    """What an op takes; a part of one takes its share of that, as all parts come together."""
+    """Give the time that an op takes to run again.
+
+    A part takes its share of its op's, as all parts come together.
+    """
     op, whole = region.ops[index], region.made_with(index)
     if op.part is None:
         return op.forward_ms
@@ -286,7 +292,7 @@ _SMALL_BYTES = 64 * 1024  # of one value: keeping it costs less than thinking ab
 
 
 def suits(num_bytes: int, count: int, recompute_ms: float | None, link: Link | None) -> Choice:
-    """Which choice costs least for values of one kind, each taken by itself: a plan weighs them against each other."""
+    """Choose what costs least for values of one kind, each taken by itself: a plan weighs them against each other."""
     if num_bytes < count * _SMALL_BYTES:
         return SAVE
     if recompute_ms is None:  # an input of the block: nothing that could be run again
@@ -302,7 +308,7 @@ def _name(region: Region) -> str:
 
 
 def _pattern(region: Region) -> str:
-    """A block's path with the number left out: blocks of one list are alike."""
+    """Leave the number out of a block's path: blocks of one list are alike."""
     return _pattern_of(region.path)
 
 

@@ -1,7 +1,9 @@
-"""Windows and decision together: the problem is solved for several windows, and what is found is judged on the timeline.
+"""Windows and decision together: the problem is solved for several windows, and what is found is judged on the
+timeline.
 
-The rules of time spread what a region swaps over its forward; on the timeline the real engine has it in the bursts in which ops make it. The rules are what
-a solver can state, the timeline is what comes true: which of the answers is taken, and what a plan predicts, is its word.
+The rules of time spread what a region swaps over its forward; on the timeline the real engine has it in the bursts in
+which ops make it. The rules are what a solver can state, the timeline is what comes true: which of the answers is
+taken, and what a plan predicts, is its word.
 """
 
 from __future__ import annotations
@@ -10,10 +12,18 @@ import dataclasses
 import time
 from typing import NamedTuple
 
-from hyper_parallel.core.planner.model.choices import SWAP, Decision, Load, load, plain, recompute_all, save_all
+from hyper_parallel.core.planner.model.choices import (
+    SWAP,
+    Decision,
+    RegionBytes,
+    bytes_of,
+    plain,
+    recompute_all,
+    save_all,
+)
 from hyper_parallel.core.planner.model.identity import DeviceKind
 from hyper_parallel.core.planner.model.problem import Problem, evaluate, peak, room_for_copies
-from hyper_parallel.core.planner.model.profile import Input, Op, Region, StepProfile
+from hyper_parallel.core.planner.model.profile import Input, ProfiledOp, Region, StepProfile
 from hyper_parallel.core.planner.model.timeline import Timeline, run_step
 from hyper_parallel.core.planner.search.polishing import polished
 from hyper_parallel.core.planner.search.settings import Setting, candidates, swapped_sizes
@@ -90,7 +100,7 @@ def choose(
         try:
             raise min(errors, key=lambda error: error.smallest_bytes)
         finally:
-            errors.clear()  # an error that its own frames hold would hold the batch with them, until garbage is collected
+            errors.clear()  # an error that its own frames hold would hold the batch as well, until garbage is collected
     best = min(found, key=lambda each: (each.over_bytes > 0, each.step_ms, each.setting.in_flight_bytes))
     # To a CPU, whose link are files, the timeline's bursts mean little.
     is_worth_it = has_bursts and any(each.swaps for each in best.decision) and not _is_cpu(profile)
@@ -117,14 +127,18 @@ def overhead_without_copies_ms(profile: StepProfile) -> float:
 
 
 def unmanaged(profile: StepProfile, budget_bytes: int, margin_bytes: int) -> Candidate | None:
-    """Blocks that are left alone or recomputed whole: the framework's own checkpoint does that, and costs no overhead. None: too large."""
+    """Blocks that are left alone or recomputed whole: the framework's own checkpoint does that, and costs no overhead.
+
+    None: too large.
+    """
     regions = profile.regions
     problem = Problem(profile, budget_bytes, 0, 0, margin_bytes=margin_bytes)
     decision = [recompute_all(region) for region in regions]
-    loads = [load(region, each) for region, each in zip(regions, decision, strict=True)]
+    loads = [bytes_of(region, each) for region, each in zip(regions, decision, strict=True)]
     if peak(problem, loads).num_bytes > budget_bytes:
         return None
-    # What the last regions keep is there at the highest point in any case; then those that save most time for their bytes.
+    # What the last regions keep is there at the highest point in any case; then those that save most time for their
+    # bytes.
     order = sorted(
         range(len(regions)),
         key=lambda index: (-loads[index].recompute_ms / max(regions[index].residual_bytes, 1), -index),
@@ -132,7 +146,7 @@ def unmanaged(profile: StepProfile, budget_bytes: int, margin_bytes: int) -> Can
     for index in [len(regions) - 1, *order]:
         before = decision[index], loads[index]
         decision[index] = plain(regions[index])
-        loads[index] = load(regions[index], decision[index])
+        loads[index] = bytes_of(regions[index], decision[index])
         if not regions[index].may_be_plain or peak(problem, loads).num_bytes > budget_bytes:
             decision[index], loads[index] = before
     cost = evaluate(dataclasses.replace(problem, margin_bytes=0), tuple(decision))
@@ -148,7 +162,7 @@ def _polished(
     least = Setting(max(sizes), max(sizes))
     problem = problem_of(profile, budget_bytes, least, margin_bytes)
 
-    def judge(decision: Decision, loads: list[Load], below_ms: float) -> float | None:
+    def judge(decision: Decision, loads: list[RegionBytes], below_ms: float) -> float | None:
         managed_ms = problem.region_overhead_ms * sum(each.is_managed for each in loads)
         if plain_ms(problem) + managed_ms + sum(each.recompute_ms for each in loads) >= below_ms:
             return None
@@ -162,14 +176,17 @@ def _polished(
 
 
 def _has_bursts(candidate: Candidate, solution: Solution) -> bool:
-    """Whether the step waits for what the rules do not see: then another answer may be better, though by the rules it is not."""
+    """Whether the step waits for what the rules do not see: then another answer may be better, though by the rules it
+    is not.
+    """
     return candidate.step_ms > solution.cost.step_ms * (1 + _BURST_SHARE)
 
 
 class _Variant(NamedTuple):
     """What the solver is told: windows, and shares of the link and of the room above the base.
 
-    An answer that leaves a part of the link free waits less for bursts, and one that leaves a part of the room has wider windows.
+    An answer that leaves a part of the link free waits less for bursts, and one that leaves a part of the room has
+    wider windows.
     """
 
     setting: Setting
@@ -209,7 +226,9 @@ def smallest_budget(profile: StepProfile, margin_bytes: int) -> int:
 def problem_of(
     profile: StepProfile, budget_bytes: int, setting: Setting, margin_bytes: int, copies_meet: bool = False
 ) -> Problem:
-    """The problem in which nothing is swapped that is larger than the windows: it would pass alone, and the promise be broken."""
+    """The problem in which nothing is swapped that is larger than the windows: it would pass alone, and the promise be
+    broken.
+    """
     most = min(setting.window_bytes, setting.prefetch_bytes)
     if max(swapped_sizes(profile), default=0) > most:
         profile = dataclasses.replace(profile, regions=tuple(_without_large(each, most) for each in profile.regions))
@@ -234,7 +253,7 @@ def _tells_engine(profile: StepProfile) -> bool:
 
 
 def _without_large(region: Region, most_bytes: int) -> Region:
-    def smaller(op: Op) -> Op:
+    def smaller(op: ProfiledOp) -> ProfiledOp:
         others = tuple(choice for choice in op.choices if choice != SWAP)
         is_large = any(value.num_bytes > most_bytes for value in op.makes)
         return dataclasses.replace(op, choices=others) if is_large and others else op
@@ -297,7 +316,7 @@ def _widened(problem: Problem, decision: Decision) -> Setting:
     """The windows with what the budget leaves: room that nobody uses is of use to copies."""
     if problem.copies_meet:
         return Setting(problem.window_bytes, problem.prefetch_bytes)
-    loads = [load(region, chosen) for region, chosen in zip(problem.profile.regions, decision, strict=True)]
+    loads = [bytes_of(region, chosen) for region, chosen in zip(problem.profile.regions, decision, strict=True)]
     most = _MOST_WINDOWS * max(swapped_sizes(problem.profile), default=0)
     window, *ahead = (min(room, most) for room in room_for_copies(problem, loads))
     ahead = [max(room, problem.prefetch_bytes) for room in ahead]

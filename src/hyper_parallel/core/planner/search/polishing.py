@@ -1,7 +1,8 @@
 """A choice made better on the timeline: what one region does is tried for another, as long as there is time.
 
-The solver does not see that what a region swaps comes in bursts, so its answer waits here and there where another order of the same decisions
-would not, or where one block more could be swapped. Blocks are alike, and what was chosen for one can be carried out in another.
+The solver does not see that what a region swaps comes in bursts, so its answer waits here and there where another order
+of the same decisions would not, or where one block more could be swapped. Blocks are alike, and what was chosen for one
+can be carried out in another.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from hyper_parallel.core.planner.model.choices import Decision, Load, RegionDecision, load
+from hyper_parallel.core.planner.model.choices import Decision, RegionBytes, RegionDecision, bytes_of
 from hyper_parallel.core.planner.model.profile import StepProfile, alike
 
-# Of a decision, what each of its regions puts on device, link and clock, and the time to beat: the time of a step; None: it does not fit, or is not faster.
-Judge = Callable[[Decision, list[Load], float], float | None]
+# Of a decision, what each of its regions puts on device, link and clock, and the time to beat: the time of a step;
+# None: it does not fit, or is not faster.
+Judge = Callable[[Decision, list[RegionBytes], float], float | None]
 
 
 def polished(
@@ -65,7 +67,10 @@ class _Exchange:
 
 
 class _Search:
-    """Invariant: `_decision` takes `_step_ms`. `_kinds`: numbers of regions that are alike, and what any of them was seen to do."""
+    """Invariant: `_decision` takes `_step_ms`.
+
+    `_kinds`: numbers of regions that are alike, and what any of them was seen to do.
+    """
 
     def __init__(self, profile: StepProfile, known: Sequence[Decision], step_ms: float, judge: Judge) -> None:
         self._regions = profile.regions
@@ -76,7 +81,7 @@ class _Search:
         self._judge = judge
         self._decision = list(known[0])
         self._step_ms = step_ms
-        self._loads: dict[tuple[int, RegionDecision], Load] = {}
+        self._loads: dict[tuple[int, RegionDecision], RegionBytes] = {}
         self._seen: set[Decision] = {known[0]}
 
     def run(self, until: float) -> Decision:
@@ -111,8 +116,8 @@ class _Search:
     def _saved_ms(self, index: int, choice: RegionDecision) -> float:
         return self._load(index, self._decision[index]).recompute_ms - self._load(index, choice).recompute_ms
 
-    def _load(self, index: int, decision: RegionDecision) -> Load:
+    def _load(self, index: int, decision: RegionDecision) -> RegionBytes:
         key = index, decision
         if key not in self._loads:
-            self._loads[key] = load(self._regions[index], decision)
+            self._loads[key] = bytes_of(self._regions[index], decision)
         return self._loads[key]

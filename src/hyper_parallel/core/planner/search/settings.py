@@ -13,8 +13,8 @@ MIB = 1024**2
 class Setting(NamedTuple):
     """Of the swap engine, while a plan is applied.
 
-    `ahead_bytes`: for each region, what may be loaded for others during its backward. It is at least `prefetch_bytes`, and more where the region leaves
-    more room. Empty: the same for all, as the engine decides.
+    `ahead_bytes`: for each region, what may be loaded for others during its backward. It is at least `prefetch_bytes`,
+    and more where the region leaves more room. Empty: the same for all, as the engine decides.
     """
 
     window_bytes: int
@@ -52,8 +52,9 @@ def swapped_sizes(profile: StepProfile) -> set[int]:
 def candidates(profile: StepProfile) -> list[Setting]:
     """From large to small.
 
-    What is made in a burst wants room in the window for more than one. Where memory is short, small windows leave more of it, and the largest
-    storages stay where they are: one that is larger than the window would pass alone in any case.
+    What is made in a burst wants room in the window for more than one. Where memory is short, small windows leave more
+    of it, and the largest storages stay where they are: one that is larger than the window would pass alone in any
+    case.
     """
     sizes = swapped_sizes(profile)
     if not sizes or profile.link is None:

@@ -1,1 +1,1 @@
-"""Searching the decision that fits the budget and loses the least time."""
+"""Finding the decision that fits the budget and loses the least time."""

@@ -1,8 +1,9 @@
 """One region as the solver sees it: what may be stored, what then runs again, and that as rows of a model.
 
-A **base** says which results of a region are stored and which run again, and leaves open which of the stored ones are swapped.
-Bases are few and worth a whole number each; the bytes swapped of a base are nearly continuous, since a region has dozens of
-tensors to choose from (`solver_split`). Most of the speed of the solver comes from keeping these two apart.
+A **base** says which results of a region are stored and which run again, and leaves open which of the stored ones are
+swapped. Bases are few and worth a whole number each; the bytes swapped of a base are nearly continuous, since a region
+has dozens of tensors to choose from (`split`). Most of the speed of the solver comes from keeping these two
+apart.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from hyper_parallel.core.planner.model.choices import (
     SAVE,
     SWAP,
     Choice,
-    Load,
+    RegionBytes,
     RegionDecision,
     allowed,
+    bytes_of,
     extra_bytes,
-    load,
     plain,
     recompute_all,
 )
-from hyper_parallel.core.planner.model.profile import Op, Region
+from hyper_parallel.core.planner.model.profile import ProfiledOp, Region
 from hyper_parallel.core.planner.solve.linear_model import Model
 
 # In the place of the stored ops: of a region that is not wrapped, and of one that is recomputed whole, its inputs kept.
@@ -32,29 +33,30 @@ PLAIN, WHOLE = frozenset({-1}), frozenset({-2})
 
 @dataclass(frozen=True)
 class Base:
-    """What a region stores and runs again.
+    """Which results a region stores and which run again. Which of the stored ones are swapped is left open.
 
     Attributes:
         stored: the ops
         decision: what is stored is saved, or swapped where it can only be swapped
-        load: of this decision
+        region_bytes: of this decision
         free: what is saved and may be swapped: its position among ops and inputs (these come after), and its bytes
     """
 
     stored: frozenset[int]
     decision: RegionDecision
-    load: Load
+    region_bytes: RegionBytes
     free: tuple[tuple[int, int], ...]
 
     @property
     def store_bytes(self) -> int:
-        return self.load.kept_bytes + self.load.swapped_bytes
+        return self.region_bytes.kept_bytes + self.region_bytes.swapped_bytes
 
     @property
     def free_bytes(self) -> int:
         return sum(num_bytes for _, num_bytes in self.free)
 
     def swapping(self, positions: Iterable[int]) -> RegionDecision:
+        """Decide as the base does, with the entries at these positions swapped."""
         ops, inputs = list(self.decision.ops), list(self.decision.inputs)
         for position in positions:
             if position < len(ops):
@@ -65,30 +67,31 @@ class Base:
 
 
 def base_of(region: Region, stored: frozenset[int], can_swap: bool) -> Base:
-    """With these ops stored: all that backward needs and that is not stored runs again, and what this reads, and so on.
+    """Work out the base with these ops stored.
 
-    Of the stored ops those are dropped that nobody asks for.
+    All that backward needs and that is not stored runs again, and what this reads, and so on. Of the stored ops those
+    are dropped that nobody asks for.
     """
     if stored == PLAIN:
         decision = plain(region)
-        return Base(PLAIN, decision, load(region, decision), ())
+        return Base(PLAIN, decision, bytes_of(region, decision), ())
     if stored == WHOLE:
         decision = recompute_all(region)
-        return Base(WHOLE, decision, load(region, decision), ())
+        return Base(WHOLE, decision, bytes_of(region, decision), ())
     ops = _chosen(region, stored, can_swap)
     # What runs again makes all of its parts again. Without them in store more may have to run, and so on.
     while (
-        again := {part for each, parts in region.parts().items() if ops[each] == RECOMPUTE for part in parts} & stored
+        again := {part for whole, parts in region.parts().items() if ops[whole] == RECOMPUTE for part in parts} & stored
     ):
         stored -= again
         ops = _chosen(region, stored, can_swap)
     runs_again = RECOMPUTE in ops
-    inputs = tuple(SAVE if runs_again or each.value.is_residual else None for each in region.inputs)
+    inputs = tuple(SAVE if runs_again or given.value.is_residual else None for given in region.inputs)
     decision = RegionDecision(False, tuple(ops), inputs)
     return Base(
         frozenset(index for index, choice in enumerate(ops) if choice in (SAVE, SWAP)),
         decision,
-        load(region, decision),
+        bytes_of(region, decision),
         _free(region, decision) if can_swap else (),
     )
 
@@ -107,30 +110,31 @@ def _chosen(region: Region, stored: frozenset[int], can_swap: bool) -> list[Choi
     return ops
 
 
-def _may_store(op: Op, can_swap: bool) -> bool:
+def _may_store(op: ProfiledOp, can_swap: bool) -> bool:
     choices = allowed(op)
     return SAVE in choices or (SWAP in choices and (can_swap or op.num_bytes == 0))
 
 
 def _free(region: Region, decision: RegionDecision) -> tuple[tuple[int, int], ...]:
+    """List what is saved and may be swapped instead, by position among ops and inputs."""
     ops = [
         (index, op.num_bytes)
         for index, (op, choice) in enumerate(zip(region.ops, decision.ops, strict=True))
         if choice == SAVE and SWAP in allowed(op) and op.num_bytes
     ]
     inputs = [
-        (len(region.ops) + index, each.value.num_bytes)
-        for index, (each, choice) in enumerate(zip(region.inputs, decision.inputs, strict=True))
-        if choice == SAVE and each.may_swap and each.value.num_bytes
+        (len(region.ops) + index, given.value.num_bytes)
+        for index, (given, choice) in enumerate(zip(region.inputs, decision.inputs, strict=True))
+        if choice == SAVE and given.may_swap and given.value.num_bytes
     ]
     return (*ops, *inputs)
 
 
 def needed_reads(region: Region) -> dict[int, tuple[int, ...]]:
-    """The ops that a choice is worth making for, and what each of them reads of these.
+    """Find the ops that a choice is worth making for, and what each of them reads of these.
 
-    Left out are ops that no residual comes from, and views: they cost nothing and are nowhere stored, so whoever reads one
-    reads what it looks at.
+    Left out are ops that no residual comes from, and views: they cost nothing and are nowhere stored, so whoever reads
+    one reads what it is a view of.
     """
     live: set[int] = set()
     for index in reversed(range(len(region.ops))):
@@ -151,11 +155,11 @@ def needed_reads(region: Region) -> dict[int, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Block:
-    """The variables of a region, and what it puts where as terms in these, bytes in units.
+class RegionRows:
+    """The variables of a region in a model, and what it puts where as terms in these. Bytes are in units of the case.
 
-    `stored` has those of ops; an input is stored where it must be. `swapped` is there where each tensor has its own variable:
-    the exact model of a small problem.
+    `stored` has the variables of ops; an input is stored where it must be. `swapped` is filled where each tensor has
+    its own variable, in the exact model of a small problem.
     """
 
     plain: int | None
@@ -170,9 +174,10 @@ class Block:
 
     @property
     def unmanaged(self) -> list[int]:
-        return [each for each in (self.plain, self.whole) if each is not None]
+        return [variable for variable in (self.plain, self.whole) if variable is not None]
 
     def stored_in(self, x: list[float]) -> frozenset[int]:
+        """Read from a solution which ops are stored."""
         if self.plain is not None and x[self.plain] > 0.5:
             return PLAIN
         if self.whole is not None and x[self.whole] > 0.5:
@@ -180,10 +185,11 @@ class Block:
         return frozenset(index for index, variable in self.stored.items() if x[variable] > 0.5)
 
     def swapped_in(self, x: list[float]) -> list[int]:
+        """Read from a solution which positions are swapped."""
         return [position for position, variable in self.swapped.items() if x[variable] > 0.5]
 
 
-def add_block(
+def add_region_rows(
     model: Model,
     region: Region,
     can_swap: bool,
@@ -192,33 +198,36 @@ def add_block(
     *,
     is_exact: bool = False,
     has_whole: bool = False,
-) -> Block:
-    """Rows for "How a choice is carried out" of the README.
+) -> RegionRows:
+    """Add the rows of one region: the rules "How a choice is carried out" of `../model/README.md`.
 
-    An op whose storing alone would be more than `most_extra_bytes` is not stored: without whole numbers, a part of it would be.
+    An op whose storing alone would be more than `most_extra_bytes` is not stored: without whole numbers, a part of it
+    would be.
     """
     again = recompute_all(region) if has_whole else None
     has_whole = again is not None and again.is_whole and extra_bytes(region, again) <= max(most_extra_bytes, 0)
-    block = Block(
+    rows = RegionRows(
         plain=model.binary() if region.may_be_plain else None,
         whole=model.binary() if has_whole else None,
     )
-    if again is not None and block.whole is not None:
-        done = load(region, again)
-        block.store.append((block.whole, done.kept_bytes / unit))
-        block.extra.append((block.whole, done.extra_bytes / unit))
-        block.recompute.append((block.whole, done.recompute_ms))
-    rows = _Rows(model, region, block, can_swap, unit, is_exact)
-    rows.add_ops(most_extra_bytes)
-    rows.add_inputs()
-    return block
+    if again is not None and rows.whole is not None:
+        done = bytes_of(region, again)
+        rows.store.append((rows.whole, done.kept_bytes / unit))
+        rows.extra.append((rows.whole, done.extra_bytes / unit))
+        rows.recompute.append((rows.whole, done.recompute_ms))
+    maker = _RowMaker(model, region, rows, can_swap, unit, is_exact)
+    maker.add_ops(most_extra_bytes)
+    maker.add_inputs()
+    return rows
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowMaker:
+    """Adds the rows of one region to a model, and the terms to its `RegionRows`."""
+
     model: Model
     region: Region
-    block: Block
+    rows: RegionRows
     can_swap: bool
     unit: float
     is_exact: bool
@@ -226,7 +235,7 @@ class _Rows:
 
     @property
     def _unmanaged(self) -> list[tuple[int, float]]:
-        return [(each, 1.0) for each in self.block.unmanaged]
+        return [(variable, 1.0) for variable in self.rows.unmanaged]
 
     def add_ops(self, most_extra_bytes: int) -> None:
         reads = needed_reads(self.region)
@@ -234,35 +243,35 @@ class _Rows:
             op = self.region.ops[index]
             more_bytes = op.num_bytes - op.residual_bytes
             if _may_store(op, self.can_swap) and more_bytes <= max(most_extra_bytes, 0):
-                self.block.stored[index] = self.model.binary()
-                self._add_stored(index, self.block.stored[index], op.num_bytes, allowed(op))
-                self.block.extra.append((self.block.stored[index], more_bytes / self.unit))
+                self.rows.stored[index] = self.model.binary()
+                self._add_stored(index, self.rows.stored[index], op.num_bytes, allowed(op))
+                self.rows.extra.append((self.rows.stored[index], more_bytes / self.unit))
             if RECOMPUTE in allowed(op):
                 # It needs no whole number: it is as small as what is stored lets it be.
                 # Parts run with the op that makes them, and it with all of them.
                 whole = self.runs.get(self.region.made_with(index))
                 self.runs[index] = self.model.variable(0.0, 1.0) if whole is None else whole
-                self.block.recompute.append((self.runs[index], op.forward_ms))
+                self.rows.recompute.append((self.runs[index], op.forward_ms))
         for index, read in reads.items():
             if self.region.ops[index].is_needed:
                 self.model.row([*self._there(index), *self._unmanaged], 1.0, 1.0)
             if index in self.runs:
-                for each in read:
-                    if self.runs.get(each) != self.runs[index]:
-                        self.model.row([*self._there(each), (self.runs[index], -1.0)], 0.0)
+                for source in read:
+                    if self.runs.get(source) != self.runs[index]:
+                        self.model.row([*self._there(source), (self.runs[index], -1.0)], 0.0)
 
     def add_inputs(self) -> None:
         runs_again: int | None = None
-        for index, each in enumerate(self.region.inputs):
-            if not each.value.num_bytes:
+        for index, given in enumerate(self.region.inputs):
+            if not given.value.num_bytes:
                 continue
             stored = self.model.binary()
-            choices = (SAVE, SWAP) if each.may_swap else (SAVE,)
-            self._add_stored(len(self.region.ops) + index, stored, each.value.num_bytes, choices)
-            if each.value.is_residual:
+            choices = (SAVE, SWAP) if given.may_swap else (SAVE,)
+            self._add_stored(len(self.region.ops) + index, stored, given.value.num_bytes, choices)
+            if given.value.is_residual:
                 self.model.row([(stored, 1.0), *self._unmanaged], 1.0)
             else:
-                self.block.extra.append((stored, each.value.num_bytes / self.unit))
+                self.rows.extra.append((stored, given.value.num_bytes / self.unit))
             if runs_again is None:
                 runs_again = self.model.variable(0.0, 1.0)
                 for variable in dict.fromkeys(self.runs.values()):
@@ -270,18 +279,18 @@ class _Rows:
             self.model.row([(stored, 1.0), (runs_again, -1.0)], 0.0)
 
     def _there(self, index: int) -> list[tuple[int, float]]:
-        return [(variables[index], 1.0) for variables in (self.block.stored, self.runs) if index in variables]
+        return [(variables[index], 1.0) for variables in (self.rows.stored, self.runs) if index in variables]
 
     def _add_stored(self, position: int, stored: int, num_bytes: int, choices: tuple[Choice, ...]) -> None:
         num = num_bytes / self.unit
-        self.block.store.append((stored, num))
+        self.rows.store.append((stored, num))
         if not num or not self.can_swap or SWAP not in choices:
             return
         if SAVE not in choices:
-            self.block.forced.append((stored, num))
+            self.rows.forced.append((stored, num))
         elif self.is_exact:
-            swapped = self.block.swapped[position] = self.model.binary()
+            swapped = self.rows.swapped[position] = self.model.binary()
             self.model.row([(stored, 1.0), (swapped, -1.0)], 0.0)
-            self.block.free.append((swapped, num))
+            self.rows.free.append((swapped, num))
         else:
-            self.block.free.append((stored, num))
+            self.rows.free.append((stored, num))

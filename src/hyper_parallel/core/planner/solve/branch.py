@@ -1,13 +1,13 @@
 """How one case is solved: exactly where it is small, else by bases, with a bound.
 
 1. The model with a variable for each op, without whole numbers, gives a bound and prices.
-2. At these prices the cheapest base of each region is found, the model of all bases found so far gives new prices, and so on
-   until it is as good as the bound: a handful of rounds.
-3. Regions are fixed to a base, those first that are nearly decided, and the model is solved again; the last few regions are
-   solved with whole numbers. What comes out is split into tensors and evaluated.
+2. At these prices the cheapest base of each region is found, the model of all bases found so far gives new prices, and
+   so on until it is as good as the bound: a handful of rounds.
+3. Regions are fixed to a base, those first that are nearly decided, and the model is solved again; the last few regions
+   are solved with whole numbers. What comes out is split into tensors and evaluated.
 
-Work is bounded by counts, not by the clock, so that a slower machine finds the same plan; the clock only ends what would take
-far longer than planned.
+Work is bounded by counts, not by the clock, so that a slower machine finds the same plan; the clock only ends what
+would take far longer than planned.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ _MOST_ROUNDS = 15
 _ENOUGH = 2e-5  # so near to the bound, no more bases are looked for
 _WORTH = 1e-5  # nor where a round made this little difference
 _SHARE_FIXED = 0.4  # of the regions that are left, in each step of a dive
-_RETRIES = 3
+_RETRIES = 3  # with a smaller budget, where an answer comes out a few bytes too large
 
 
-class Search:
-    """The best decision found for a case, and the bound below which there is none."""
+class Branching:
+    """The best decision found so far for one case, and the bound below which there is none.
+
+    It lives for one `solve`.
+    """
 
     def __init__(self, case: Case, budget_bytes: int, clock: Clock) -> None:
         self.case = case
@@ -51,6 +54,7 @@ class Search:
         return max(step_ms - self.bound_ms, 0.0) / step_ms if step_ms else 0.0
 
     def offer(self, found: tuple[Decision, Cost] | None) -> None:
+        """Take what was found, made tidy, if it is within the budget and better than the best so far."""
         if found is None or found[1].peak_bytes > self._budget_bytes:
             return
         decision = tidied(self.case.problem, found[0], self._budget_bytes)
@@ -59,7 +63,7 @@ class Search:
             self.best = found
 
     def exact(self, gap: float, node_limit: int) -> None:
-        """All of it with whole numbers, each tensor swapped or not."""
+        """Solve all of it with whole numbers, each tensor swapped or not."""
         budget_bytes = self._budget_bytes
         for attempt in range(_RETRIES):
             form = whole(self.case, budget_bytes, is_exact=True)
@@ -69,10 +73,10 @@ class Search:
             if answer.x is None:
                 return
             decision = []
-            for index, block in enumerate(form.blocks):
-                base = self.pool.base(index, block.stored_in(answer.x))
+            for index, rows in enumerate(form.region_rows):
+                base = self.pool.base(index, rows.stored_in(answer.x))
                 free = {position for position, _ in base.free}
-                swapped = [position for position in block.swapped_in(answer.x) if position in free]
+                swapped = [position for position in rows.swapped_in(answer.x) if position in free]
                 decision.append(base.swapping(swapped) if swapped else base.decision)
             cost = evaluate(self.case.problem, tuple(decision))
             self.offer((tuple(decision), cost))
@@ -81,7 +85,7 @@ class Search:
             budget_bytes -= cost.peak_bytes - self._budget_bytes  # the solver is exact to a few bytes only
 
     def relax(self) -> None:
-        """The bound, and prices."""
+        """Solve it without whole numbers, for the bound and the prices."""
         form = whole(self.case, self._budget_bytes)
         answer = form.model.solve_relaxed(self._clock.part(0.4))
         self._learn(answer)
@@ -89,10 +93,10 @@ class Search:
             self._prices = prices(form.links, answer)
         if answer.x is not None:  # a base that not even a part of a region wants only blurs the choice of the others
             x = answer.x
-            self._uses_whole = any(block.whole is not None and x[block.whole] > _ENOUGH for block in form.blocks)
+            self._uses_whole = any(rows.whole is not None and x[rows.whole] > _ENOUGH for rows in form.region_rows)
 
     def add_bases(self) -> None:
-        """To the pool: such with which the bound is nearly reached; a few simple ones where `relax` gave no prices."""
+        """Fill the pool with bases that nearly reach the bound; with a few simple ones where `relax` gave no prices."""
         for index, region in enumerate(self.case.regions):
             if region.may_be_plain:
                 self.pool.add(index, PLAIN)
@@ -132,13 +136,16 @@ class Search:
             budget_bytes -= max(int(self.case.unit), 1)  # the solver is exact to a part of its unit only
 
     def refine(self, gap: float, node_limit: int) -> None:
-        """A variable for each op with whole numbers; how much of a region is swapped has none. It raises the bound as well."""
+        """Solve with a whole number for each op, and none for how much of a region is swapped.
+
+        It raises the bound as well.
+        """
         form = whole(self.case, self._budget_bytes)
         answer = form.model.solve(self._clock, gap=gap, node_limit=node_limit)
         self._learn(answer)
         if answer.x is None:
             return
-        bases = [self.pool.base(index, block.stored_in(answer.x)) for index, block in enumerate(form.blocks)]
+        bases = [self.pool.base(index, rows.stored_in(answer.x)) for index, rows in enumerate(form.region_rows)]
         swapped = [answer.x[variable] * self.case.unit for variable in form.places.swapped]
         self.offer(split(self.case, bases, swapped, self._budget_bytes))
 
@@ -153,7 +160,7 @@ class Search:
             if answer.x is None:
                 return None
             x = answer.x
-            decided = sorted((-round(max(x[each] for each in form.columns[index]), 9), index) for index in left)
+            decided = sorted((-round(max(x[column] for column in form.columns[index]), 9), index) for index in left)
             num_fixed = min(max(int(len(left) * _SHARE_FIXED), 1), len(left) - num_left)
             for _, index in decided[:num_fixed]:
                 taken = form.columns[index][_largest(x, form.columns[index])]
@@ -167,8 +174,11 @@ class Search:
 
 
 def plain_ms(problem: Problem) -> float:
-    """A step in which nothing waits and nothing runs again."""
-    spans = (each.before_ms + each.forward_ms + each.backward_ms + each.after_ms for each in problem.profile.regions)
+    """Add up a step in which nothing waits and nothing runs again."""
+    spans = (
+        region.before_ms + region.forward_ms + region.backward_ms + region.after_ms
+        for region in problem.profile.regions
+    )
     return sum(spans) + problem.profile.turn.ms
 
 

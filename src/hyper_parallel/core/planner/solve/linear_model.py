@@ -25,7 +25,10 @@ _FAILED = 4  # neither solved, nor infeasible, nor at a limit
 
 
 class Clock:
-    """Seconds left. A safety net only: what is found must not depend on the machine's speed, so work is bounded by counts."""
+    """Seconds that are left.
+
+    It is a safety net only: what is found must not depend on the machine's speed, so work is bounded by counts.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self._start = time.perf_counter()
@@ -40,13 +43,13 @@ class Clock:
         return max(self._limit_s - self.passed_s, 0.0)
 
     def part(self, share: float) -> Clock:
-        """For work that must leave time for what comes after it."""
+        """Set a share of the time apart, for work that must leave time for what comes after it."""
         return Clock(share * self.left_s)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What HiGHS said.
+    """What HiGHS said of one model.
 
     Attributes:
         is_infeasible: proved: there is no solution
@@ -63,7 +66,7 @@ class Answer:
 
 
 class Model:
-    """Minimise the sum of cost times variable, each variable and each row within its bounds."""
+    """A linear program: minimise the sum of cost times variable, each variable and each row within its bounds."""
 
     def __init__(self) -> None:
         self._costs: list[float] = []
@@ -91,7 +94,7 @@ class Model:
         self._costs[variable] += cost
 
     def set_costs(self, terms: Terms) -> None:
-        """These costs, and none for any other variable."""
+        """Set these costs, and none for any other variable."""
         self._costs = [0.0] * len(self._costs)
         for variable, cost in terms:
             self._costs[variable] += cost
@@ -110,7 +113,7 @@ class Model:
         return index
 
     def solve_relaxed(self, clock: Clock) -> Answer:
-        """Without whole numbers."""
+        """Solve without whole numbers."""
         optimize, sparse = _scipy("optimize"), _scipy("sparse")
         matrix = self._matrix(sparse)
         lows, highs = np.array(self._row_lows), np.array(self._row_highs)
@@ -137,7 +140,7 @@ class Model:
         return Answer(False, value, value, found.x, duals)
 
     def solve(self, clock: Clock, *, gap: float, node_limit: int) -> Answer:
-        """With whole numbers. `gap` is relative to the value, its constant included."""
+        """Solve with whole numbers. `gap` is relative to the value, its constant included."""
         optimize, sparse = _scipy("optimize"), _scipy("sparse")
         # HiGHS stops by a gap that is relative to what it sees: a variable that is 1 carries the constant.
         costs, lows, highs = [*self._costs, self.constant], [*self._lows, 1.0], [*self._highs, 1.0]
@@ -165,7 +168,10 @@ class Model:
 def _with_or_without_presolve(
     solver: Callable[..., Any], costs: list[float], clock: Clock, options: dict[str, Any] | None = None, **others: Any
 ) -> Any:
-    """HiGHS 1.12 fails now and then where its presolve took nearly everything away; without presolve it does not."""
+    """Solve, and once more without presolve where that failed.
+
+    HiGHS 1.12 fails now and then where its presolve took nearly everything away; without presolve it does not.
+    """
     for presolve in (True, False):
         limits = {"presolve": presolve, "time_limit": max(clock.left_s, 0.01)}
         with quiet_solver():

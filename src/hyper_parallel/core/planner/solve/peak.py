@@ -1,8 +1,8 @@
 """The smallest peak there is, exactly.
 
-In time nothing is to be gained here, so everything is swapped that can be, or nothing. What is left is a choice between keeping
-less and having less extra (P1, P2). Given a peak, each region in turn keeps as little as it can within it: what it keeps is all
-that the regions after it see. The smallest peak for which this works is found by bisection.
+In time nothing is to be gained here, so everything is swapped that can be, or nothing. What is left is a choice between
+keeping less and having less extra (P1, P2). Given a peak, each region in turn keeps as little as it can within it: what
+it keeps is all that the regions after it see. The smallest peak for which this works is found by bisection.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.core.planner.model.choices import Decision, load
+from hyper_parallel.core.planner.model.choices import Decision, bytes_of
 from hyper_parallel.core.planner.model.problem import Cost, Problem, peak
-from hyper_parallel.core.planner.solve.block import Base, Block, add_block, base_of
+from hyper_parallel.core.planner.solve.block import Base, RegionRows, add_region_rows, base_of
 from hyper_parallel.core.planner.solve.linear_model import INFINITY, Clock, Model
 from hyper_parallel.core.planner.solve.rows import Case
 from hyper_parallel.core.planner.solve.split import split
@@ -22,17 +22,17 @@ _ANY_BYTES = 1 << 60  # more than there are
 
 
 def smallest_peak(problem: Problem) -> tuple[Decision, Cost]:
-    """A decision with the smallest peak, whatever the budget; the fastest that is easily found.
+    """Find a decision with the smallest peak, whatever the budget; the fastest that is easily found.
 
     Raises:
         ArgumentError: a region has no decision that can be carried out.
         FrameworkMissingError: SciPy is not installed.
     """
     cases = [Case(problem, False), Case(problem, True)] if problem.can_swap else [Case(problem, False)]
-    found = [each for each in map(_smallest, cases) if each is not None]
+    found = [smallest for smallest in map(_smallest, cases) if smallest is not None]
     if not found:
         raise _no_decision(cases[-1])
-    return min(found, key=lambda each: (each[1].peak_bytes, each[1].step_ms))
+    return min(found, key=lambda pair: (pair[1].peak_bytes, pair[1].step_ms))
 
 
 def _smallest(case: Case) -> tuple[Decision, Cost] | None:
@@ -53,6 +53,7 @@ def _smallest(case: Case) -> tuple[Decision, Cost] | None:
 
 
 def _within(case: Case, leanest: _Leanest, peak_bytes: int) -> list[Base] | None:
+    """Let each region in turn keep as little as it can within that peak. None: one has no base that fits."""
     *rooms, room_in_turn = case.rooms(peak_bytes)
     kept = 0
     bases = []
@@ -61,15 +62,18 @@ def _within(case: Case, leanest: _Leanest, peak_bytes: int) -> list[Base] | None
         if base is None:
             return None
         bases.append(base)
-        kept += base.store_bytes - base.load.swapped_bytes - base.free_bytes
+        kept += base.store_bytes - base.region_bytes.swapped_bytes - base.free_bytes
     return bases if kept <= room_in_turn else None
 
 
 def _peak_bytes(case: Case, bases: list[Base]) -> int:
-    """With all swapped that can be; of this case, so what is in flight counts even if nothing is."""
+    """Compute the peak with all swapped that can be.
+
+    It is that of this case, so what is in flight counts even if nothing is.
+    """
     decision = [base.swapping(position for position, _ in base.free) if base.free else base.decision for base in bases]
-    loads = [load(region, each) for region, each in zip(case.regions, decision, strict=True)]
-    return peak(case.problem, loads, swaps=case.swaps).num_bytes
+    by_region = [bytes_of(region, chosen) for region, chosen in zip(case.regions, decision, strict=True)]
+    return peak(case.problem, by_region, swaps=case.swaps).num_bytes
 
 
 def _no_decision(case: Case) -> ArgumentError:
@@ -85,7 +89,10 @@ def _no_decision(case: Case) -> ArgumentError:
 
 
 class _Leanest:
-    """For each region, the base that keeps least with at most so much extra. Regions of one shape share the answers."""
+    """Finds for each region the base that keeps least with at most so much extra.
+
+    Regions of one shape share the answers.
+    """
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -94,10 +101,10 @@ class _Leanest:
         self._known: list[list[tuple[int, Base | None]]] = [[] for _ in shapes]
 
     def base(self, index: int, extra_bytes: int) -> Base | None:
-        """None: no base has so little extra."""
+        """Find the base of a region that keeps least. None: no base has so little extra."""
         known = self._known[self._kind[index]]
         for limit, base in known:
-            if extra_bytes <= limit and (base is None or base.load.extra_bytes <= extra_bytes):
+            if extra_bytes <= limit and (base is None or base.region_bytes.extra_bytes <= extra_bytes):
                 return base
         base = self._solve(index, extra_bytes)
         known.append((extra_bytes, base))
@@ -108,20 +115,20 @@ class _Leanest:
         limit = extra_bytes
         while limit >= 0:  # with less than nothing extra there is no base
             model = Model()
-            block = add_block(model, region, case.swaps, case.unit, extra_bytes)
-            model.row(block.extra, high=min(limit, _ANY_BYTES >> 10) / case.unit)
-            model.set_costs(_kept(block, region.residual_bytes / case.unit))
+            rows = add_region_rows(model, region, case.swaps, case.unit, extra_bytes)
+            model.row(rows.extra, high=min(limit, _ANY_BYTES >> 10) / case.unit)
+            model.set_costs(_kept(rows, region.residual_bytes / case.unit))
             answer = model.solve(_NO_LIMIT, gap=0.0, node_limit=100_000)
             if answer.x is None:
                 return None
-            base = base_of(region, block.stored_in(answer.x), case.swaps)
-            if base.load.extra_bytes <= extra_bytes:
+            base = base_of(region, rows.stored_in(answer.x), case.swaps)
+            if base.region_bytes.extra_bytes <= extra_bytes:
                 return base
-            limit -= base.load.extra_bytes - extra_bytes  # the solver is exact to a few bytes only
+            limit -= base.region_bytes.extra_bytes - extra_bytes  # the solver is exact to a few bytes only
         return None
 
 
-def _kept(block: Block, residual: float) -> list[tuple[int, float]]:
-    gone = {variable for variable, _ in (*block.free, *block.forced)}
-    kept = [(variable, num) for variable, num in block.store if variable not in gone]
-    return kept if block.plain is None else [*kept, (block.plain, residual)]
+def _kept(rows: RegionRows, residual: float) -> list[tuple[int, float]]:
+    gone = {variable for variable, _ in (*rows.free, *rows.forced)}
+    kept = [(variable, num) for variable, num in rows.store if variable not in gone]
+    return kept if rows.plain is None else [*kept, (rows.plain, residual)]

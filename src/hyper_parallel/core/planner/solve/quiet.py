@@ -1,8 +1,9 @@
 """The solver's own words go nowhere.
 
-HiGHS leaves a line on standard output now and then, whatever it is told (`HighsMipSolverData::transformNewIntegerFeasibleSolution ...`): it prints by C's
-`stdout`. In glibc that is a variable that may be set, so it is another stream while the solver runs. File descriptor 1 and Python's `sys.stdout` stay
-as they are: what other threads and child processes print meanwhile comes out, when they print it.
+HiGHS leaves a line on standard output now and then, whatever it is told
+(`HighsMipSolverData::transformNewIntegerFeasibleSolution ...`). It prints by C's `stdout`. In glibc that is a variable
+that may be set, so it is another stream while the solver runs. File descriptor 1 and Python's `sys.stdout` stay as they
+are: what other threads and child processes print meanwhile comes out, when they print it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from typing import NamedTuple
 
 
 class _CookieFunctions(ctypes.Structure):
-    """What a stream of `fopencookie` calls to read, write, seek and close. No function to write: what is written is gone."""
+    """What a stream of `fopencookie` calls.
+
+    There is no function to write, so what is written is gone.
+    """
 
     _fields_ = (
         ("read", ctypes.c_void_p),
@@ -38,7 +42,10 @@ _before: int | None = None
 
 @contextlib.contextmanager
 def quiet_solver() -> Iterator[None]:
-    """Within: what C prints to standard output is gone. Several threads may be within: the last to leave puts the stream back."""
+    """Let what C prints to standard output go nowhere while the block runs.
+
+    Several threads may be in such a block: the last to leave it puts the stream back.
+    """
     global _num_inside, _before
     streams = _streams()
     if streams is None:
@@ -59,7 +66,12 @@ def quiet_solver() -> Iterator[None]:
 
 @functools.cache
 def _streams() -> _Streams | None:
-    """None: not glibc, where `stdout` may be read-only. The stream is never closed: another thread may be printing to it; it has no descriptor."""
+    """Find C's `stdout`, and make a stream that leads nowhere.
+
+    None where this is not glibc: `stdout` may be read-only there.
+
+    The stream is never closed, since another thread may be printing to it; it has no file descriptor.
+    """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return None

@@ -18,7 +18,8 @@ Suggest = Callable[..., list[str]]  # patterns of other blocks: inside of the on
 class BudgetError(ArgumentError):
     """No decision fits into the budget.
 
-    `smallest_bytes` is the smallest budget that can be met with these blocks; 0 where that is not known. `peak`: what it is made of, where that is known.
+    `smallest_bytes` is the smallest budget that can be met with these blocks; 0 where that is not known. `peak`: what
+    that one is made of, where that is known.
     """
 
     def __init__(self, what: str, *, smallest_bytes: int = 0, peak: Peak | None = None, **parts: Any) -> None:
@@ -32,7 +33,7 @@ class BudgetError(ArgumentError):
 
 
 def budget_error(profile: StepProfile, budget_bytes: int, peak: Peak) -> BudgetError:
-    """The smallest peak that any decision has is above the budget."""
+    """Make the error that says that even the smallest peak of all decisions is above the budget."""
     return BudgetError(
         "No choice of what to save, swap and recompute fits into the budget.",
         expected=f"at least {peak.num_bytes} bytes ({format_size(peak.num_bytes)})",
@@ -45,7 +46,7 @@ def budget_error(profile: StepProfile, budget_bytes: int, peak: Peak) -> BudgetE
 
 
 def made_of(profile: StepProfile, peak: Peak) -> str:
-    """The moment, and what is alive then; the largest first."""
+    """Say in words when the peak is, and what is alive then; the largest first."""
     where = _BETWEEN if peak.region is None else f"{peak.moment} of {profile.regions[peak.region].path}"
     parts = {
         "alive when forward begins": peak.base_bytes,
@@ -56,12 +57,12 @@ def made_of(profile: StepProfile, peak: Peak) -> str:
         "for copies in flight": peak.in_flight_bytes,
         "of margin": peak.margin_bytes,
     }
-    largest = sorted(((num, name) for name, num in parts.items() if num), key=lambda each: -each[0])
+    largest = sorted(((num, name) for name, num in parts.items() if num), key=lambda part: -part[0])
     return f"{where}: " + ", ".join(f"{format_size(num)} {name}" for num, name in largest)
 
 
 def blocks_words(profile: StepProfile) -> str:
-    """Which blocks are planned: "8 blocks are planned: layers.0 to layers.7"."""
+    """Say which blocks are planned: "8 blocks are planned: layers.0 to layers.7"."""
     paths = list(dict.fromkeys(region.path for region in profile.regions))
     if len(paths) == 1:
         return f"one block is planned: {paths[0]}"
@@ -70,17 +71,21 @@ def blocks_words(profile: StepProfile) -> str:
 
 
 def advice(profile: StepProfile, budget_bytes: int, peak: Peak | None, suggest: Suggest | None) -> str:
-    """One thing to do about what takes most of the memory."""
+    """Say one thing to do about what takes most of the memory."""
     paths = {region.path for region in profile.regions}
     if peak is not None and peak.base_bytes >= budget_bytes:
         return (
-            f"Raise the budget: {format_size(peak.base_bytes)} are parameters, gradients, optimizer state and batch, which no plan makes smaller. "
+            f"Raise the budget: {format_size(peak.base_bytes)} are parameters, gradients, optimizer state and batch, "
+            "which no plan makes smaller. "
             "Or use an optimizer with less state, or train fewer parameters."
         )
     if len(paths) == 1:
         (path,) = paths
         patterns = (suggest(path) if suggest is not None else []) or ["encoder.layer.*"]
-        return f"Raise the budget, or name smaller blocks, such as {_regions(patterns)}: {path} is the only one, and is planned as a whole."
+        return (
+            f"Raise the budget, or name smaller blocks, such as {_regions(patterns)}: "
+            f"{path} is the only one, and is planned as a whole."
+        )
     if peak is None:
         return f"Raise the budget, or {_SMALLER}."
     parts = {
@@ -93,18 +98,24 @@ def advice(profile: StepProfile, budget_bytes: int, peak: Peak | None, suggest: 
     in_blocks = sum(region.residual_bytes for region in profile.regions)
     if largest == "outside" or (largest == "own" and 2 * in_blocks < profile.activation_peak_bytes):
         lists = [
-            each
-            for each in (suggest() if suggest is not None else [])
-            if each.endswith(".*") or peak.region is not None
+            pattern
+            for pattern in (suggest() if suggest is not None else [])
+            if pattern.endswith(".*") or peak.region is not None
         ]
         if lists:
-            return f"Most is kept outside of the blocks. Name what holds it: {_regions(lists)}. Or raise the budget, or {_SMALLER}."
+            return (
+                f"Most is kept outside of the blocks. Name what holds it: {_regions(lists)}. "
+                f"Or raise the budget, or {_SMALLER}."
+            )
     if largest == "own" and peak.region is not None:
         patterns = suggest(profile.regions[peak.region].path) if suggest is not None else []
         if patterns:
             return f"Smaller blocks may need less: {_regions(patterns)}. Or raise the budget, or {_SMALLER}."
     if largest in ("own", "outside") and peak.region is None:
-        return f"Most is taken {_BETWEEN}, where nothing is planned: {_SMALLER}, compute the loss in parts, or raise the budget."
+        return (
+            f"Most is taken {_BETWEEN}, where nothing is planned: "
+            f"{_SMALLER}, compute the loss in parts, or raise the budget."
+        )
     if profile.link is None and (largest == "kept" or peak.kept_bytes >= peak.num_bytes - budget_bytes):
         kept = f"{format_size(peak.kept_bytes)} are what blocks keep of their inputs"
         return f"{kept}, which can be swapped: `hp.configure_swap(disk_dir=...)`. Or raise the budget, or {_SMALLER}."
@@ -112,4 +123,4 @@ def advice(profile: StepProfile, budget_bytes: int, peak: Peak | None, suggest: 
 
 
 def _regions(patterns: Sequence[str]) -> str:
-    return "regions=[" + ", ".join(f'"{each}"' for each in patterns) + "]"
+    return "regions=[" + ", ".join(f'"{pattern}"' for pattern in patterns) + "]"

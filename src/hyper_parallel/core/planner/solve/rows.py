@@ -1,7 +1,8 @@
 """The rules of the peak and of time as rows of a model. What they mean is said once, in `problem.evaluate`.
 
-Times are counted from when they would be in a plain step, so that all of them are waiting times and of one size. Every maximum
-of the rules becomes two rows: each time is at least either side, and the least step makes it no later than it must be.
+Times are counted from when they would be in a plain step, so that all of them are waiting times and of one size. Every
+maximum of the rules becomes two rows: each time is at least either side, and the least step makes it no later than it
+must be.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from hyper_parallel.core.planner.solve.linear_model import INFINITY, Model
 
 @dataclass(frozen=True)
 class Case:
-    """A problem in which something may be swapped and P4 is paid, or nothing is and it is not."""
+    """A problem with one half of the question answered.
+
+    Either something may be swapped and P4 is paid, or nothing is and it is not.
+    """
 
     problem: Problem
     swaps: bool
@@ -28,7 +32,10 @@ class Case:
 
     @cached_property
     def unit(self) -> float:
-        """Bytes that the model counts as one: HiGHS keeps rows to 1e-6 of it, and likes numbers of moderate size."""
+        """Choose how many bytes the model counts as one.
+
+        HiGHS keeps rows to 1e-6 of a unit, and likes numbers of moderate size.
+        """
         largest = max((region.residual_bytes for region in self.regions), default=0)
         return max(1.0, largest / 4096)
 
@@ -36,7 +43,9 @@ class Case:
         return self.problem.in_flight_bytes(moment, region) if self.swaps else 0
 
     def rooms(self, budget_bytes: int) -> list[int]:
-        """What regions before k may keep, with what k itself has extra; at the end: what all may keep."""
+        """Count for each region what those before it may keep, with what it has extra itself; last, what all may
+        keep.
+        """
         profile = self.problem.profile
         room = budget_bytes - profile.base_bytes - self.problem.margin_bytes
         backward = self.in_flight_bytes("backward")
@@ -48,12 +57,12 @@ class Case:
             )
             for index, region in enumerate(self.regions)
         ]
-        return [*(room - each for each in own), room - profile.turn.peak_bytes - self.in_flight_bytes("turn")]
+        return [*(room - own_bytes for own_bytes in own), room - profile.turn.peak_bytes - self.in_flight_bytes("turn")]
 
 
 @dataclass(frozen=True)
 class Places:
-    """Variables for what each region puts where, and the waiting times that come of it."""
+    """Variables for what each region puts where, and for the waiting times that come of it."""
 
     kept: list[int]
     swapped: list[int]
@@ -64,7 +73,7 @@ class Places:
 
 
 def add_rows(model: Model, case: Case, budget_bytes: int, *, overrun_cost: float | None = None) -> Places:
-    """Peak and time of all regions.
+    """Add the rules of the peak and of time for all regions.
 
     With `overrun_cost`, for each unit, the budget may be overrun: a model that always has a solution.
     """
@@ -89,18 +98,22 @@ def add_rows(model: Model, case: Case, budget_bytes: int, *, overrun_cost: float
 
 
 def _add_peaks(model: Model, case: Case, places: Places, budget_bytes: int, over: list[tuple[int, float]]) -> None:
+    """Add P1 to P3."""
     rooms = [room / case.unit for room in case.rooms(budget_bytes)]
     so_far: list[tuple[int, float]] = []
     for index, room in enumerate(rooms[:-1]):
         model.row([*so_far, (places.extra[index], 1.0), *over], high=room)  # P1 and P2
         total = model.variable()
-        model.row([(total, 1.0), (places.kept[index], -1.0), *((each, -one) for each, one in so_far)], 0.0, 0.0)
+        model.row([(total, 1.0), (places.kept[index], -1.0), *((variable, -one) for variable, one in so_far)], 0.0, 0.0)
         so_far = [(total, 1.0)]
     model.row([*so_far, *over], high=rooms[-1])  # P3
 
 
 def _add_times(model: Model, case: Case, swapped: list[int], recompute: list[int]) -> tuple[list[int], list[int]]:
-    """T1-T4. A forward waits for the window; a backward for its loads, and has waited for all that ran again before it."""
+    """Add T1 to T4.
+
+    A forward waits for the window. A backward waits for its loads, and has waited for all that ran again before it.
+    """
     problem, regions, num = case.problem, case.regions, len(case.regions)
     out_ms, in_ms = case.unit / problem.link.out_bytes_per_ms, case.unit / problem.link.in_bytes_per_ms
     window_ms = problem.window_bytes / problem.link.out_bytes_per_ms
@@ -138,10 +151,11 @@ def _add_times(model: Model, case: Case, swapped: list[int], recompute: list[int
 def _add_returns(
     model: Model, case: Case, swapped: list[int], forward: list[int], offload: list[int], loaded: list[int]
 ) -> None:
-    """What is still on its way out when the turn is over cannot come back yet.
+    """Add that what is still on its way out when the turn is over cannot come back yet.
 
-    It can be on its way for no longer than the window after its region's end, so this is about the last few regions, and about
-    none where the turn is long. Whether a region swaps at all is a whole number: the row holds for those that do.
+    It can be on its way for no longer than the window after its region's end, so this is about the last few regions,
+    and about none where the turn is long. Whether a region swaps at all is a whole number: the row holds for those that
+    do.
     """
     problem, regions = case.problem, case.regions
     in_ms = case.unit / problem.link.in_bytes_per_ms
@@ -162,15 +176,16 @@ def _add_returns(
 
 
 def _most_bytes(region: Region) -> int:
-    return sum(op.num_bytes for op in region.ops) + sum(each.value.num_bytes for each in region.inputs)
+    return sum(op.num_bytes for op in region.ops) + sum(given.value.num_bytes for given in region.inputs)
 
 
 def add_lone_waits(model: Model, case: Case, places: Places, unmanaged: list[list[int]]) -> None:
-    """Rows that follow from the others, and make the model without whole numbers much tighter.
+    """Add rows that follow from the others, and make the model without whole numbers much tighter.
 
-    In that model a region can be plain to a half and swap twice what the link can take, and would wait for nothing. But the link
-    has little to do for a region that is plain, or recomputed whole: what the window left over in forward, what the prefetch limit lets come early
-    in backward. So what a region may swap before it waits shrinks with the share of it that is managed.
+    In that model a region can be plain to a half and swap twice what the link can take, and would wait for nothing. But
+    the link has little to do for a region that is plain, or recomputed whole: what the window left over in forward,
+    what the prefetch limit lets come early in backward. So what a region may swap before it waits shrinks with the
+    share of it that is managed.
     """
     problem, regions, num = case.problem, case.regions, len(case.regions)
     out_ms, in_ms = case.unit / problem.link.out_bytes_per_ms, case.unit / problem.link.in_bytes_per_ms
@@ -184,9 +199,9 @@ def add_lone_waits(model: Model, case: Case, places: Places, unmanaged: list[lis
             wait.append((places.forward_wait[index - 1], -1.0))
             over.append((left[index - 1], -1.0))
         own_ms, span_ms = region.forward_ms + window_ms, region.before_ms + region.forward_ms
-        model.row([*wait, copy, *((each, -own_ms) for each in unmanaged[index])], -own_ms)
+        model.row([*wait, copy, *((variable, -own_ms) for variable in unmanaged[index])], -own_ms)
         idle_ms = span_ms - min(window_ms, span_ms)
-        model.row([*wait, *over, copy, *((each, -idle_ms) for each in unmanaged[index])], -span_ms)
+        model.row([*wait, *over, copy, *((variable, -idle_ms) for variable in unmanaged[index])], -span_ms)
     early = [model.variable(0.0, prefetch_ms) for _ in regions]  # loaded for those before it when its backward starts
     for index in reversed(range(num)):
         copy = (places.swapped[index], -in_ms)
@@ -198,6 +213,6 @@ def add_lone_waits(model: Model, case: Case, places: Places, unmanaged: list[lis
         ahead.append((early[index + 1], 1.0))
         span_ms = regions[index + 1].backward_ms + regions[index + 1].after_ms
         own_ms = span_ms + prefetch_ms
-        model.row([*wait, copy, *((each, -own_ms) for each in unmanaged[index])], -own_ms)
+        model.row([*wait, copy, *((variable, -own_ms) for variable in unmanaged[index])], -own_ms)
         idle_ms = span_ms - min(prefetch_ms, span_ms)
-        model.row([*wait, *ahead, copy, *((each, -idle_ms) for each in unmanaged[index])], -span_ms)
+        model.row([*wait, *ahead, copy, *((variable, -idle_ms) for variable in unmanaged[index])], -span_ms)

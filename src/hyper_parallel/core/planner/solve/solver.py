@@ -1,11 +1,11 @@
 """The least time within the budget, with HiGHS.
 
-A problem is solved as two cases, since what is in flight (P4) is paid as soon as anything is swapped: once with it, and once
-with nothing swapped. How a case is solved is in `solver_search`. Every answer has been through `problem.evaluate`: what a model
-gets wrong can make a plan slower than it need be, or its bound too good, but never larger than the budget.
+A problem is solved as two cases, since what is in flight (P4) is paid as soon as anything is swapped: once with it, and
+once with nothing swapped. How a case is solved is in `branch`. Every answer has been through `problem.evaluate`: what a
+model gets wrong can make a plan slower than it need be, or its bound too good, but never larger than the budget.
 
-The same problem gives the same plan: HiGHS runs in one thread with a fixed seed, and is bounded by numbers of nodes. Only where
-`time_limit_s` ends the work does the plan depend on the machine.
+The same problem gives the same plan: HiGHS runs in one thread with a fixed seed, and is bounded by numbers of nodes.
+Only where `time_limit_s` ends the work does the plan depend on the machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hyper_parallel.core.planner.model.choices import Decision, plain, recompute_all, swapped_bytes
 from hyper_parallel.core.planner.model.problem import Cost, Problem, evaluate
 from hyper_parallel.core.planner.model.profile import StepProfile
-from hyper_parallel.core.planner.solve.branch import Search, plain_ms
+from hyper_parallel.core.planner.solve.branch import Branching, plain_ms
 from hyper_parallel.core.planner.solve.linear_model import Clock
 from hyper_parallel.core.planner.solve.peak import smallest_peak
 from hyper_parallel.core.planner.solve.refusal import BudgetError, budget_error
@@ -51,11 +51,11 @@ class Solution:
 
 
 def solve(problem: Problem, *, gap: float | None = None, time_limit_s: float = 10.0) -> Solution:
-    """The fastest decision within the budget, or one that is nearly as fast and a bound that says how nearly.
+    """Find the fastest decision within the budget, or one that is nearly as fast and a bound that says how nearly.
 
     Args:
-        gap: how much slower than the bound is good enough. Without it, a small problem is solved exactly and a large one to
-            0.05 % or as far as a fixed effort goes.
+        gap: how much slower than the bound is good enough. Without it, a small problem is solved exactly and a large
+            one to 0.05 % or as far as a fixed effort goes.
         time_limit_s: when to stop in any case.
 
     Raises:
@@ -68,28 +68,28 @@ def solve(problem: Problem, *, gap: float | None = None, time_limit_s: float = 1
         return _solution(ready, ready[1].step_ms, clock)
     scaled, ticks_per_ms = _in_ticks(problem)
     cases = [Case(scaled, True), Case(scaled, False)] if problem.can_swap else [Case(scaled, False)]
-    searches = [Search(case, problem.budget_bytes, clock) for case in cases]
-    for search in searches:
-        search.offer(ready)
+    branchings = [Branching(case, problem.budget_bytes, clock) for case in cases]
+    for branching in branchings:
+        branching.offer(ready)
     size = _size(problem.profile)
     if size <= _SMALL:
-        _solve_small(searches, 0.0 if gap is None else gap)
+        _solve_small(branchings, 0.0 if gap is None else gap)
     else:
-        _solve_large(searches, _GOOD_GAP if gap is None else gap, size)
-    best = _best(searches)
+        _solve_large(branchings, _GOOD_GAP if gap is None else gap, size)
+    best = _best(branchings)
     if best is None:
         best = smallest_peak(problem)
         if best[1].peak_bytes > problem.budget_bytes:
             raise budget_error(problem.profile, problem.budget_bytes, best[1].peak)
-    bound_ms = min(search.bound_ms for search in searches) / ticks_per_ms
+    bound_ms = min(branching.bound_ms for branching in branchings) / ticks_per_ms
     return _solution((best[0], evaluate(problem, best[0])), bound_ms, clock)
 
 
 def _in_ticks(problem: Problem) -> tuple[Problem, float]:
-    """The same problem with a unit of time in which a plain step takes some thousands, and how many of it a millisecond has.
+    """Measure the problem's time in ticks, of which a plain step takes some thousands.
 
-    HiGHS takes prices below 1e-7 for nothing, and those of bytes in a step of a few milliseconds are. Times are multiplied by a
-    power of two, so none of them is rounded.
+    With it comes how many of them a millisecond has. HiGHS takes prices below 1e-7 for nothing, and those of bytes in a
+    step of a few milliseconds are. Times are multiplied by a power of two, so none of them is rounded.
     """
     ticks = 2.0 ** (13 - math.frexp(plain_ms(problem))[1])
     regions = tuple(
@@ -118,7 +118,7 @@ def _in_ticks(problem: Problem) -> tuple[Problem, float]:
 
 
 def is_small(profile: StepProfile) -> bool:
-    """Whether its problems are solved exactly."""
+    """Say whether the problems of this profile are solved exactly."""
     return _size(profile) <= _SMALL
 
 
@@ -127,7 +127,7 @@ def _size(profile: StepProfile) -> int:
 
 
 def _ready(problem: Problem) -> tuple[Decision, Cost] | None:
-    """What needs no search: nothing managed, or every region recomputed, if it fits."""
+    """Find what needs no search: nothing managed, or every region recomputed, if it fits."""
     regions = problem.profile.regions
     decisions: list[Decision] = [tuple(recompute_all(region) for region in regions)]
     if all(region.may_be_plain for region in regions):
@@ -138,39 +138,39 @@ def _ready(problem: Problem) -> tuple[Decision, Cost] | None:
             cost = evaluate(problem, decision)
             if cost.peak_bytes <= problem.budget_bytes:
                 found.append((decision, cost))
-    return min(found, key=lambda each: (each[1].step_ms, each[1].peak_bytes), default=None)
+    return min(found, key=lambda pair: (pair[1].step_ms, pair[1].peak_bytes), default=None)
 
 
 def _is_plain(decision: Decision) -> bool:
-    """Nothing is faster."""
-    return all(each.is_plain for each in decision)
+    """Say whether nothing is managed. Then nothing is faster."""
+    return all(chosen.is_plain for chosen in decision)
 
 
-def _solve_small(searches: Sequence[Search], gap: float) -> None:
-    for search in searches:
-        search.exact(gap, node_limit=50_000)
+def _solve_small(branchings: Sequence[Branching], gap: float) -> None:
+    for branching in branchings:
+        branching.exact(gap, node_limit=50_000)
 
 
-def _solve_large(searches: Sequence[Search], gap: float, size: int) -> None:
-    for search in searches:
-        search.relax()
+def _solve_large(branchings: Sequence[Branching], gap: float, size: int) -> None:
+    for branching in branchings:
+        branching.relax()
     best = None
-    for search in sorted(searches, key=lambda each: each.bound_ms):
-        search.offer(best)
-        if search.gap > gap and not search.is_infeasible:
-            search.add_bases()
+    for branching in sorted(branchings, key=lambda branching: branching.bound_ms):
+        branching.offer(best)
+        if branching.gap > gap and not branching.is_infeasible:
+            branching.add_bases()
             for num_left in (15, 40):
-                if search.gap > gap:
-                    search.dive(num_left, gap / 3, node_limit=20)
+                if branching.gap > gap:
+                    branching.dive(num_left, gap / 3, node_limit=20)
         enough = gap / 10 if size <= _MEDIUM else 2 * gap
-        if search.gap > enough and not search.is_infeasible:
-            search.refine(min(enough, gap), node_limit=50 if size <= _MEDIUM else 1)
-        best = search.best
+        if branching.gap > enough and not branching.is_infeasible:
+            branching.refine(min(enough, gap), node_limit=50 if size <= _MEDIUM else 1)
+        best = branching.best
 
 
-def _best(searches: Sequence[Search]) -> tuple[Decision, Cost] | None:
-    found = [search.best for search in searches if search.best is not None]
-    return min(found, key=lambda each: (each[1].step_ms, each[1].peak_bytes), default=None)
+def _best(branchings: Sequence[Branching]) -> tuple[Decision, Cost] | None:
+    found = [branching.best for branching in branchings if branching.best is not None]
+    return min(found, key=lambda pair: (pair[1].step_ms, pair[1].peak_bytes), default=None)
 
 
 def _solution(best: tuple[Decision, Cost], bound_ms: float, clock: Clock) -> Solution:

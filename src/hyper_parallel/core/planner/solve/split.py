@@ -1,7 +1,7 @@
 """Which of the stored tensors are swapped, once it is known how many bytes of each region should be.
 
-No set of tensors has exactly the bytes that were asked for. What one region swaps too much, the next swaps less, so that the sum
-over all regions so far stays close to what it should be: window and prefetch limit even out the rest.
+No set of tensors has exactly the bytes that were asked for. What one region swaps too much, the next swaps less, so
+that the sum over all regions so far stays close to what it should be: window and prefetch limit even out the rest.
 """
 
 from __future__ import annotations
@@ -9,7 +9,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from hyper_parallel.core.planner.model.choices import SAVE, SWAP, Choice, Decision, RegionDecision, allowed, load, plain
+from hyper_parallel.core.planner.model.choices import (
+    SAVE,
+    SWAP,
+    Choice,
+    Decision,
+    RegionDecision,
+    allowed,
+    bytes_of,
+    plain,
+)
 from hyper_parallel.core.planner.model.problem import Cost, Problem, evaluate
 from hyper_parallel.core.planner.model.profile import Region
 from hyper_parallel.core.planner.solve.block import Base
@@ -22,7 +31,10 @@ _TIDY = 1e-4  # a plan with fewer different regions may take this part longer
 def split(
     case: Case, bases: Sequence[Base], swapped_bytes: Sequence[float], budget_bytes: int
 ) -> tuple[Decision, Cost] | None:
-    """The fastest of some ways to swap about as much as each region should; None where no way is within the budget."""
+    """Swap about as much of each region as it should, in some ways, and take the fastest.
+
+    None where no way is within the budget.
+    """
     best: tuple[Decision, Cost] | None = None
     for decision in _splits(case, bases, swapped_bytes, budget_bytes):
         cost = evaluate(case.problem, decision)
@@ -46,20 +58,23 @@ def _splits(case: Case, bases: Sequence[Base], swapped_bytes: Sequence[float], b
 def _carried(
     bases: Sequence[Base], swapped_bytes: Sequence[float], least: Sequence[int], slack_bytes: float, rounds_up: bool
 ) -> Decision:
-    """Where a choice made for an earlier region is off by no more than the slack, it is made again."""
+    """Choose what is swapped, region by region; what one swaps too much the next swaps less.
+
+    Where a choice made for an earlier region is off by no more than the slack, it is made again.
+    """
     decision = []
     used: dict[object, dict[tuple[int, ...], int]] = {}
     should = done = 0.0
     for base, asked, at_least in zip(bases, swapped_bytes, least, strict=True):
         should += asked
-        done += base.load.swapped_bytes
+        done += base.region_bytes.swapped_bytes
         floor = max(at_least, should - 0.5 if rounds_up else 0.0) - done
         known = used.setdefault((base.decision, base.free), {})  # a region that decides alike may not swap the same
         positions = _used_before(known, floor, should - done, slack_bytes)
         if positions is None:
             chosen = nearest([num_bytes for _, num_bytes in base.free], floor, should - done)
-            positions = tuple(base.free[each][0] for each in chosen)
-            known[positions] = sum(base.free[each][1] for each in chosen)
+            positions = tuple(base.free[number][0] for number in chosen)
+            known[positions] = sum(base.free[number][1] for number in chosen)
         done += known[positions]
         decision.append(base.swapping(positions) if positions else base.decision)
     return tuple(decision)
@@ -77,9 +92,9 @@ def _used_before(
 
 
 def _least_swapped(case: Case, bases: Sequence[Base], budget_bytes: int) -> list[int]:
-    """For each region, what it and those before it must swap together, lest those after it cannot make up for it."""
+    """Count what each region and those before it must swap together, lest those after it cannot make up for it."""
     rooms = case.rooms(budget_bytes)
-    extras = [*(base.load.extra_bytes for base in bases[1:]), 0]
+    extras = [*(base.region_bytes.extra_bytes for base in bases[1:]), 0]
     stored = 0
     least = []
     for base, extra, room in zip(bases, extras, rooms[1:], strict=True):
@@ -87,27 +102,27 @@ def _least_swapped(case: Case, bases: Sequence[Base], budget_bytes: int) -> list
         least.append(stored + extra - room)
     for index in reversed(range(len(bases) - 1)):
         later = bases[index + 1]
-        least[index] = max(least[index], least[index + 1] - later.free_bytes - later.load.swapped_bytes)
+        least[index] = max(least[index], least[index + 1] - later.free_bytes - later.region_bytes.swapped_bytes)
     return least
 
 
 def tidied(problem: Problem, decision: Decision, budget_bytes: int) -> Decision:
-    """Without swaps that the budget does not ask for, and plain where a region does nothing else than a plain one.
+    """Take back swaps that the budget does not ask for, and leave plain what does nothing else than a plain region.
 
     A step never gets slower by either. The solver sees no difference where the link has time to spare.
     """
     regions = problem.profile.regions
-    loads = [load(region, each) for region, each in zip(regions, decision, strict=True)]
-    swaps = any(each.swapped_bytes for each in loads)
+    by_region = [bytes_of(region, chosen) for region, chosen in zip(regions, decision, strict=True)]
+    swaps = any(region_bytes.swapped_bytes for region_bytes in by_region)
     rooms = Case(problem, swaps).rooms(budget_bytes)[1:]
-    extras = [*(each.extra_bytes for each in loads[1:]), 0]
-    kept = itertools.accumulate(each.kept_bytes for each in loads)
+    extras = [*(region_bytes.extra_bytes for region_bytes in by_region[1:]), 0]
+    kept = itertools.accumulate(region_bytes.kept_bytes for region_bytes in by_region)
     slack = [room - extra - total for room, extra, total in zip(rooms, extras, kept, strict=True)]
     changed = list(decision)
     left = slack[-1] if slack else 0
     for index in reversed(range(len(regions))):
         left = min(left, slack[index])
-        if loads[index].swapped_bytes:
+        if by_region[index].swapped_bytes:
             changed[index], saved_bytes = _saving(regions[index], decision[index], left)
             left -= saved_bytes
         changed[index] = _plain_if_it_is(regions[index], changed[index])
@@ -115,16 +130,16 @@ def tidied(problem: Problem, decision: Decision, budget_bytes: int) -> Decision:
 
 
 def _saving(region: Region, decision: RegionDecision, room_bytes: int) -> tuple[RegionDecision, int]:
-    """With some of what is swapped saved instead, the largest first, and how much that is."""
+    """Save some of what is swapped instead, the largest first, and say how much that is."""
     ops, inputs = list(decision.ops), list(decision.inputs)
     swapped: list[tuple[int, list[Choice | None], int]] = [
         (op.num_bytes, ops, index) for index, op in enumerate(region.ops) if ops[index] == SWAP and SAVE in allowed(op)
     ]
     swapped += [
-        (each.value.num_bytes, inputs, index) for index, each in enumerate(region.inputs) if inputs[index] == SWAP
+        (given.value.num_bytes, inputs, index) for index, given in enumerate(region.inputs) if inputs[index] == SWAP
     ]
     saved_bytes = 0
-    for num_bytes, choices, index in sorted(swapped, key=lambda each: -each[0]):
+    for num_bytes, choices, index in sorted(swapped, key=lambda entry: -entry[0]):
         if saved_bytes + num_bytes <= room_bytes:
             choices[index] = SAVE
             saved_bytes += num_bytes
@@ -134,14 +149,14 @@ def _saving(region: Region, decision: RegionDecision, room_bytes: int) -> tuple[
 def _plain_if_it_is(region: Region, decision: RegionDecision) -> RegionDecision:
     if not region.may_be_plain or decision.is_plain:
         return decision
-    done = load(region, decision)
+    done = bytes_of(region, decision)
     return decision if done.swapped_bytes or done.kept_bytes < region.residual_bytes else plain(region)
 
 
 def nearest(sizes: Sequence[int], floor: float, target: float) -> list[int]:
-    """Indices of sizes whose sum is at least `floor`, and of these nearest to `target`; all where none is.
+    """Choose sizes whose sum is at least `floor` and nearest to `target`, by index; all of them where no sum is enough.
 
-    Exact where the sizes sum up to less than 2**18; above that, sums are rounded down to steps.
+    It is exact where the sizes sum up to less than 2**18; above that, sums are rounded down to steps.
     """
     total = sum(sizes)
     if floor >= total or not total:
@@ -149,8 +164,8 @@ def nearest(sizes: Sequence[int], floor: float, target: float) -> list[int]:
     step = max(1.0, total / _STEPS)
     steps = [int(size / step) for size in sizes]
     reachable = [1]  # bit n: the sizes so far have a subset of n steps
-    for each in steps:
-        reachable.append(reachable[-1] | reachable[-1] << each)
+    for num_steps in steps:
+        reachable.append(reachable[-1] | reachable[-1] << num_steps)
     lowest, wanted = (max(-int(-value // step), 0) for value in (floor, target))
     sums = reachable[-1] >> lowest
     if not sums:  # all of it, rounded down, is too little

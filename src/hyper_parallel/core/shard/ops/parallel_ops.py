@@ -12,10 +12,11 @@ __all__ = ["DistributedOp"]
 
 
 class DistributedOp:
-    """Which layouts come out of an operator. Making an instance registers it.
+    """A rule as a class: says which layouts come out of an operator. Making an instance registers it.
 
     Args:
-        op_name: the operator's name: `_op_name` of a `DFunction`, else what `platform.get_op_name` answers for the function.
+        op_name: the operator's name: `_op_name` of a `DFunction`, else what `platform.get_op_name` answers for the
+            function.
         override: take the place of the rule that has the name.
 
     Raises:
@@ -37,10 +38,11 @@ class DistributedOp:
         register(op_name, self, override=override)
 
     def infer_layout(self, layouts: Any, extra_args: Any = None) -> Any:
-        """The output's layout, or a tuple of them (None leaves an output as it is).
+        """Return the output's layout, or a tuple of them (None leaves an output as it is).
 
-        `layouts` has one entry per tensor argument in order, None for a plain tensor; `extra_args` has the other arguments. With a
-        `preprocess` of your own, `layouts` is what that returned as its third value, and the answer is `(layouts, extra)`.
+        `layouts` has one entry per tensor argument in order, None for a plain tensor; `extra_args` has the other
+        arguments. With a `preprocess` of your own, `layouts` is what that returned as its third value, and the answer
+        is `(layouts, extra)`.
         """
         raise NotProvidedError(
             f"The rule of {self.op_name!r} does not say which layout comes out.",
@@ -48,7 +50,7 @@ class DistributedOp:
             do="Write `infer_layout(self, layouts, extra_args=None)`.",
         )
 
-    # Optional: a subclass that defines one has it called.
+    # None of these is needed; one that a subclass defines is called.
     #   preprocess(args, kwargs) -> (local_args, local_kwargs, cache_values)
     #   get_expand_impl(func, result, layouts, extra_args) -> a replacement of the local operation, or None
     #   infer_shape(shapes, extra_args) -> the global shape(s) of the output(s)

@@ -1,4 +1,7 @@
-"""Rules in one line: an equation of named dims, or a list of what is right on one mesh axis. The engine extends both to all axes."""
+"""Rules in one line: an equation of named dims, or a list of what is right on one mesh axis.
+
+The engine of `strategies.py` extends both to all axes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ __all__ = ["EinsumRule", "StrategyRule"]
 
 
 class EinsumRule(DistributedOp):
-    """Dims with one name are split together; a name that the output lacks leaves a partial sum.
+    """A rule as an equation. Dims with one name are split together; a name that the output lacks leaves a partial sum.
 
     Args:
         op_name: the operator's name.
@@ -40,7 +43,9 @@ class EinsumRule(DistributedOp):
 
 
 class StrategyRule(DistributedOp):
-    """What is right on one mesh axis: for each strategy the placements of the tensor arguments, and those of the outputs.
+    """A rule as a list of what is right on one mesh axis.
+
+    For each strategy it has the placements of the tensor arguments, and those of the outputs.
 
     "All replicated" is always right and need not be listed.
 
@@ -62,11 +67,11 @@ class StrategyRule(DistributedOp):
             raise _no_strategies(strategies)
         if not strategies:
             raise ArgumentError("A rule needs a strategy.", expected="at least one", got="none")
-        for each in strategies:
-            if not isinstance(each, (tuple, list)) or len(each) != 2 or not all(map(_is_list, each)):
-                raise _no_strategies(each)
+        for strategy in strategies:
+            if not isinstance(strategy, (tuple, list)) or len(strategy) != 2 or not all(map(_is_list, strategy)):
+                raise _no_strategies(strategy)
         found = [Strategy(_places(inputs), _places(outputs)) for inputs, outputs in strategies]
-        lengths = {(len(each.inputs), len(each.outputs)) for each in found}
+        lengths = {(len(strategy.inputs), len(strategy.outputs)) for strategy in found}
         if len(lengths) != 1:
             raise ArgumentError(
                 "The strategies of one rule are about the same tensors.",
@@ -82,11 +87,16 @@ class StrategyRule(DistributedOp):
         num_inputs = len(self._strategies[0].inputs)
         if len(tensors) != num_inputs:
             raise ArgumentError(
-                f"The rule of {self.op_name!r} is for another number of tensors.", expected=str(num_inputs), got=str(len(tensors))
-            )  # fmt: skip
-        # How many dims an output has is known only when it is there: as many as its strategies can name.
+                f"The rule of {self.op_name!r} is for another number of tensors.",
+                expected=str(num_inputs),
+                got=str(len(tensors)),
+            )
+        # The output is not there yet, and so its dims are not known: it is given as many as its strategies name.
         ndims = [
-            max((place.dim + 1 for each in self._strategies if isinstance(place := each.outputs[i], S)), default=0)
+            max(
+                (place.dim + 1 for strategy in self._strategies if isinstance(place := strategy.outputs[i], S)),
+                default=0,
+            )
             for i in range(self._num_outputs)
         ]
         return choose(tensors, self._strategies, ndims)

@@ -1,1 +1,4 @@
-"""The operators' rules, by kind. Pure functions from specs and static arguments to a decision; both frameworks use them."""
+"""The operators' rules, by kind.
+
+They are pure functions from specs and static arguments to an answer. Both frameworks use them.
+"""

@@ -1,11 +1,11 @@
-"""Operators that treat every element alike, with broadcasting."""
+"""Rules of operators that treat every element alike, with broadcasting."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from hyper_parallel._base.errors import ArgumentError
-from hyper_parallel.core.shard.decision import Decision, decided
+from hyper_parallel.core.shard.rule_answer import RuleAnswer, answered
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.core.shard.strategies import P, Place, R, S, Strategy
 
@@ -17,8 +17,8 @@ MULTIPLY = "multiply"  # linear in each tensor alone: mul
 DIVIDE = "divide"  # linear in the first: div
 
 
-def elementwise(*tensors: Spec, kind: str = "", in_place: bool = False, how: str | None = None) -> Decision:
-    """Broadcast dims together; a dim of length 1 that is stretched stays whole."""
+def elementwise(*tensors: Spec, kind: str = "", in_place: bool = False, how: str | None = None) -> RuleAnswer:
+    """Split broadcast dims together; a dim of length 1 that is stretched stays whole."""
     shape = broadcast_shape([spec.shape for spec in tensors])
     if in_place and shape != tensors[0].shape:
         raise ArgumentError(
@@ -38,13 +38,15 @@ def elementwise(*tensors: Spec, kind: str = "", in_place: bool = False, how: str
             strategies += [Strategy(_only(i, op, len(tensors)), (P(op),)) for i in range(len(tensors))]
         elif kind == DIVIDE:
             strategies.append(Strategy(_only(0, op, len(tensors)), (P(op),)))
-    decision = decided(tensors, strategies, shape, pinned=[0] if in_place else [], how=how)
-    if in_place and decision.outputs[0].layout is not tensors[0].layout:
+    answer = answered(tensors, strategies, shape, pinned=[0] if in_place else [], how=how)
+    if in_place and answer.outputs[0].layout is not tensors[0].layout:
         raise ArgumentError(
             "An operator in place cannot change the layout of its tensor.",
-            expected=repr(tensors[0].layout), got=repr(decision.outputs[0].layout), do="Use the form that returns a new tensor.",
-        )  # fmt: skip
-    return decision
+            expected=repr(tensors[0].layout),
+            got=repr(answer.outputs[0].layout),
+            do="Use the form that returns a new tensor.",
+        )
+    return answer
 
 
 def _only(index: int, op: str, count: int) -> tuple[Place, ...]:
@@ -52,7 +54,7 @@ def _only(index: int, op: str, count: int) -> tuple[Place, ...]:
 
 
 def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape that these are stretched to.
+    """Return the shape that these are stretched to.
 
     Raises:
         ValueError: two lengths of one dim differ, and neither is 1.
@@ -65,7 +67,7 @@ def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
                 raise ArgumentError(
                     "The global shapes do not fit together.",
                     expected="equal lengths, or 1, in every dim from the right",
-                    got=" and ".join(str(tuple(each)) for each in shapes),
+                    got=" and ".join(str(tuple(lengths)) for lengths in shapes),
                 )
             result[dim] = length if length != 1 else result[dim]
     return tuple(result)

@@ -1,7 +1,9 @@
-"""Which layer runs after which, as told by hand: when the backward of the second begins, what the first put aside starts to come back.
+"""Which layer runs after which, as told by hand.
 
-What belongs to a layer: the storages that join a group after it began and before the next layer that was told of, in the same thread.
-So a layer inside a layer has its own, and the outer one has the rest.
+When the backward of the second begins, what the first put aside starts to come back.
+
+What belongs to a layer: the storages that join a group after it began and before the next layer that was told of, in
+the same thread. So a layer inside a layer has its own, and the outer one has the rest.
 
 Nothing is stuck on a module, and nothing here keeps a module or a storage alive.
 """
@@ -21,7 +23,7 @@ _Joined: TypeAlias = "list[weakref.ref[Storage]]"  # the storages of one forward
 
 
 class _Thread(threading.local):
-    """One thread's forward."""
+    """What one thread's forward has put aside so far."""
 
     def __init__(self) -> None:
         self.joined: weakref.WeakKeyDictionary[Any, _Joined] = (
@@ -55,12 +57,12 @@ class LayerOrder:
         thread = self._thread
         joined = [thread.joined[first] for first in firsts if first in thread.joined]
         thread.before[module] = joined
-        if any(thread.open is each for each in joined):
+        if any(thread.open is storages for storages in joined):
             thread.open = None
 
     def second_ends(self, module: Module) -> Callable[[], None] | None:
-        """What to call when the backward of this forward begins; None if nothing was put aside before it."""
-        joined = [ref for each in self._thread.before.pop(module, []) for ref in each]
+        """Return what to call when the backward of this forward begins; None if nothing was put aside before it."""
+        joined = [ref for storages in self._thread.before.pop(module, []) for ref in storages]
         if not joined:
             return None
 
@@ -70,7 +72,7 @@ class LayerOrder:
         return launch
 
     def note_joined(self, storage: Storage) -> None:
-        """A storage has joined a group in this thread."""
+        """Note that a storage has joined a group in this thread."""
         joined = self._thread.open
         if joined is not None:
             joined[:] = [ref for ref in joined if ref() not in (None, storage)]

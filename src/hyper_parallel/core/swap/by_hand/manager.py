@@ -2,8 +2,9 @@
 
 No program has to: what `swap_wrapper`, `MUST_SWAP` and `swap_inputs` save moves by itself, in an order that is learned.
 
-A group holds its storages weakly. Who computes with a storage holds it (a graph holds that of its forward), so what a forward put aside
-goes with the forward, however it ends, and its group is unknown again. Names are kept for living storages only.
+A group holds its storages weakly. Who computes with a storage holds it (a graph holds that of its forward), so what a
+forward put aside goes with the forward, however it ends, and its group is unknown again. Names are kept for living
+storages only.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _MIN_REFERENCES = 64  # fewer dead ones are not worth a look
 class SwapManager:
     """The one manager of this process; `SwapManager()` gives it. Every call may come from any thread.
 
-    The four moves act on all storages of a group, or raise and act on none. `copy_stream` takes the place of the engine's own stream and
-    means nothing on the CPU; a wait is always one of the current stream.
+    The four moves act on all storages of a group, or raise and act on none. `copy_stream` takes the place of the
+    engine's own stream and means nothing on the CPU; a wait is always one of the current stream.
 
     Example:
         >>> import torch
@@ -109,12 +110,12 @@ class SwapManager:
             moves.launch_load(storages, copy_stream)
 
     def wait_load(self, group: str, copy_stream: Stream = None) -> None:
-        """Make the current stream wait for those. Raises as `launch_offload`."""
+        """Make the current stream wait for the copies back. Raises as `launch_offload`."""
         with self._named(group) as storages:
             moves.wait_load(storages)
 
     def get_current_group_name(self) -> str:
-        """The group that the storages of this thread join; empty, as at first: none."""
+        """Return the group that the storages of this thread join; empty, as at first, if there is none."""
         name: str = getattr(self._thread, "name", "")
         return name
 
@@ -129,9 +130,9 @@ class SwapManager:
     def set_forward_prefetch_layer(self, first: object, second: object) -> None:
         """Tell that module `second` runs after `first`; to repeat it changes nothing.
 
-        When the backward of `second` begins, the loads of what joined groups from the start of `first` to the start of `second` are
-        launched, so that for these groups `wait_load` alone is to be called. Without a group there is nothing to tell: the order of
-        what moves by itself is learned.
+        When the backward of `second` begins, the loads of what joined groups from the start of `first` to the start of
+        `second` are launched, so that for these groups `wait_load` alone is to be called. Without a group there is
+        nothing to tell: the order of what moves by itself is learned.
 
         Raises:
             TypeError, ValueError: one of them is no module.
@@ -148,13 +149,13 @@ class SwapManager:
     # -- numbers ------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """What was moved since the process started, over all devices, and what is reserved now.
+        """Return what was moved since the process started, over all devices, and what is reserved now.
 
-        Bytes out and in (`offloaded_bytes`, `loaded_bytes`) and their copies (`num_offloads`, `num_loads`); `num_late_loads`, which were
-        not there when they were needed; `num_window_waits`, how often compute waited for room; how long compute stood still for late
-        loads (`load_stall_ms`) and for offloads (`offload_stall_ms`: for room in the window, or because a program waited by hand);
-        `peak_in_flight_bytes`; what stayed on the device (`kept_bytes`) and why (`kept`: reason -> how many); `pool_used_bytes` and
-        `pool_reserved_bytes` by tier.
+        Bytes out and in (`offloaded_bytes`, `loaded_bytes`) and their copies (`num_offloads`, `num_loads`);
+        `num_late_loads`, which were not there when they were needed; `num_window_waits`, how often compute waited for
+        room; how long compute stood still for late loads (`load_stall_ms`) and for offloads (`offload_stall_ms`: for
+        room in the window, or because a program waited by hand); `peak_in_flight_bytes`; what stayed on the device
+        (`kept_bytes`) and why (`kept`: reason -> how many); `pool_used_bytes` and `pool_reserved_bytes` by tier.
         """
         used: dict[str, int] = {"host": 0, "disk": 0}
         reserved: dict[str, int] = {"host": 0, "disk": 0}
@@ -169,7 +170,7 @@ class SwapManager:
 
     @contextlib.contextmanager
     def _named(self, group: str) -> Iterator[list[Storage]]:
-        """The living storages of a group; errors inside the block name the group."""
+        """Give the living storages of a group; errors inside the block name the group."""
         _check_name(group)
         with self._lock:
             storages = _living(self._groups.get(group, []))

@@ -1,8 +1,8 @@
 """What one call has put aside for backward: tensors that are moved by hand, and slots that the engine moves by itself.
 
-The four calls mean the same for both as far as they can. Tensors moved by hand go through the states one by one. What the engine saved
-itself is on its way out already, so that `launch_offload` has nothing to do; `launch_load` brings it back early, and backward, which asks
-for each tensor, brings back the rest.
+The four calls mean the same for both as far as they can. Tensors moved by hand go through the states one by one. What
+the engine saved itself is on its way out already, so that `launch_offload` has nothing to do; `launch_load` brings it
+back early, and backward, which asks for each tensor, brings back the rest.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class _Followed(NamedTuple):
 class Storage:
     """Values put aside for backward, under keys of the caller's choice; a key holds a list, in the order of saving.
 
-    `swap_storage` has `SwapTensor`s, alone or in containers: the four calls act on all of them, or, if one of them is in a state that does
-    not allow it, raise and act on none. An `AsyncSaveOnCpu` puts its swapped tensors there by number; they move by themselves, in any state. (A disk or device that fails in the middle leaves each tensor in the state that it has reached.)
-    `save_storage` has what stays.
+    `swap_storage` has `SwapTensor`s, alone or in containers: the four calls act on all of them, or, if one of them is
+    in a state that does not allow it, raise and act on none. An `AsyncSaveOnCpu` puts its swapped tensors there by
+    number; they move by themselves, in any state. (A disk or device that fails in the middle leaves each tensor in the
+    state that it has reached.) `save_storage` has what stays.
 
     Example:
         >>> import torch
@@ -53,19 +54,19 @@ class Storage:
         self._followed: list[_Followed] = []
 
     def launch_offload(self, copy_stream: Any = None) -> None:
-        """`async_offload` of every tensor, first to last; two views of one memory move once."""
+        """Call `async_offload` of every tensor, first to last; two views of one memory move once."""
         launch_offload([self], copy_stream)
 
     def wait_offload(self) -> None:
-        """`wait_offload` of every tensor."""
+        """Call `wait_offload` of every tensor."""
         wait_offload([self])
 
     def launch_load(self, copy_stream: Any = None) -> None:
-        """`async_load` of every tensor, last to first: the order of backward."""
+        """Call `async_load` of every tensor, last to first: the order of backward."""
         launch_load([self], copy_stream)
 
     def wait_load(self) -> None:
-        """`wait_load` of every tensor."""
+        """Call `wait_load` of every tensor."""
         wait_load([self])
 
     def follow(self, engine: SwapEngine, group: Group) -> None:
@@ -106,7 +107,7 @@ def wait_load(storages: Sequence[Storage]) -> None:
 
 
 def launch_load_of_what_is_away(storages: Sequence[Storage]) -> None:
-    """As `launch_load`; tensors in a state that does not allow it are passed over."""
+    """Launch the loads, as `launch_load`; tensors in a state that does not allow it are passed over."""
     for tensor in reversed(_tensors(storages)):
         tensor._launch_load_if_away()
     for followed, group in reversed(_groups(storages)):
@@ -121,7 +122,7 @@ def _ready(storages: Sequence[Storage], change: Change) -> list[SwapTensor]:
 
 
 def _tensors(storages: Sequence[Storage]) -> list[SwapTensor]:
-    """In order, each once."""
+    """List the tensors of these storages in order, each of them once."""
     found: dict[SwapTensor, None] = {}
     for storage in storages:
         for key, kept in list(storage.swap_storage.items()):

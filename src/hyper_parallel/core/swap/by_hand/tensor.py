@@ -1,10 +1,10 @@
 """One tensor that its owner moves by hand, or (`SwapTensor.saved`) one that autograd saved and the engine moves.
 
-The states are those of a slot (`states.py`), and here they change by the owner's calls alone. Underneath, the engine may be ahead: it
-drops a source as soon as its copy is done, while a `SwapTensor` holds the tensor until `wait_offload`.
+The states are those of a slot (`states.py`), and here they change by the owner's calls alone. Underneath, the engine
+may be ahead: it drops a source as soon as its copy is done, while a `SwapTensor` holds the tensor until `wait_offload`.
 
-What cannot be swapped (a parameter, a CPU tensor without a disk directory, a storage that no tier has room for) goes through the same
-states with its value kept, so that a program behaves the same wherever it runs (rule 14).
+What cannot be swapped (a parameter, a CPU tensor without a disk directory, a storage that no tier has room for) goes
+through the same states with its value kept, so that a program behaves the same wherever it runs.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Held(Protocol):
     stream: Any  # the framework's current one when it was held; None where there are none
 
     def read_version(self) -> int:
-        """How often the storage was changed in place."""
+        """Return how often the storage was changed in place."""
 
     def parts(self) -> Parts | None:
-        """None if it cannot be swapped."""
+        """Return what moving the tensor needs; None if it cannot be swapped."""
 
 
 class ByHandBackend(Protocol):
@@ -62,10 +62,13 @@ class ByHandBackend(Protocol):
     folder: ClassVar[str] = "compat.by_hand"
 
     def hold(self, tensor: Tensor) -> Held:
-        """The tensor without its graph, on the current stream."""
+        """Hold the tensor without its graph, on the current stream."""
 
     def hook_order(self, first: Module, second: Module) -> None:
-        """Have `layer_order` told when the two begin and when the backward of `second` does; once, however often it is called."""
+        """Have `layer_order` told when the two begin and when the backward of `second` does.
+
+        To call it again changes nothing.
+        """
 
 
 class _Moved(NamedTuple):
@@ -80,9 +83,10 @@ class _Moved(NamedTuple):
 class SwapTensor:
     """A tensor that moves when it is told to.
 
-    `async_offload` launches its copy to slower memory; `wait_offload` makes the current stream wait for it and lets go of the tensor;
-    `async_load` launches the way back; `wait_load` makes the current stream wait for that. A value that is no tensor never moves, and
-    the four calls do nothing to it. Make it on the stream that the tensor's memory was allocated on.
+    `async_offload` launches its copy to slower memory; `wait_offload` makes the current stream wait for it and lets go
+    of the tensor; `async_load` launches the way back; `wait_load` makes the current stream wait for that. A value that
+    is no tensor never moves, and the four calls do nothing to it. Make it on the stream that the tensor's memory was
+    allocated on.
 
     It holds the tensor without its graph: `get_val` gives a value that requires no gradient.
 
@@ -128,8 +132,8 @@ class SwapTensor:
         self._value: Any = None  # of a value that is no tensor
         self._held: Held | None = None
         self._moved: _Moved | None = None
-        # Of a value that was to move and stays: what came before the offload that did not happen. Whoever waits for the load comes after it,
-        # on any stream, as it would have if the value had moved (O1, O6).
+        # Of a value that was to move and stays: what came before the offload that did not happen. Whoever waits for the
+        # load comes after it, on any stream, as it would have if the value had moved (O1, O6).
         self._kept_since: tuple[SwapEngine, list[Event]] | None = None
         self._changed: int | None = (
             None  # the version that was found when the tensor was let go of, if it was another one
@@ -146,7 +150,7 @@ class SwapTensor:
 
     @classmethod
     def saved(cls, residual: Residual, label: str) -> SwapTensor:
-        """What shows a tensor that autograd saved. It moves by itself: the four calls only hurry it along."""
+        """Make what shows a tensor that autograd saved. It moves by itself: the four calls only hurry it along."""
         tensor = cls(None, label)
         tensor._saved = SavedByAutograd(residual, label)
         return tensor
@@ -157,7 +161,7 @@ class SwapTensor:
 
     @property
     def state(self) -> SlotState:
-        """Where the value is, as far as the calls so far say; of what moves by itself, where it is."""
+        """Tell where the value is, as far as the calls so far say; of what moves by itself, where it is."""
         return self._state if self._saved is None else self._saved.state
 
     def async_offload(self, copy_stream: object = None) -> None:
@@ -165,7 +169,10 @@ class SwapTensor:
         self._launch_offload(copy_stream, {})
 
     def wait_offload(self) -> None:
-        """Make the current stream wait for the copy, and let go of the tensor: its memory is free if nobody else holds it."""
+        """Make the current stream wait for the copy, and let go of the tensor.
+
+        Its memory is free if nobody else holds it.
+        """
         if self._saved is not None:
             self._saved.wait_offload()
             return
@@ -199,8 +206,8 @@ class SwapTensor:
         """Make the current stream wait for the load; then `get_val` has the value.
 
         Raises:
-            RuntimeError: the tensor was changed in place while it was held; or the disk did not give it back, then `async_load`
-                tries again.
+            RuntimeError: the tensor was changed in place while it was held; or the disk did not give it back, then
+                `async_load` tries again.
         """
         if self._saved is not None:
             self._saved.wait_load()
@@ -226,7 +233,7 @@ class SwapTensor:
             self._state = new
 
     def get_val(self) -> Any:
-        """The value, where it is on the device: before `wait_offload`, and after `wait_load`.
+        """Return the value, where it is on the device: before `wait_offload`, and after `wait_load`.
 
         Raises:
             RuntimeError: it is elsewhere, or it was changed in place while it was held.
@@ -259,7 +266,10 @@ class SwapTensor:
         self._next(change)
 
     def _launch_offload(self, copy_stream: object, moved: dict[int, Slot | None]) -> None:
-        """As `async_offload`. `moved`: what was launched in the same breath, by storage: it moves once (rule 1)."""
+        """Launch the copy, as `async_offload`.
+
+        `moved` has what was launched in the same breath, by storage: a storage moves once, however many look at it.
+        """
         with self._lock:
             new = self._next(Change.LAUNCH_OFFLOAD)
             parts = None if self._held is None else self._held.parts()
@@ -277,7 +287,7 @@ class SwapTensor:
             self._state = new
 
     def _launch_load_if_away(self) -> None:
-        """`async_load` where it is legal; nothing elsewhere."""
+        """Launch the load where `async_load` is legal; do nothing elsewhere."""
         with self._lock:
             if self._state in (SlotState.HOST, SlotState.DISK):
                 self._launch_load(None)
@@ -296,7 +306,7 @@ class SwapTensor:
         self._state = new
 
     def _launch(self, parts: Parts, copy_stream: object) -> Slot | None:
-        """The slot whose offload was launched; None if no tier had room."""
+        """Launch an offload, and return its slot; None if no tier had room."""
         engine = parts.engine
         stream = stream_of(engine, copy_stream)
         home = None if self._held is None else stream_of(engine, self._held.stream)
@@ -319,14 +329,17 @@ class SwapTensor:
             ) from None
 
     def _new_version(self) -> int | None:
-        """What the version was changed to while the tensor was held; None if it was not."""
+        """Return what the version was changed to while the tensor was held; None if it was not changed."""
         if self._held is None:
             return self._changed
         version = self._held.read_version()
         return None if version == self._saved_version else version
 
     def _check_unchanged(self) -> None:
-        """Rule 4. It is raised where the value is asked for, not where the change was found: a value nobody reads is no error."""
+        """Raise if the tensor was changed in place before it was copied.
+
+        It is raised where the value is asked for, not where the change was found: a value nobody reads is no error.
+        """
         version = self._new_version()
         if version is not None:
             raise StateError(
@@ -339,12 +352,12 @@ class SwapTensor:
 
 
 def stream_of(engine: SwapEngine, stream: object) -> Stream | None:
-    """A stream of the user's as the engine takes it; None for the engine's own, and on the CPU, which has no other."""
+    """Return a stream of the user's as the engine takes it; None for the engine's own, and on the CPU."""
     return None if stream is None else engine.device.stream_of(stream)
 
 
 def _backend_of(value: object) -> ByHandBackend | None:
-    """The platform's part for moves by hand; None for a value that is no tensor."""
+    """Find the platform's part for moves by hand; None for a value that is no tensor."""
     if value is None:
         return None
     try:

@@ -1,4 +1,7 @@
-"""Save, recompute and swap on MindSpore, by the names that the spec fixes. What is behind them lives in `wrappers`, `regions` and `compat`."""
+"""Save, recompute and swap on MindSpore, by the names that the spec fixes.
+
+What is behind them lives in `wrappers`, `regions` and `compat`.
+"""
 
 from __future__ import annotations
 

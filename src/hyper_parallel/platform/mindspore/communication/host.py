@@ -1,7 +1,7 @@
-"""Collectives of the CPU.
+"""Collectives on the CPU, made of the few that MindSpore's backend there (mccl) has.
 
-MindSpore's backend there (mccl) has all-reduce, all-gather, broadcast, send and receive, for some dtypes, into tensors that are all of their
-memory (a write into a view is lost without a word). The rest is made of these here. Everything is done when a call returns.
+Those are all-reduce, all-gather, broadcast, send and receive, for some dtypes, into tensors that are all of their
+memory: a write into a view is lost without a word. Everything is done when a call returns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_dtype(tensor: Tensor) -> None:
     if tensor.dtype not in _MOVED:
         raise ArgumentTypeError(
             "MindSpore's backend on the CPU cannot communicate this dtype.",
-            expected=", ".join(sorted(str(each) for each in _MOVED)),
+            expected=", ".join(sorted(str(dtype) for dtype in _MOVED)),
             got=describe(tensor),
             where="nothing was sent, and the group is as it was",
             do="Cast it first.",
@@ -52,7 +52,7 @@ def check_dtype(tensor: Tensor) -> None:
 
 
 def all_reduce(tensor: Tensor, op: Reduction, group: str) -> None:
-    """In place, into a tensor that is all of its memory."""
+    """Reduce in place, into a tensor that is all of its memory."""
     if tensor.numel() == 0:
         return
     if tensor.dtype == mindspore.bool_:
@@ -75,7 +75,10 @@ def all_gather(tensor: Tensor, group: str) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, op: Reduction, ranks: Sequence[int], me: int, group: str) -> Tensor:
-    """Every rank's part for this one, put together here in the order of the ranks: half the bytes of an all-reduce."""
+    """Reduce what every rank has for this one, in the order of the ranks.
+
+    The parts are exchanged and put together here: half the bytes of an all-reduce.
+    """
     length = tensor.shape[0] // len(ranks)
     if tensor.numel() == 0:
         return mint.empty((length, *tensor.shape[1:]), dtype=tensor.dtype)
@@ -88,7 +91,7 @@ def reduce_scatter(tensor: Tensor, op: Reduction, ranks: Sequence[int], me: int,
 
 
 def broadcast(tensor: Tensor, src: int, group: str) -> None:
-    """In place, into a tensor that is all of its memory."""
+    """Copy the source's values in place, into a tensor that is all of its memory."""
     if tensor.numel() == 0:
         return
     # Into memory of its own: what is received into the result of `reshape` is lost without a word.
@@ -103,7 +106,7 @@ def send(tensor: Tensor, dst: int, group: str) -> None:
 
 
 def receive(tensor: Tensor, src: int, group: str) -> None:
-    """In place, into a tensor that is all of its memory."""
+    """Receive in place, into a tensor that is all of its memory."""
     if tensor.numel() == 0:
         return
     whole = _sendable(tensor)
@@ -123,7 +126,10 @@ def all_to_all(
 def _exchanged(
     tensor: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], ranks: Sequence[int], me: int, group: str
 ) -> list[Tensor]:
-    """What came from each rank. A ring: in step d every rank sends to the d-th after it, and receives from the d-th before it."""
+    """Exchange a piece with each rank, and return what came from each.
+
+    A ring: in step d every rank sends to the d-th after it, and receives from the d-th before it.
+    """
     num_ranks = len(ranks)
     starts = [sum(input_splits[:position]) for position in range(num_ranks)]
     pieces: list[Tensor] = [mint.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype) for rows in output_splits]
@@ -136,7 +142,7 @@ def _exchanged(
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A tensor that is all of its own memory."""
+    """Copy a tensor into one that is all of its own memory."""
     if tensor.numel() == 0:
         return mint.empty(tensor.shape, dtype=tensor.dtype)
     if is_whole(tensor):
@@ -156,7 +162,7 @@ def _gathered(tensor: Tensor, group: str) -> list[Tensor]:
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """The same bits in a dtype that mccl sends."""
+    """Return the same bits in a dtype that mccl sends."""
     if tensor.dtype == mindspore.bool_:
         return tensor.to(mindspore.uint8)
     if tensor.dtype == mindspore.float64:
@@ -170,7 +176,10 @@ def _take(target: Tensor, whole: Tensor) -> None:
 
 
 def write(target: Tensor, values: Any) -> None:
-    """Into a tensor that may be a view, which the CPU writes by index only, and not in bfloat16: that goes as its bits."""
+    """Write into a tensor that may be a view.
+
+    The CPU writes views by index only, and not in bfloat16: that goes as its bits.
+    """
     if target.dtype == mindspore.bfloat16:
         target.view(mindspore.int16)[:] = values.view(mindspore.int16)
     else:

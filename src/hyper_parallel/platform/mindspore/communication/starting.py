@@ -24,18 +24,20 @@ from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateE
 from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.platform.mindspore.devices import Devices
 
-# How long a call of the CPU's backend waits for the other ranks, in seconds; 30 where it is not set. Read by MindSpore at its first use.
+# How long a call of the CPU's backend waits for the other ranks, in seconds; 30 where it is not set. Read by MindSpore
+# at its first use.
 OP_TIMEOUT = "MS_CPU_COMM_OP_TIMEOUT"
 
-# How long a request waits for an answer of the store, in seconds; 15 where it is not set. MindSpore holds Python's lock meanwhile: while rank 0,
-# which has the store, is stopped or dying, no thread of any other rank runs. Who waits for a key asks again and again, and may wait longer.
+# How long a request waits for an answer of the store, in seconds; 15 where it is not set. MindSpore holds Python's lock
+# meanwhile: while rank 0, which has the store, is stopped or dying, no thread of any other rank runs. Who waits for a
+# key asks again and again, and may wait longer.
 _STORE_TIMEOUT, _STORE_TIMEOUT_S = "MS_RECEIVE_MSG_TIMEOUT", 3
 
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
 def start(backend: str, settings: dict[str, Any]) -> Any:
-    """Join the world; the store at which the ranks met, or None where they have none (msrun on Ascend)."""
+    """Join the world; return the store at which the ranks met, or None where they have none (msrun on Ascend)."""
     timeout: timedelta = settings["timeout"] or _DEFAULT_TIMEOUT
     if settings["timeout"] is not None and backend == "mccl":
         os.environ.setdefault(OP_TIMEOUT, str(max(1, math.ceil(timeout.total_seconds()))))
@@ -67,9 +69,10 @@ def start(backend: str, settings: dict[str, Any]) -> Any:
 
 
 def _met_again(timeout: timedelta) -> Any:
-    """A store for ranks that msrun's scheduler brought together, at which they can ask each other; None where it cannot be had.
+    """Make a store at which ranks that msrun's scheduler brought together can ask each other.
 
-    It is on the scheduler's host, where rank 0 is unless somebody has ordered the nodes in another way.
+    None where it cannot be had. It is on the scheduler's host, where rank 0 is unless somebody has ordered the nodes in
+    another way.
     """
     world, host = GlobalComm.WORLD_COMM_GROUP, os.environ.get("MS_SCHED_HOST", "127.0.0.1")
     rank, num_ranks = communication.get_rank(world), communication.get_group_size(world)
@@ -88,14 +91,15 @@ def _met_again(timeout: timedelta) -> Any:
 
 
 def connect_again(store: Any) -> Any:
-    """A connection of its own to the same store."""
+    """Open a connection of its own to the same store."""
     return _kept(TCPStore(store.host, store.port, None, False, timedelta(seconds=5)))
 
 
 def _kept(store: object) -> Any:
-    """A store that lives as long as the process: the end of one meets the thread that serves it, which at times ends the process (SIGSEGV).
+    """Let a store live as long as the process.
 
-    Not on Ascend, where communication can be started again, and at the same address.
+    The end of one meets the thread that serves it, which at times ends the process (SIGSEGV). Not on Ascend, where
+    communication can be started again, and at the same address.
     """
     if Devices.device_type() == "cpu":
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))

@@ -1,7 +1,7 @@
 """MindSpore's own communication as a transport.
 
-On the CPU it is `host.py`: done when a call returns. On Ascend it is the framework's own calls with its own handles, which no test of ours
-has run.
+On the CPU it is `host.py`: done when a call returns. On Ascend it is the framework's own calls with its own handles,
+which no test of ours has run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class MindSporeTransport(Transport):
     def roll_call(self) -> RollCall:
         if self._roll_call is None:
             store = None if self._store is None else starting.connect_again(self._store)
-            # On the CPU messages do not say to which call or group they belong: those of a failed one would be taken for later ones.
+            # On the CPU messages do not say to which call or group they belong: those of a failed one would be taken
+            # for later ones.
             self._roll_call = RollCall(self.rank(), store, self.is_up, 0, breaks_all=_is_host())
         return self._roll_call
 
@@ -118,7 +119,7 @@ class MindSporeTransport(Transport):
         return name
 
     def _adopt(self, group: str) -> bool:
-        """Whether a group that the program made by itself is there."""
+        """Take on a group that the program made by itself, if it is there; say whether it is."""
         try:
             self._ranks[group] = tuple(dist.get_process_group_ranks(group))
         except (RuntimeError, ValueError):
@@ -186,16 +187,15 @@ class MindSporeTransport(Transport):
 
     # Communication
 
-    def join(self, work: Any, record: object) -> None:
+    def join(self, work: Any, entry: object) -> None:
         work.wait()
 
     def is_completed(self, work: Any) -> bool:
         return False  # MindSpore's handles do not tell
 
     def is_failure(self, error: Exception, is_pair: bool) -> bool:
-        return isinstance(
-            error, RuntimeError
-        )  # a call is over when it returns, so that this may be its end as well as its beginning
+        # A call is over when it returns, so that this may be its end as well as its beginning.
+        return isinstance(error, RuntimeError)
 
     def launch_all_reduce(self, tensor: Tensor, op: Reduction, group: str) -> Launched:
         if _is_host():

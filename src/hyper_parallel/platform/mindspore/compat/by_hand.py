@@ -26,7 +26,7 @@ from hyper_parallel.platform.mindspore.swap.storages import (
 from hyper_parallel.platform.trees import leaves
 
 
-class HeldTensor:
+class PinnedAlias:
     """An alias of a tensor that shares its storage and not its graph."""
 
     __slots__ = ("_is_movable", "stream", "value")
@@ -38,7 +38,7 @@ class HeldTensor:
         self.stream = None if is_on_host(tensor) or tensor.is_meta else mindspore.runtime.current_stream()
 
     def read_version(self) -> int:
-        """Always the same: MindSpore counts no writes on the CPU."""
+        """Return how often it was written; on the CPU always 0, since MindSpore counts no writes there."""
         return 0 if is_on_host(self.value) else int(self.value._version)
 
     def parts(self) -> Any:
@@ -69,7 +69,7 @@ def _second_ends(cell: nn.Cell, _args: object, output: object) -> None:
     launch = ORDER.second_ends(cell)
     if launch is None:
         return
-    # On the nodes of this very output, not on the cell: several forwards may be alive, and each loads what is its own (rule 11).
+    # On the nodes of this very output, not on the cell: several forwards may be alive, and each loads what is its own.
     for tensor in leaves(output):
         if isinstance(tensor, Tensor) and tensor._grad_node is not None:
             tensor._grad_node.register_prehook(_ignoring_gradients(launch))
@@ -80,12 +80,12 @@ def _ignoring_gradients(launch: Callable[[], None]) -> Callable[..., None]:
 
 
 class MindSporeByHand:
-    """See `ByHandBackend`."""
+    """What `ByHandBackend` asks for."""
 
     folder: ClassVar[str] = ByHandBackend.folder
 
     def hold(self, tensor: Tensor) -> Held:
-        return HeldTensor(tensor)
+        return PinnedAlias(tensor)
 
     def hook_order(self, first: nn.Cell, second: nn.Cell) -> None:
         for cell in (first, second):

@@ -1,7 +1,9 @@
-"""The forward and the recompute context of a policy, for those who call `mindspore.recompute(use_reentrant=False)` themselves.
+"""The forward and the recompute context of a policy.
 
-`checkpoint` of this package knows what backward needs and keeps nothing else; these two contexts do not: they keep every result that the
-policy names.
+They are for those who call `mindspore.recompute(use_reentrant=False)` themselves.
+
+`checkpoint` of this package knows what backward needs and keeps nothing else; these two contexts do not: they keep
+every result that the policy names.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from hyper_parallel.platform.mindspore.swap.storages import unseen
 
 
 def create_selective_checkpoint_contexts(policy_fn_or_list: object, allow_cache_entry_mutation: bool = False) -> Any:
-    """The contexts in which a function runs first and again.
+    """Make the contexts in which a function runs first and again.
 
     Args:
         policy_fn_or_list: `policy_fn(ctx, op, *args, **kwargs)`, or a list of op names to save.
-        allow_cache_entry_mutation: accepted and without effect: a write that an op makes is seen, and the result is made again; others
-            are not seen (MindSpore counts no writes on the CPU).
+        allow_cache_entry_mutation: accepted and without effect: a write that an op makes is seen, and the result is
+            made again; others are not seen (MindSpore counts no writes on the CPU).
 
     Raises:
         TypeError: neither a function nor a list of ops.
@@ -38,7 +40,7 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: object, allow_cache_
 
 
 class _KeptValues:
-    """What the two contexts share."""
+    """What the two contexts share: the ops of the forward, and the values that the policy has kept."""
 
     def __init__(self, policy: RegionPolicy | None) -> None:
         self._policy = policy

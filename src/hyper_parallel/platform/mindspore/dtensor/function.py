@@ -8,7 +8,7 @@ from typing import Any
 from mindspore.common._grad_function import _Function
 
 from hyper_parallel.core.shard.local_callable import FunctionOnShards
-from hyper_parallel.platform.mindspore.dtensor import glue  # noqa: F401 - so that the dispatcher knows DTensors
+from hyper_parallel.platform.mindspore.dtensor import backend  # noqa: F401 - so that the dispatcher knows DTensors
 from hyper_parallel.platform.mindspore.dtensor.tensor import DTensor
 
 __all__ = ["DFunction"]
@@ -17,8 +17,8 @@ __all__ = ["DFunction"]
 class DFunction(FunctionOnShards, _Function):
     """Base of users' own distributed autograd functions: `forward` and `backward` on local tensors.
 
-    `apply` with plain tensors is MindSpore's own. With a DTensor among its arguments it follows the rule that is registered under `_op_name`, and
-    answers DTensors.
+    `apply` with plain tensors is MindSpore's own. With a DTensor among its arguments it follows the rule that is
+    registered under `_op_name`, and answers DTensors.
 
     Example:
         >>> class Double(DFunction):

@@ -1,6 +1,7 @@
-"""Local calls that differ from the global ones: local shapes, counts of the whole tensor, parts of a table, random numbers.
+"""Local calls that are not just the operator on local tensors.
 
-Each takes the operator and its arguments with local tensors in the places of the distributed ones.
+They know local shapes, counts of the whole tensor, parts of a table, or draw random numbers. Each takes the operator
+and its arguments with local tensors in the places of the distributed ones.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from mindspore.graph.api import _no_grad
 from hyper_parallel._base.errors import ArgumentTypeError, StateError
 from hyper_parallel.core.dtensor.boxes import box_of
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.decision import Decision, LocalCall
 from hyper_parallel.core.shard.local_parts import mesh_coordinate
+from hyper_parallel.core.shard.rule_answer import LocalCall, RuleAnswer
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.mindspore.devices import Devices
 from hyper_parallel.platform.mindspore.tensors import filled
@@ -29,7 +30,7 @@ __all__ = ["check_seeded", "local_call"]
 _seeds: Any = importlib.import_module("mindspore.common.seed")
 
 
-# Operators that add up, and what they add where a rank has nothing.
+# These add up, or multiply; where a rank has nothing, they get one such neutral element.
 _NEUTRAL = {
     **dict.fromkeys(
         [
@@ -57,17 +58,20 @@ _NEUTRAL = {
 }
 
 
-def local_call(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
-    """The local implementation that a decision names; None: the operator itself."""
-    call = None if decision.how is None else _MAKERS[decision.how](decision, inputs, name)
-    coordinate = _coordinate(decision.inputs[0])
-    if all(0 in spec.local_shape_at(coordinate) for spec in decision.outputs):
+def local_call(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    """Return the local implementation that an answer names; None: the operator itself."""
+    call = None if answer.how is None else _MAKERS[answer.how](answer, inputs, name)
+    coordinate = _coordinate(answer.inputs[0])
+    if all(0 in spec.local_shape_at(coordinate) for spec in answer.outputs):
         return _unrecorded(call)
-    return _of_nothing(call, _NEUTRAL[name]) if name in _NEUTRAL and _sums_nothing(decision, inputs) else call
+    return _of_nothing(call, _NEUTRAL[name]) if name in _NEUTRAL and _sums_nothing(answer, inputs) else call
 
 
 def _unrecorded(call: LocalCall | None) -> LocalCall:
-    """Where this rank makes nothing: some gradients refuse to compute with nothing. Its inputs get zeros by rule G7."""
+    """Keep a call out of the graph where this rank makes nothing.
+
+    Some gradients refuse to compute with nothing; its inputs get zeros by rule T3.
+    """
 
     def without_graph(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with _no_grad():
@@ -76,25 +80,24 @@ def _unrecorded(call: LocalCall | None) -> LocalCall:
     return without_graph
 
 
-def _sums_nothing(decision: Decision, inputs: Sequence[Spec]) -> bool:
-    """Whether this rank has no elements of an input, and some of the output."""
-    coordinate = _coordinate(decision.inputs[0])
+def _sums_nothing(answer: RuleAnswer, inputs: Sequence[Spec]) -> bool:
+    """Say whether this rank has no elements of an input, and some of the output."""
+    coordinate = _coordinate(answer.inputs[0])
     mine = [
-        Spec(layout, spec.shape).local_shape_at(coordinate)
-        for layout, spec in zip(decision.inputs, inputs, strict=True)
+        Spec(layout, spec.shape).local_shape_at(coordinate) for layout, spec in zip(answer.inputs, inputs, strict=True)
     ]
-    return any(0 in shape for shape in mine) and 0 not in decision.outputs[0].local_shape_at(coordinate)
+    return any(0 in shape for shape in mine) and 0 not in answer.outputs[0].local_shape_at(coordinate)
 
 
 def _of_nothing(call: LocalCall | None, neutral: int) -> LocalCall:
-    """On the CPU a sum over nothing is what memory held before: one neutral element is added instead."""
+    """Add up one neutral element in the place of nothing: on the CPU a sum over nothing is what memory held before."""
 
     def on_something(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = [
-            filled(tuple(max(length, 1) for length in each.shape), neutral, each.dtype, None, "a sum over nothing")
-            if isinstance(each, Tensor) and each.numel() == 0
-            else each
-            for each in args
+            filled(tuple(max(length, 1) for length in value.shape), neutral, value.dtype, None, "a sum over nothing")
+            if isinstance(value, Tensor) and value.numel() == 0
+            else value
+            for value in args
         ]
         return func(*given, **kwargs) if call is None else call(func, given, kwargs)
 
@@ -105,24 +108,24 @@ def _coordinate(layout: Layout) -> tuple[int, ...]:
     return mesh_coordinate(layout.mesh)
 
 
-def _to_local_shape(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
-    shape = decision.outputs[0].local_shape_at(_coordinate(decision.outputs[0].layout))
+def _to_local_shape(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
+    shape = answer.outputs[0].local_shape_at(_coordinate(answer.outputs[0].layout))
     if name in ("BroadcastTo", "BroadcastToView", "Expand", "ExpandAs"):
         return lambda func, args, kwargs: ops.broadcast_to(args[0], shape)
     return lambda func, args, kwargs: args[0].reshape(shape)
 
 
-def _squeeze(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
-    shape = decision.outputs[0].local_shape_at(_coordinate(decision.outputs[0].layout))
+def _squeeze(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
+    shape = answer.outputs[0].local_shape_at(_coordinate(answer.outputs[0].layout))
     return lambda func, args, kwargs: args[0].reshape(shape)
 
 
-def _mean(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
-    """A local sum over the global count: uneven parts weigh what they should."""
-    before = {axis for axis, _ in decision.inputs[0].partial}
-    if all(axis in before for axis, _ in decision.outputs[0].layout.partial):
+def _mean(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    """Divide a local sum by the global count: uneven parts weigh what they should."""
+    before = {axis for axis, _ in answer.inputs[0].partial}
+    if all(axis in before for axis, _ in answer.outputs[0].layout.partial):
         return None
-    count, dims, keepdim, dtype = (decision.facts[key] for key in ("count", "dims", "keepdim", "dtype"))
+    count, dims, keepdim, dtype = (answer.facts[key] for key in ("count", "dims", "keepdim", "dtype"))
 
     def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         x = args[0] if dtype is None else args[0].to(dtype)
@@ -131,18 +134,18 @@ def _mean(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | 
     return call
 
 
-def _copy(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+def _copy(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
     return (lambda func, args, kwargs: args[0].copy()) if Devices.device_type() == "cpu" else None
 
 
-def _stack(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
-    dim = decision.facts["dim"]
+def _stack(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    dim = answer.facts["dim"]
     return (lambda func, args, kwargs: ops.stack(args[0], dim)) if Devices.device_type() == "cpu" else None
 
 
-def _nothing_of_nothing(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
-    """For operators that refuse a tensor without elements."""
-    shapes = [spec.local_shape_at(_coordinate(spec.layout)) for spec in decision.outputs]
+def _nothing_of_nothing(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    """Make an empty result for operators that refuse a tensor without elements."""
+    shapes = [spec.local_shape_at(_coordinate(spec.layout)) for spec in answer.outputs]
     if not any(0 in shape for shape in shapes):
         return None
 
@@ -154,13 +157,13 @@ def _nothing_of_nothing(decision: Decision, inputs: Sequence[Spec], name: str) -
     return call
 
 
-def _getitem(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
-    items = decision.facts["index"]
+def _getitem(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
+    items = answer.facts["index"]
     return lambda func, args, kwargs: _taken(args[0], items)
 
 
 def _taken(x: Tensor, items: Sequence[Any]) -> Tensor:
-    """By `narrow` and `gather`, whose gradients the CPU has for every dtype, also of nothing."""
+    """Index by `narrow` and `gather`, whose gradients the CPU has for every dtype, also of nothing."""
     used = sum(item is not None and item is not Ellipsis for item in items)
     whole = [slice(None)] * (x.ndim - used)
     at = items.index(Ellipsis) if Ellipsis in items else len(items)
@@ -185,8 +188,8 @@ def _taken(x: Tensor, items: Sequence[Any]) -> Tensor:
     return x.reshape(tuple(shape))
 
 
-def _index(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
-    dim = decision.facts["dim"]
+def _index(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
+    dim = answer.facts["dim"]
     length = inputs[0].shape[dim]
 
     def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -204,11 +207,11 @@ def _index(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
     return call
 
 
-def _rows_of_a_part(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
-    """Each rank looks up the rows it has, and leaves zeros for the others; the parts are then summed."""
+def _rows_of_a_part(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
+    """Let each rank look up the rows it has, and leave zeros for the others; the parts are then summed."""
     table_first = name == "Gather"
     table = inputs[0 if table_first else 1]
-    layout = decision.inputs[0 if table_first else 1]
+    layout = answer.inputs[0 if table_first else 1]
     box = box_of(layout, table.shape, _coordinate(layout))
     first, count = box.starts[0], box.sizes[0]
 
@@ -224,7 +227,7 @@ def _rows_of_a_part(decision: Decision, inputs: Sequence[Spec], name: str) -> Lo
 
 
 def check_seeded(layout: Layout) -> None:
-    """Raises where ranks would draw different numbers for the same elements."""
+    """Raise where ranks would draw different numbers for the same elements."""
     if len(layout.mesh.ranks) > 1 and _seeds._GLOBAL_SEED is None:
         raise StateError(
             "Random numbers of a distributed tensor need a seed, the same on all ranks.",
@@ -233,10 +236,10 @@ def check_seeded(layout: Layout) -> None:
         )
 
 
-def _dropout(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
-    """Ranks that hold the same part draw the same numbers, and others draw others."""
-    layout = decision.outputs[0].layout
-    box = box_of(layout, decision.outputs[0].shape, _coordinate(layout))
+def _dropout(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    """Let ranks that hold the same part draw the same numbers, and others draw others."""
+    layout = answer.outputs[0].layout
+    box = box_of(layout, answer.outputs[0].shape, _coordinate(layout))
 
     def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         check_seeded(layout)
@@ -244,7 +247,7 @@ def _dropout(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall
             return func(*args, **kwargs)  # the numbers of a single device
         if args[0].numel() == 0:
             return args[0], args[0]
-        # The seeds that a primitive made now would get, changed by the place of the part.
+        # A primitive made now would get these seeds; the place of the part changes them.
         first, second = _seeds._get_graph_seed(0, "dropout")
         for start in box.starts:
             second = (second * 1103515245 + start + 12345) % (2**31 - 1)
@@ -253,8 +256,8 @@ def _dropout(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall
     return call
 
 
-def _as_it_is(decision: Decision, inputs: Sequence[Spec], name: str) -> None:
-    """The operator itself."""
+def _as_it_is(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> None:
+    """Call the operator itself."""
 
 
 _MAKERS: dict[str, Callable[..., LocalCall | None]] = {

@@ -23,7 +23,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def box_of_tensor(tensor: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """A view. By `narrow`, whose gradient the CPU has for every dtype, also of nothing."""
+    """Return a view of a box. It is made by `narrow`, whose gradient the CPU has for every dtype, also of nothing."""
     for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = mint.narrow(tensor, dim, start, size)
@@ -72,6 +72,6 @@ class MindSporeTensors:
         if not tensor.numel():
             return tensor
         if tensor.dtype in mstype.float_type:
-            # As a tensor: MindSpore rounds a number to float32 before it meets a float64 tensor.
+            # Made a tensor first: MindSpore rounds a number to float32 before it meets a float64 tensor.
             return tensor / Tensor(divisor, tensor.dtype)
         return (tensor / divisor).to(tensor.dtype)

@@ -32,7 +32,9 @@ _MOST_DRAWN_AT_ONCE = 2**26  # elements; what is drawn at once must not depend o
 def distribute_tensor(
     tensor: Tensor, mesh: DeviceMesh | Layout, placements: Sequence[Placement] | Layout | None = None
 ) -> DTensor:
-    """The part of a whole tensor that belongs to this rank. Every rank has the tensor; nothing is communicated, and gradients flow to it.
+    """Return the part of a whole tensor that belongs to this rank.
+
+    Every rank has the tensor; nothing is communicated, and gradients flow to it.
 
     Raises:
         ValueError: a placement does not fit.
@@ -55,12 +57,12 @@ def distribute_tensor(
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """A copy that is all of its memory, in no graph."""
+    """Copy a tensor, in no graph, into one that is all of its memory."""
     return Communication.transport.copy(tensor)
 
 
 def filled(shape: Sequence[int], value: object, dtype: object, device: object, mesh: DeviceMesh) -> Tensor:
-    """A local tensor of one value; None: of whatever is in memory."""
+    """Make a local tensor of one value; None: of whatever is in memory."""
     kind, target = to_dtype_or(dtype, mindspore.float32), to_device_or_none(device)
     if value is None:
         return mint.empty(tuple(shape), dtype=kind, device=target)
@@ -68,7 +70,7 @@ def filled(shape: Sequence[int], value: object, dtype: object, device: object, m
 
 
 def drawn(kind: str, spec: Spec, box: Box, dtype: object, device: object) -> Tensor:
-    """This rank's part of random numbers that were drawn over the whole tensor."""
+    """Draw random numbers over the whole tensor, and keep this rank's part."""
     check_seeded(spec.layout)
     draw = {"rand": ops.rand, "randn": ops.randn}[kind]
     number = to_dtype_or(dtype, mindspore.float32)

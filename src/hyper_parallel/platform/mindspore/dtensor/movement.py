@@ -1,4 +1,4 @@
-"""Values from one layout to another, and what gradients do on the way back. Rules G5 to G7 of `core/shard/README.md`."""
+"""Moves values from one layout to another, and gradients on the way back. Rules T1 to T3 of `core/shard/README.md`."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ __all__ = [
     "tied_to",
 ]
 
-# Whether operators are recorded now, by `value_and_grad` or on the tape.
+# A function that says whether operators are recorded now, by `value_and_grad` or on the tape.
 is_grad_enabled = _pynative_executor.requires_grad
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """The same memory outside of any graph."""
+    """Return the same memory outside of any graph."""
     return ops.stop_gradient(tensor)
 
 
 def move_values(local: Tensor, source: Layout, target: Layout, shape: tuple[int, ...]) -> Tensor:
-    """The local tensor under the target layout; no graph. It may be the same tensor, or share its memory."""
+    """Bring a local tensor to the target layout, in no graph. It may be the same tensor, or share its memory."""
     if source is target:
         return local
     plan = plan_redistribution(source, target, shape, local.itemsize)
@@ -57,13 +57,16 @@ def _transport(local: Tensor, mesh: DeviceMesh) -> Any:
 
 
 def reduce_values(tensor: Tensor, mesh: DeviceMesh, axes: tuple[str, ...], op: str) -> Tensor:
-    """The reduction over the ranks of some axes, as a new tensor; no graph."""
+    """Reduce over the ranks of some axes, into a new tensor in no graph."""
     ranks = mesh.ranks_along(axes, mesh.rank_at(mesh_coordinate(mesh)))
     return _transport(tensor, mesh).all_reduce(detached(tensor), ranks, op)
 
 
 class Move(_Function):
-    """A redistribution that autograd records; its backward goes from the gradient layout of the target to that of the source."""
+    """A redistribution that autograd records.
+
+    Its backward goes from the gradient layout of the target to that of the source.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, source: Layout, target: Layout, shape: tuple[int, ...]) -> Tensor:
@@ -79,12 +82,21 @@ class Move(_Function):
 
 
 class Tie(_Function):
-    """The values of a tensor, tied to its source: what comes back in the layout `given` goes to the source in the layout `wanted`."""
+    """The values of a tensor, tied to its source.
+
+    A gradient that comes back in the layout `given` goes to the source in the layout `wanted`.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, source: Tensor, values: Tensor | None, given: Layout, wanted: Layout, shape: tuple[int, ...], scale: float
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        source: Tensor,
+        values: Tensor | None,
+        given: Layout,
+        wanted: Layout,
+        shape: tuple[int, ...],
+        scale: float,
+    ) -> Tensor:
         ctx.route = given, wanted, shape, scale
         return detached(source if values is None else values)
 
@@ -102,9 +114,17 @@ def _scaled(grad: Tensor, factor: float) -> Tensor:
 
 
 def tied_to(
-    source: Tensor, values: Tensor | None, source_layout: Layout, layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]
-) -> Tensor:  # fmt: skip
-    """`values` (None: the source's own) of a tensor of this layout, for uses whose gradient is partial on `axes`."""
+    source: Tensor,
+    values: Tensor | None,
+    source_layout: Layout,
+    layout: Layout,
+    axes: tuple[str, ...],
+    shape: tuple[int, ...],
+) -> Tensor:
+    """Tie `values` (None: the source's own) of this layout to `source`.
+
+    For uses whose gradient is partial on `axes`.
+    """
     whole = gradient_layout(layout)
     given = Layout(whole.mesh, whole.axes_per_dim, tuple((axis, "sum") for axis in axes)) if axes else whole
     scale = gradient_divisor(layout) / gradient_divisor(source_layout)
@@ -112,12 +132,12 @@ def tied_to(
 
 
 class _Anchor(_Function):
-    """Outputs as they are; inputs get a gradient of zeros beside whatever else they get."""
+    """Hands outputs on as they are; its inputs get a gradient of zeros beside whatever else they get (rule T3)."""
 
     @staticmethod
     def forward(ctx: Any, num_outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.inputs = [(each.shape, each.dtype) for each in tensors[num_outputs:]]
-        return tuple(detached(each) for each in tensors[:num_outputs])
+        ctx.inputs = [(tensor.shape, tensor.dtype) for tensor in tensors[num_outputs:]]
+        return tuple(detached(tensor) for tensor in tensors[:num_outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -125,26 +145,26 @@ class _Anchor(_Function):
 
 
 def anchored(result: object, locals_: Sequence[Tensor]) -> Any:
-    """The result of a local operation on nothing, in a graph with all of its inputs (rule G7)."""
-    inputs = [each for each in locals_ if each._requires_grad]
+    """Put the result of a local operation on nothing into a graph with all of its inputs (rule T3)."""
+    inputs = [local for local in locals_ if local._requires_grad]
     outputs = list(result) if isinstance(result, (list, tuple)) else [result]
-    is_empty = any(isinstance(each, Tensor) and each.numel() == 0 for each in (*locals_, *outputs))
+    is_empty = any(isinstance(value, Tensor) and value.numel() == 0 for value in (*locals_, *outputs))
     if not inputs or not is_empty or not is_grad_enabled():
         return result
-    chosen = [i for i, each in enumerate(outputs) if isinstance(each, Tensor) and each.dtype in mstype.float_type]
+    chosen = [i for i, value in enumerate(outputs) if isinstance(value, Tensor) and value.dtype in mstype.float_type]
     if not chosen:
         return result
     tied = _Anchor.apply(len(chosen), *(outputs[i] for i in chosen), *inputs)
-    for index, each in zip(chosen, tied if isinstance(tied, (list, tuple)) else [tied], strict=True):
-        outputs[index] = each
+    for index, value in zip(chosen, tied if isinstance(tied, (list, tuple)) else [tied], strict=True):
+        outputs[index] = value
     return type(result)(outputs) if isinstance(result, (list, tuple)) else outputs[0]
 
 
 class _Extremes(_Function):
     """The reduction of `max`, `min` or `prod` over an axis, with the gradient that depends on the values.
 
-    The gradient of the result is whole on every rank. It goes to the ranks that hold the extreme value, ties share it equally; of a product each
-    rank gets it times the product of the others.
+    The gradient of the result is whole on every rank. It goes to the ranks that hold the extreme value, ties share it
+    equally; of a product each rank gets it times the product of the others.
     """
 
     @staticmethod
@@ -181,7 +201,7 @@ def _rows(gathered: Tensor, count: int) -> list[Tensor]:
 
 
 def extremes_reduced(local: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
-    """The tensor with `max`, `min` and `prod` of its partial axes carried out, in the order that the layout says."""
+    """Carry out `max`, `min` and `prod` of the partial axes, in the order that the layout says."""
     for axis, op in reversed(layout.partial):
         if op in ("max", "min", "prod"):
             if layout.mesh.size(axis) > 1:

@@ -1,4 +1,4 @@
-"""The norm of gradients that lie differently: each element counts once, wherever it is."""
+"""Norms of gradients that lie differently: each element counts once, wherever it is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["powers_over_ranks"]
 def powers_over_ranks(
     parameters: Sequence[Tensor], power: Callable[[Tensor], Tensor], combined: Callable[[list[Tensor]], Tensor], op: str
 ) -> Tensor:
-    """The powers of all gradients combined, equal on all ranks; one collective per mesh and set of axes.
+    """Combine the powers of all gradients, equal on all ranks; one collective per mesh and set of axes.
 
     `_grad` of a distributed parameter is this rank's part.
     """

@@ -1,7 +1,7 @@
-"""An operator as MindSpore's hook hands it over, as something that can be compared, kept in a dictionary, and called.
+"""An operator of MindSpore's hook as an object that can be compared, kept in a dictionary, and called.
 
-The hook makes a new object per call. Older primitives come packed: `(primitive, name, arguments)`, with what they were made with as
-attributes of the primitive.
+The hook makes a new object per call. Older primitives come packed: `(primitive, name, arguments)`, with what they were
+made with as attributes of the primitive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Operator", "operator_of"]
 
 
 class Operator:
-    """Equal to every other call of the same primitive with the same attributes."""
+    """An operator. It is equal to that of every other call of the same primitive with the same attributes."""
 
     __slots__ = ("_call", "_key", "attributes", "name", "primitive")
 
@@ -24,7 +24,7 @@ class Operator:
         self._call = call
         self.primitive = primitive
         self.attributes: dict[str, Any] = {} if primitive is None else primitive.attrs
-        # As text: attributes may be lists.
+        # Kept as text: attributes may be lists, which have no hash.
         self._key: Any = name if not self.attributes else (name, repr(sorted(self.attributes.items(), key=_by_name)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ def _by_name(item: tuple[str, Any]) -> str:
 
 
 def operator_of(func: Any, args: Sequence[Any]) -> tuple[Operator, Sequence[Any]]:
-    """The operator of a call of the hook, and its own arguments."""
+    """Return the operator of a call of the hook, and its own arguments."""
     if len(args) == 3 and type(args[1]) is str and isinstance(args[0], Primitive):
         return Operator(args[1], func, args[0]), args[2]
     return Operator(func.name, func), args

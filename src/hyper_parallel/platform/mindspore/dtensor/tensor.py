@@ -2,13 +2,14 @@
 
 What this guarantees:
 
-- Every call with a DTensor comes to `__fallback__` and from there to the dispatcher. MindSpore asks no hook in some places (an index, tensors in
-  a list that is given to an older primitive, reading values): what is a method is replaced here, and what is not finds a tensor on the
-  *meta* device, with which MindSpore refuses to compute.
-- Autograd is the framework's, on local tensors. A DTensor shares the autograd data of its local tensor, though not its memory: `value_and_grad` and
-  the tape find the one through the other, and gradients are plain local tensors, laid out as `gradient_layout` says.
-- `_local` is the local tensor for uses whose gradient is whole. The result of a redistribution also keeps the values and the tensor they
-  came from, for uses whose gradient is partial (rule G6).
+- Every call with a DTensor comes to `__fallback__` and from there to the dispatcher. MindSpore asks no hook in some
+  places (an index, tensors in a list that is given to an older primitive, reading values): what is a method is replaced
+  here, and what is not finds a tensor on the *meta* device, with which MindSpore refuses to compute.
+- Autograd is the framework's, on local tensors. A DTensor shares the autograd data of its local tensor, though not its
+  memory: `value_and_grad` and the tape find the one through the other, and gradients are plain local tensors, laid out
+  as `gradient_layout` says.
+- `_local` is the local tensor for uses whose gradient is whole. The result of a redistribution also keeps the values
+  and the tensor they came from, for uses whose gradient is partial (rule T2).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, NoRuleError
 from hyper_parallel.core.shard.local_parts import as_layout, checked_spec, mesh_coordinate
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.mindspore.communication import Communication
-from hyper_parallel.platform.mindspore.dtensor.looks import Looks
+from hyper_parallel.platform.mindspore.dtensor.global_meta import GlobalMeta
 from hyper_parallel.platform.mindspore.dtensor.movement import (
     detached,
     extremes_reduced,
@@ -52,7 +53,7 @@ def _taken(x: Tensor, index: object) -> Tensor:
 _GETITEM = Operator("__getitem__", _taken)
 
 
-class DTensor(Looks, Tensor):
+class DTensor(GlobalMeta, Tensor):
     """A tensor over the ranks of a mesh. Made by `from_local`, `distribute_tensor` and the factories.
 
     Example:
@@ -66,15 +67,15 @@ class DTensor(Looks, Tensor):
 
     _spec: Spec
     _local: Tensor
-    _values: Tensor  # of the result of a redistribution
-    _origin: tuple[Tensor, Layout]  # and what it was made from, with its layout
+    _values: Tensor  # local values of the result of a redistribution
+    _origin: tuple[Tensor, Layout]  # what that result was made from, with its layout
     _ties: dict[tuple[str, ...], Tensor]
-    _glue: Any = None  # set by `glue`
+    _backend: Any = None  # a `MindSporeDispatchBackend`, set by `backend.py`
 
     def __new__(cls, local: Tensor, spec: Spec | None = None) -> DTensor:
         if isinstance(local, DTensor) and spec is None:  # as `Parameter(dtensor)` does, with a class of both
             return wrapped(local._local, local._spec, cls)
-        # For code that takes tensors apart and puts them together again.
+        # Regions take tensors apart and put them together again: by this call, from the local tensor and the spec.
         if isinstance(spec, Spec):
             return wrapped(local, spec, cls)
         raise ArgumentTypeError(
@@ -83,18 +84,18 @@ class DTensor(Looks, Tensor):
         )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Not Tensor's own, which would give it memory.
+        # `Tensor.__init__` would give it memory.
         pass
 
     def __init_subclass__(cls, **options: Any) -> None:
         # `Parameter(dtensor)` is of a class that MindSpore makes of both; the dispatcher looks for exact classes.
         super().__init_subclass__(**options)
-        _OP_DISPATCHER.add_dtensor(cls, DTensor._glue)
+        _OP_DISPATCHER.add_dtensor(cls, DTensor._backend)
 
     def __fallback__(self, func: object, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         operator, given = operator_of(func, args)
         if operator.name == "typeof":  # a question, which composed operators ask
-            return operator(*(each._local if isinstance(each, DTensor) else each for each in given))
+            return operator(*(value._local if isinstance(value, DTensor) else value for value in given))
         return _dispatch(operator, given, kwargs or {})
 
     # -- made from, and turned into, other things ---------------------------------------------------------------------
@@ -109,7 +110,7 @@ class DTensor(Looks, Tensor):
         run_check: bool = False,
         shape: Sequence[int] | None = None,
     ) -> DTensor:
-        """The DTensor whose part on this rank is `local`; gradients flow to it.
+        """Make the DTensor whose part on this rank is `local`; gradients flow to it.
 
         Args:
             local: this rank's part.
@@ -119,7 +120,8 @@ class DTensor(Looks, Tensor):
             shape: the global shape; needed where the parts are uneven.
 
         Raises:
-            ValueError: the part does not have the shape that layout and global shape give it; with `run_check` also on the other ranks.
+            ValueError: the part does not have the shape that layout and global shape give it; with `run_check` also on
+                the other ranks.
         """
         if isinstance(local, DTensor):
             raise ArgumentTypeError("This is a DTensor already.", got=describe(local), do="Use `redistribute`.")
@@ -128,11 +130,14 @@ class DTensor(Looks, Tensor):
         return wrapped(local, checked_spec(local, as_layout(mesh, placements, local.ndim), shape, run_check))
 
     def to_local(self) -> Tensor:
-        """This rank's part, with its graph: its gradient is laid out as that of the DTensor. Of a parameter it is a parameter."""
+        """Return this rank's part, with its graph: its gradient is laid out as that of the DTensor.
+
+        Of a parameter it is a parameter.
+        """
         return self._local
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, on every rank."""
+        """Return the whole tensor, on every rank."""
         layout = self._spec.layout
         return self.redistribute(Layout(layout.mesh, ((),) * layout.ndim))._local
 
@@ -141,7 +146,7 @@ class DTensor(Looks, Tensor):
         mesh: DeviceMesh | Layout | Sequence[Placement] | None = None,
         placements: Sequence[Placement] | Layout | None = None,
     ) -> DTensor:
-        """The same tensor in another layout of its mesh.
+        """Return the same tensor in another layout of its mesh.
 
         Raises:
             ValueError: another mesh, or a layout of other dims.
@@ -161,16 +166,16 @@ class DTensor(Looks, Tensor):
         return moved(self, target)
 
     def reduce_partial(self) -> DTensor:
-        """The same tensor with nothing partial."""
+        """Return the same tensor with nothing partial."""
         return moved(self, self._spec.layout.without_partial())
 
     def detach(self) -> DTensor:
-        """The same values outside of any graph."""
+        """Return the same values outside of any graph."""
         return wrapped(detached(self._local), self._spec)
 
     @property
     def data(self) -> DTensor:
-        """Itself, as of a `Parameter`; the same values outside of any graph of another tensor."""
+        """Return itself, as a `Parameter` does; of any other tensor the same values outside of any graph."""
         return self if isinstance(self, Parameter) else self.detach()
 
     @data.setter
@@ -178,7 +183,7 @@ class DTensor(Looks, Tensor):
         self.set_data(value)
 
     def set_data(self, data: DTensor, slice_shape: bool = False) -> DTensor:
-        """The values of another DTensor of the same shape, in whatever layout."""
+        """Take over the values of another DTensor of the same shape, in whatever layout."""
         if not isinstance(data, DTensor) or data._spec.shape != self._spec.shape:
             raise ArgumentTypeError(
                 "The data of a DTensor are replaced by those of another.",
@@ -190,17 +195,18 @@ class DTensor(Looks, Tensor):
         return self._changed_in_place()
 
     def clone(self, init: object = "same") -> Any:
-        """A copy; of a parameter another parameter."""
+        """Return a copy; of a parameter another parameter."""
         if not isinstance(self, Parameter):
             return super().clone()
         if init == "same":
             return self.__deepcopy__({})
-        # With other values it is what MindSpore's optimizers make their states with.
+        # MindSpore's optimizers ask for other values, to make their states.
         raise StateError(
             "MindSpore's optimizers compile their step, and cannot compile distributed tensors.",
             expected="the local parameters",
             got=f"a DTensor, {self.name}",
-            do="Give them those: `nn.Adam([p.to_local() for p in module.trainable_params()])`. Gradients are local already.",
+            do="Give them those: `nn.Adam([p.to_local() for p in module.trainable_params()])`. Gradients are local "
+            "already.",
         )
 
     # -- where MindSpore asks no hook ---------------------------------------------------------------------------------
@@ -224,7 +230,7 @@ class DTensor(Looks, Tensor):
     def __contains__(self, value: Any) -> bool:
         return bool((self == value).any())
 
-    # A plain tensor on the left asks its own hook, and has none. Python asks these first, since the class is a subclass.
+    # A plain tensor on the left asks its own hook, and has none. Python asks a subclass first, so these are asked.
 
     def __radd__(self, other: object) -> Any:
         return ops.add(other, self) if isinstance(other, Tensor) else super().__radd__(other)
@@ -251,7 +257,7 @@ class DTensor(Looks, Tensor):
 
     @property
     def grad(self) -> DTensor | None:
-        """What the tape has left, as a DTensor."""
+        """Return what the tape has left, as a DTensor."""
         grad = self._local._grad
         return None if grad is None else wrapped(grad, Spec(gradient_layout(self._spec.layout), self._spec.shape))
 
@@ -264,7 +270,7 @@ class DTensor(Looks, Tensor):
         return self
 
     def register_hook(self, hook: Callable[[DTensor], Any]) -> Any:
-        """`hook` gets the gradient as a DTensor, and may answer another."""
+        """Have `hook` called with the gradient as a DTensor; it may answer another."""
         spec = Spec(gradient_layout(self._spec.layout), self._spec.shape)
 
         def on_local(grad: Tensor) -> Any:
@@ -276,7 +282,7 @@ class DTensor(Looks, Tensor):
     # -- for the dispatcher -------------------------------------------------------------------------------------------
 
     def _tied(self, axes: tuple[str, ...]) -> Tensor:
-        """The local tensor for uses whose gradient is partial on `axes`. See rules G5 and G6."""
+        """Return the local tensor for uses whose gradient is partial on `axes`. See rules T1 and T2."""
         local, spec = self._local, self._spec
         if not is_grad_enabled() or not local._requires_grad:
             return local
@@ -307,7 +313,7 @@ class DTensor(Looks, Tensor):
         if id(self) in memo:
             found: DTensor = memo[id(self)]
             return found
-        # Not `copy.deepcopy`: of a tensor MindSpore's shares the memory.
+        # Copied by hand: what `copy.deepcopy` makes of a MindSpore tensor shares its memory.
         made = wrapped(Communication.transport.copy(detached(self._local)), self._spec)
         if isinstance(self, Parameter):
             made = as_parameter(made, self.name, self.requires_grad)
@@ -329,9 +335,10 @@ def _refused(name: str) -> Any:
     return refuse
 
 
-# What reads or writes memory, and methods that make a plain tensor of it.
+# These read or write memory, or make a plain tensor of it; there is none.
 _REFUSED = """
-asnumpy numpy __array__ data_ptr untyped_storage storage storage_offset pin_memory assign_value assign_value_cpp set_ resize_ cauchy fill isreal log_normal
+asnumpy numpy __array__ data_ptr untyped_storage storage storage_offset pin_memory assign_value assign_value_cpp set_
+resize_ cauchy fill isreal log_normal
 """
 for _name in _REFUSED.split():
     if hasattr(Tensor, _name):
@@ -343,7 +350,7 @@ _MOST_PLACEHOLDERS = 4096
 
 
 def _placeholder(spec: Spec, dtype: object) -> Tensor:
-    """A tensor without memory, of the shape that a local tensor of this spec has here."""
+    """Return a tensor without memory, of the shape that a local tensor of this spec has here."""
     found = _placeholders.get((spec, dtype))
     if found is None:
         if len(_placeholders) >= _MOST_PLACEHOLDERS:
@@ -354,7 +361,7 @@ def _placeholder(spec: Spec, dtype: object) -> Tensor:
 
 
 def wrapped(local: Tensor, spec: Spec, kind: type = DTensor) -> DTensor:
-    """A DTensor of a local tensor.
+    """Make a DTensor of a local tensor.
 
     Raises:
         RuntimeError: it does not have the shape that the spec gives it here: a rule has answered a wrong one.
@@ -375,7 +382,10 @@ def wrapped(local: Tensor, spec: Spec, kind: type = DTensor) -> DTensor:
 
 
 def moved(tensor: DTensor, target: Layout) -> DTensor:
-    """The tensor in another layout; values are moved now, and tied to their source for each kind of use (rule G6)."""
+    """Move a tensor to another layout.
+
+    Values are moved now, and tied to their source for each kind of use (rule T2).
+    """
     spec = tensor._spec
     if target is spec.layout:
         return tensor
@@ -388,7 +398,7 @@ def moved(tensor: DTensor, target: Layout) -> DTensor:
     values = move_values(detached(source), layout, target, spec.shape)
     if not is_recorded:
         return wrapped(values, Spec(target, spec.shape))
-    # Not left until it is used: what a function returns to `value_and_grad` is used by nobody.
+    # Tied at once (rule H5): what a function returns to `value_and_grad` is used by nobody.
     made = wrapped(tied_to(source, values, layout, target, (), spec.shape), Spec(target, spec.shape))
     made._values = values
     made._origin = source, layout
@@ -396,9 +406,9 @@ def moved(tensor: DTensor, target: Layout) -> DTensor:
 
 
 def as_parameter(tensor: DTensor, name: str | None, requires_grad: bool) -> Any:
-    """A `Parameter` that is a DTensor. Its local tensor is a parameter, too: optimizers step on that one."""
+    """Make a `Parameter` that is a DTensor. Its local tensor is a parameter, too: optimizers step on that one."""
     local = new_parameter(detached(tensor._local), name=name, requires_grad=True)
-    # Before it is wrapped: a parameter of a local tensor that needs no gradient would get none, without a word.
+    # Set before it is wrapped: a parameter of a local tensor that needs no gradient would get none, without a word.
     local.requires_grad_()
     made = new_parameter(wrapped(local, tensor._spec), name=name, requires_grad=True)
     if not requires_grad:
@@ -408,7 +418,7 @@ def as_parameter(tensor: DTensor, name: str | None, requires_grad: bool) -> Any:
 
 
 def _laid_out(value: object, like: DTensor) -> Tensor:
-    """The local part of a gradient, in the layout of the gradients of `like`."""
+    """Return the local part of a gradient, in the layout of the gradients of `like`."""
     if not isinstance(value, DTensor) or value._spec.shape != like._spec.shape:
         raise ArgumentTypeError(
             "This is not a gradient of the tensor.",

@@ -1,7 +1,8 @@
 """What MindSpore keeps per thread: whether operations are recorded for gradients, and the stream.
 
-It does not tell which dispatch modes and which hooks on saved tensors a thread has. A mode would see one of the two threads only, so it is refused;
-hooks on saved tensors stay with their thread: a backward saves nothing, but where it records itself.
+It does not tell which dispatch modes and which hooks on saved tensors a thread has. A mode would see one of the two
+threads only, so it is refused. Hooks on saved tensors stay with their thread: a backward saves nothing, except where it
+records itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from hyper_parallel.platform.mindspore.devices import Devices
 
 class MindSporeThreadState(FrameworkState):
     platform_type = PlatformType.MINDSPORE
-    # MindSpore 2.10 on the CPU ends with a segmentation fault when two threads run operations, with gradients or without.
+    # hazard: MindSpore 2.10 on the CPU ends with a segmentation fault when two threads run operations, with or without
+    # gradients.
     one_thread_at_a_time = True
 
     def __init__(self) -> None:

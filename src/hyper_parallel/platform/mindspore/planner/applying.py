@@ -1,7 +1,7 @@
-"""Carrying a plan out on a model: each block that the plan does not leave plain is wrapped, and its calls are run as was chosen.
+"""Carrying a plan out on a model: each block that is not left plain is wrapped, and its calls run as was chosen.
 
-A choice is for a whole call of a block: on the CPU MindSpore's primitives (`nn.Dense` is one) run in every recomputation, whatever was saved,
-so that there is nothing to choose op by op.
+A choice is for a whole call of a block: on the CPU MindSpore's primitives (`nn.Dense` is one) run in every
+recomputation, whatever was saved, so that there is nothing to choose op by op.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hyper_parallel.core.planner.model.choices import RECOMPUTE, SWAP, Choice
 from hyper_parallel.core.planner.model.mismatches import Mismatches
 from hyper_parallel.core.planner.plan.batch_fit import UNKNOWN_BATCH, BatchCheck, Fit, PlannedBatch
 from hyper_parallel.platform.mindspore.planner.planned_block import PlannedBlock, planned_blocks
-from hyper_parallel.platform.mindspore.planner.signature import look_of
+from hyper_parallel.platform.mindspore.planner.signature import tensor_meta
 from hyper_parallel.platform.mindspore.planner.steps import tensors_of
 from hyper_parallel.platform.mindspore.regions.checkpoint import checkpoint
 from hyper_parallel.platform.mindspore.regions.replays import is_replaying
@@ -34,21 +34,25 @@ _LARGER = "Plan with the largest batch that training has."
 
 
 class _HowBlockRuns(NamedTuple):
-    """How one call of a block is run. `choice`: what is done with all of it; None: it runs as it is."""
+    """How one call of a block is run.
+
+    `choice`: what is done with all of it; None: it runs as it is.
+    """
 
     choice: Choice | None
     swaps_inputs: bool
-    looks: tuple[str, ...]
+    result_metas: tuple[str, ...]
     where: str
 
 
 def _how(region: Any, decision: Any) -> _HowBlockRuns:
+    """Read from the decision how a call of a block is run."""
     choice = None if decision.is_plain else decision.ops[0] or RECOMPUTE
-    return _HowBlockRuns(choice, SWAP in decision.inputs, region.ops[0].looks, region.path)
+    return _HowBlockRuns(choice, SWAP in decision.inputs, region.ops[0].result_metas, region.path)
 
 
 class PlannedCall:
-    """What a block's wrapper calls: the calls of a step in turn, each in its own way."""
+    """Runs a planned block in place of its wrapper: the calls of a step in turn, each in its own way."""
 
     def __init__(self, calls: Sequence[_HowBlockRuns], mismatches: Mismatches) -> None:
         self._calls = list(calls)
@@ -58,7 +62,7 @@ class PlannedCall:
         self._fit = Fit.SAME
 
     def begin(self, fit: Fit) -> None:
-        """The next call is the first of a step, with a batch that fits so."""
+        """Start over: the next call is the first of a step, with a batch that compares with the plan's like this."""
         self._number = 0
         self._fit = fit
 
@@ -83,18 +87,24 @@ class PlannedCall:
         return result
 
     def _check(self, number: int, how: _HowBlockRuns, result: Any) -> None:
-        """Whether what a block gives looks as it did when it was planned; if not it is recomputed from now on."""
-        found = looks_of(result)
-        if found == how.looks:
+        """Compare a block's results with those of the profile.
+
+        If they differ in dtype or shape, the block is recomputed from now on.
+        """
+        found = metas_of(result)
+        if found == how.result_metas:
             return
         self._calls[number] = how._replace(choice=RECOMPUTE, swaps_inputs=False)
         self._mismatches.note(
-            "blocks of another shape", expected=" and ".join(how.looks), got=" and ".join(found), where=how.where
+            "blocks of another shape", expected=" and ".join(how.result_metas), got=" and ".join(found), where=how.where
         )
 
 
 class StepBegins:
-    """What a planned model calls before its forward: the batch is looked at, and blocks count their calls from the first again."""
+    """Runs before a planned model's forward.
+
+    The batch is compared with the plan's, and blocks count their calls from the first again.
+    """
 
     def __init__(self, calls: Sequence[PlannedCall], check: BatchCheck) -> None:
         self._calls = calls
@@ -112,13 +122,13 @@ class StepBegins:
 
 
 def _is_forward() -> bool:
-    """Of a step: neither an evaluation nor a region's that runs again."""
+    """Say whether this is the forward of a step: neither an evaluation nor a region's that runs again."""
     return _pynative_executor.requires_grad() and not is_replaying()
 
 
-def looks_of(output: object) -> tuple[str, ...]:
-    """How the tensors that a block gives look."""
-    return tuple(look_of(tensor) for tensor in tensors_of(output))
+def metas_of(output: object) -> tuple[str, ...]:
+    """List dtype and shape of the tensors that a block gives."""
+    return tuple(tensor_meta(tensor) for tensor in tensors_of(output))
 
 
 def _recomputed(module: Any, swaps_inputs: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,13 +139,15 @@ def _recomputed(module: Any, swaps_inputs: bool, args: tuple[Any, ...], kwargs: 
 
 
 def _keeps(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], bool]:
-    """Keep what the block was given: it is somebody else's."""
+    """Say which tensors stay on the device: what the block was given, since it is somebody else's."""
     given = {storage_address(tensor) for tensor in tensors_of((args, kwargs))}
     return lambda tensor: storage_address(tensor) in given
 
 
 class Applied:
-    """A plan on a model; `remove` undoes it. `batch`: the plan's, with which the batch of each step is compared; `was_training`: the mode it was planned in.
+    """A plan on a model, from `attach` to `remove`.
+
+    `batch`: the plan's, with which the batch of each step is compared; `was_training`: the mode it was planned in.
 
     Attributes:
         begins: is called when a step begins
@@ -164,7 +176,7 @@ class Applied:
         calls: list[PlannedCall] = []
         for path, ways in by_path.items():
             # Where a larger batch is not refused, blocks that the plan leaves alone are run again as well.
-            if self.mismatches.raises and all(each.choice is None for each in ways):
+            if self.mismatches.raises and all(how.choice is None for how in ways):
                 continue
             if path not in cells:
                 raise ArgumentError("A planned block is not in the model.", expected=path, where=type(model).__name__)

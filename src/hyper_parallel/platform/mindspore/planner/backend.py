@@ -1,4 +1,7 @@
-"""The memory planner's MindSpore part, as the core asks for it. What comes later is refused in `check_alone`, before anything is done."""
+"""The memory planner's MindSpore part, as the core asks for it.
+
+What comes later is refused in `check_alone`, before anything is done.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +77,8 @@ class MindSporePlanner:
     def identity(self, model: nn.Cell, batch: Batch = None) -> Identity:
         return signature.identity(model, batch)
 
-    def look(self, batch: Batch) -> Any:
-        return signature.look(batch)
+    def meta_of(self, batch: Batch) -> Any:
+        return signature.meta_of(batch)
 
     def device_of(self, model: nn.Cell) -> Device:
         return steps.device_of(model)
@@ -92,7 +95,7 @@ class MindSporePlanner:
     def attempt(self, function: Callable[[], R], device: Device) -> tuple[R | None, str | None]:
         return steps.attempt(function, cast(str, device))
 
-    # -- what planning anew takes, which `check_alone` refuses ------------------------------------------------------------
+    # -- what planning anew takes, which `check_alone` refuses ---------------------------------------------------------
 
     def patch_forward(self, model: nn.Cell, handler: Callable[..., Any]) -> backend.Removable:
         _later()
@@ -103,7 +106,7 @@ class MindSporePlanner:
     def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         _later()
 
-    def surroundings_of(self, device: Device) -> Callable[[], AbstractContextManager[Any]]:
+    def autocast_of(self, device: Device) -> Callable[[], AbstractContextManager[Any]]:
         _later()
 
     def step_state(self, model: nn.Cell, *, with_gradients: bool, written: Iterable[str]) -> backend.StepState:

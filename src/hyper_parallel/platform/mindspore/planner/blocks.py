@@ -19,7 +19,7 @@ def _children(cell: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
             yield name, child
 
 
-_KINDS = blocks.Kinds(
+_TYPES = blocks.ModuleTypes(
     sequences=(nn.CellList, nn.SequentialCell),
     mappings=(nn.CellDict,),
     not_called=(nn.CellList, nn.CellDict),
@@ -30,14 +30,14 @@ _KINDS = blocks.Kinds(
 )
 
 
-suggested = functools.partial(blocks.suggested, _KINDS)
-check_ran = functools.partial(blocks.check_ran, _KINDS)
+suggested = functools.partial(blocks.suggested, _TYPES)
+check_ran = functools.partial(blocks.check_ran, _TYPES)
 
 
 def find_blocks(model: nn.Cell, regions: Sequence[str | type[nn.Cell]] | None = None) -> dict[str, nn.Cell]:
-    """Paths and cells, in the order of the model; none inside another.
+    """Find the cells that become regions: paths and cells, in the order of the model; none inside another.
 
     Raises:
         ValueError: nothing is found, a pattern matches nothing, or a block is wrapped already.
     """
-    return blocks.find_blocks(_KINDS, model, regions)
+    return blocks.find_blocks(_TYPES, model, regions)

@@ -15,13 +15,16 @@ from hyper_parallel.platform.mindspore.swap import engines as swap_engines
 from hyper_parallel.platform.mindspore.swap.device import flat
 from hyper_parallel.platform.mindspore.swap.storages import unseen
 
-_NUM_COPIES = 5
+_NUM_COPIES = 5  # the first does not count: it makes what the others find
 _DEVICE_BYTES = 256 * 1024**2
 _CPU_BYTES = 4 * 1024**2
 
 
 def measure_link(device: str) -> Any:
-    """A `Link`; None where nothing can be swapped: no directory is configured on a CPU."""
+    """Measure the link of a device.
+
+    None where nothing can be swapped: no directory is configured on a CPU.
+    """
     found = swap_engines.engine_of(device)
     if found is None:
         return None

@@ -9,7 +9,9 @@ from hyper_parallel.platform.mindspore.planner.meters import is_cpu
 
 
 def free_bytes(device: str) -> int:
-    """What can still be allocated: free on the device, and held by the framework's allocator without being used."""
+    """Count what can still be allocated: free on the device, and held by the framework's allocator without being
+    used.
+    """
     if is_cpu(device):
         memory = read_host_memory()
         limits = [memory.available_bytes] + ([] if memory.limit_bytes is None else [memory.limit_bytes])

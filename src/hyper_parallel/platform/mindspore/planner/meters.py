@@ -2,8 +2,9 @@
 
 A meter is told of a mark (`"forward 3"`) and gives a reading for each span from one mark to the next.
 
-MindSpore's allocator on the CPU tells nothing (`memory_allocated` is 0), and tensors do not tell when their memory goes. What is known exactly is
-what is held for backward, and what an op reads and makes: so that is what is counted, at each op of forward and backward.
+MindSpore's allocator on the CPU tells nothing (`memory_allocated` is 0), and tensors do not tell when their memory
+goes. What is known exactly is what is held for backward, and what an op reads and makes: so that is what is counted, at
+each op of forward and backward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import mindspore
 import numpy as np
 from mindspore import MsDispatchMode, Tensor, saved_tensors_hooks
 
-from hyper_parallel.core.planner.model.measured_span import Span
+from hyper_parallel.core.planner.model.measured_span import MeasuredSpan
 from hyper_parallel.platform.mindspore.regions.recording import Call
 from hyper_parallel.platform.mindspore.regions.saved_tensors import Kept
 from hyper_parallel.platform.mindspore.swap.storages import (
@@ -30,14 +31,14 @@ from hyper_parallel.platform.trees import leaves
 
 
 class HeldMemory:
-    """Bytes of the storages that somebody holds, each once, and the highest number of them together with what an op reads and makes.
+    """Counts the bytes of the storages that somebody holds, each once; and their peak, with what an op reads and makes.
 
-    Invariant: `_holders[address] > 0` and `_bytes[address]` for every storage that is held; `held_bytes == sum(_bytes.values())`. While a storage
-    is held no other one has its address.
+    Invariant: `_holders[address] > 0` and `_bytes[address]` for every storage that is held; `held_bytes ==
+    sum(_bytes.values())`. While a storage is held no other one has its address.
     """
 
     def __init__(self, outside: Iterable[Tensor] = ()) -> None:
-        """`outside`: tensors that are alive before and after; they do not count."""
+        """Start with nothing held. `outside`: tensors that are alive before and after; they do not count."""
         self.held_bytes = 0
         self.peak_bytes = 0
         self._outside = {storage_address(tensor) for tensor in outside}
@@ -45,7 +46,7 @@ class HeldMemory:
         self._bytes: dict[int, int] = {}
 
     def holds(self, memory: Tensor | np.ndarray[Any, Any]) -> None:
-        """The memory of this object is held as long as the object is there."""
+        """Count the memory of this object as held for as long as the object is there."""
         if isinstance(memory, Tensor):
             address, num_bytes = storage_address(memory), storage_bytes(memory)
         else:
@@ -67,8 +68,8 @@ class HeldMemory:
             self.held_bytes -= self._bytes.pop(address)
 
     def ran(self, tensors: Iterable[Tensor], result: object) -> None:
-        """An op has run, on these tensors."""
-        results = [each for each in leaves(result) if isinstance(each, Tensor)]
+        """Count what an op had at hand that has run on these tensors."""
+        results = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         at_hand = {storage_address(tensor): storage_bytes(tensor) for tensor in (*tensors, *results)}
         more = sum(
             num_bytes
@@ -79,7 +80,10 @@ class HeldMemory:
 
 
 class _Ops(MsDispatchMode):
-    """Sees the ops outside of regions, and those of backward; a region tells of its own (`Watcher`)."""
+    """Sees the ops outside of regions, and those of backward.
+
+    A region tells of its own (`set_watcher`).
+    """
 
     def __init__(self, memory: HeldMemory) -> None:
         self._memory = memory
@@ -96,15 +100,18 @@ class MemoryMeter(Protocol):
 
     def mark(self, name: str) -> None: ...
 
-    def spans(self) -> list[Span]: ...
+    def spans(self) -> list[MeasuredSpan]: ...
 
 
 class CpuMemory:
-    """What is held for backward, and what ops have at hand. What autograd saves outside of regions is kept by hooks that tell of it."""
+    """Measures what is held for backward, and what ops have at hand.
+
+    What autograd saves outside of regions is kept by hooks that tell of it.
+    """
 
     def __init__(self, outside: Iterable[Tensor]) -> None:
         self._memory = HeldMemory(outside)
-        self._spans: list[Span] = []
+        self._spans: list[MeasuredSpan] = []
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -119,21 +126,24 @@ class CpuMemory:
     def mark(self, name: str) -> None:
         self._close()
         level = self._memory.peak_bytes = self._memory.held_bytes
-        self._spans.append(Span(name, level, level))
+        self._spans.append(MeasuredSpan(name, level, level))
 
     def _close(self) -> None:
         if self._spans:
             self._spans[-1] = self._spans[-1]._replace(peak_bytes=self._memory.peak_bytes)
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[MeasuredSpan]:
         return self._spans
 
 
 class DeviceMemory:
-    """From the statistics of an accelerator's allocator. Never run: no such device was at hand."""
+    """Measures memory by the statistics of an accelerator's allocator.
+
+    It was never run: no such device was at hand.
+    """
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []
+        self._spans: list[MeasuredSpan] = []
         self._first = 0
 
     @contextlib.contextmanager
@@ -147,19 +157,19 @@ class DeviceMemory:
         if not self._spans:
             self._first = level
         mindspore.runtime.reset_max_memory_allocated()
-        self._spans.append(Span(name, level - self._first, level - self._first))
+        self._spans.append(MeasuredSpan(name, level - self._first, level - self._first))
 
     def _close(self) -> None:
         if self._spans:
             peak = int(mindspore.runtime.max_memory_allocated())
             self._spans[-1] = self._spans[-1]._replace(peak_bytes=peak - self._first)
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[MeasuredSpan]:
         return self._spans
 
 
 def memory_meter(device: str, outside: Iterable[Tensor] = ()) -> MemoryMeter:
-    """`outside`: tensors that are alive before and after a step."""
+    """Make the meter of a device. `outside`: tensors that are alive before and after a step."""
     return CpuMemory(outside) if is_cpu(device) else DeviceMemory()
 
 
@@ -168,7 +178,10 @@ def is_cpu(device: str) -> bool:
 
 
 class Clock:
-    """Milliseconds between marks, by the host's clock; on an accelerator all that was launched is waited for."""
+    """Measures milliseconds between marks, by the host's clock.
+
+    On an accelerator all that was launched is waited for.
+    """
 
     def __init__(self, device: str) -> None:
         self._is_cpu = is_cpu(device)
@@ -180,6 +193,6 @@ class Clock:
         self._marks.append((name, time.perf_counter()))
 
     def spans(self) -> dict[str, float]:
-        """Name of a mark -> milliseconds until the next."""
+        """List the milliseconds from each mark to the next, by the name of the first."""
         pairs = zip(self._marks, self._marks[1:], strict=False)
         return {name: (end - begin) * 1e3 for (name, begin), (_, end) in pairs}

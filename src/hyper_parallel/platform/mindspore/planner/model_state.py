@@ -1,7 +1,8 @@
 """What a step may change of a model, noted before it and put back.
 
-Python's own state and generators are noted whole, and all tensors are copied to the host: MindSpore shows neither writes by index nor `set_data` as ops, and
-counts no writes on the CPU. Steps begin alike, so that the first shows which parameters they write. Gradients are results here, not fields of parameters.
+Python's own state and generators are noted whole, and all tensors are copied to the host: MindSpore shows neither
+writes by index nor `set_data` as ops, and counts no writes on the CPU. Steps begin alike, so that the first shows which
+parameters they write. Gradients are results here, not fields of parameters.
 
 What cannot be set back is the state in the kernel of a reused `nn.Dropout`.
 """
@@ -19,7 +20,7 @@ from mindspore import Parameter, Tensor, bfloat16, nn, ops
 from mindspore.graph.api import _no_grad
 
 from hyper_parallel._base.errors import StateError
-from hyper_parallel.core.planner.plan.python_state import PythonState, check_no_iterators, is_iterator
+from hyper_parallel.core.regions.python_state import PythonState, check_no_iterators, is_iterator
 from hyper_parallel.platform.mindspore.regions.attributes import MINDSPORE, cells_in
 from hyper_parallel.platform.mindspore.regions.random_ops import SeedState
 from hyper_parallel.platform.mindspore.swap.storages import aliased, storage_address, unseen
@@ -30,7 +31,9 @@ _HOOKS = tuple(name for name in vars(nn.Cell()) if "hook" in name)
 
 
 class ModelState:
-    """A model between steps, and what its steps lead to beside it. `put_back` can be called after each of several steps, `end` after the last.
+    """A model between steps, and what its steps lead to beside it.
+
+    `put_back` can be called after each of several steps, `end` after the last.
 
     Args:
         others: what belongs to a step as well: the loss function.
@@ -54,22 +57,22 @@ class ModelState:
         names = {id(cell): name for name, cell in model.cells_and_names()}
         check_no_iterators(self._python, {id(batch): "batch", **names})
         named = {id(parameter): (name, parameter) for name, parameter in model.parameters_and_names()}
-        found = {id(each): each for each in (*model.buffers(), *self._python.tensors, *leaves(batch))}
+        found = {id(leaf): leaf for leaf in (*model.buffers(), *self._python.tensors, *leaves(batch))}
         self._parameters = [_Values(parameter, name) for name, parameter in named.values()]
         self._tensors = [
-            _Values(each, "a tensor that the model has")
-            for key, each in found.items()
-            if isinstance(each, Tensor) and key not in named
+            _Values(leaf, "a tensor that the model has")
+            for key, leaf in found.items()
+            if isinstance(leaf, Tensor) and key not in named
         ]
         self._written: list[_Values] | None = None  # None: no step has shown which
         self._random = RandomStates()
 
     @contextlib.contextmanager
     def next_step(self) -> Iterator[None]:
-        """A step: the first that comes to its end shows which parameters are written."""
+        """Open a block for a step: the first that comes to its end shows which parameters are written."""
         yield
         if self._written is None:
-            self._written = [each for each in self._parameters if each.is_other()]
+            self._written = [noted for noted in self._parameters if noted.is_other()]
 
     def put_back(self) -> None:
         # Lists of cells have wrappers of the planner's among them for a while.
@@ -79,7 +82,7 @@ class ModelState:
             vars(cell)[name] = value
 
     def end(self) -> None:
-        """After the last step, when everything that planning has put on the model is off again.
+        """Put everything back after the last step, when all that planning has put on the model is off again.
 
         Raises:
             StateError: something could not be put back.
@@ -90,20 +93,20 @@ class ModelState:
             if isinstance(now, dict) and list(now.items()) != list(before.items()):
                 now.clear()
                 now.update(before)
-        for each in (*self._parameters, *self._tensors):
-            if each.is_other():
+        for noted in (*self._parameters, *self._tensors):
+            if noted.is_other():
                 raise StateError(
                     "A step changed what planning cannot put back.",
                     expected="values as before",
-                    got=f"others in {each.name}",
+                    got=f"others in {noted.name}",
                     do="Load the values again, and plan with the writing switched off.",
                 )
 
     def _put_back(self, parameters: list[_Values]) -> None:
         self._python.put_back()
         with unseen(), _no_grad():
-            for each in (*parameters, *self._tensors):
-                each.put_back()
+            for noted in (*parameters, *self._tensors):
+                noted.put_back()
         self._random.restore()
 
 
@@ -156,11 +159,11 @@ class RandomStates:
 
 
 def _has_cells(value: Any) -> bool:
-    return type(value) in (list, tuple) and any(isinstance(each, nn.Cell) for each in value)
+    return type(value) in (list, tuple) and any(isinstance(item, nn.Cell) for item in value)
 
 
 def _numbers(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """On the CPU it shares the tensor's memory."""
+    """Read a tensor as an array. On the CPU it shares the tensor's memory."""
     with unseen(), _no_grad():
         plain = aliased(tensor)
         numbers: np.ndarray[Any, Any] = (plain.float() if plain.dtype == bfloat16 else plain).asnumpy()
@@ -168,7 +171,7 @@ def _numbers(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _same(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
-    """Bit for bit: not-a-number is itself."""
+    """Compare bit for bit: not-a-number is itself."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return bool(np.array_equal(_bytes_of(left), _bytes_of(right)))

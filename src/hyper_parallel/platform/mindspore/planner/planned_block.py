@@ -34,5 +34,5 @@ class PlannedBlock(ActivationWrapper):
 
 
 def planned_blocks(model: nn.Cell) -> list[str]:
-    """The paths of blocks that are under a plan."""
+    """List the paths of blocks that are under a plan."""
     return [name for name, wrapper in list_wrappers(model) if isinstance(wrapper, PlannedBlock)]

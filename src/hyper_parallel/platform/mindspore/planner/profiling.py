@@ -6,7 +6,8 @@
 4. steps in which every block is run again, by the clock and by the meter;
 5. where something can be swapped, a step that tells which storages of a block are large enough for it.
 
-A block is one thing here: what it keeps is the difference between 3 and 4, and what running it again takes that between 2 and 4.
+A block is one thing here: what it keeps is the difference between 3 and 4, and what running it again takes that between
+2 and 4.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from mindspore.graph.api import _pynative_executor
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.core.activation_checkpoint.replacement import replace
 from hyper_parallel.core.planner.model.choices import RECOMPUTE, SWAP, recompute_all
-from hyper_parallel.core.planner.model.measured_span import Span
-from hyper_parallel.core.planner.model.profile import Input, Op, Region, StepProfile, Turn, Value
+from hyper_parallel.core.planner.model.measured_span import MeasuredSpan
+from hyper_parallel.core.planner.model.profile import Input, ProfiledOp, Region, StepProfile, StorageFacts, Turn
 from hyper_parallel.core.planner.model.spans import with_common_times, with_peaks
 from hyper_parallel.core.swap.config import current_config, default_min_bytes
 from hyper_parallel.platform.mindspore.planner import signature
-from hyper_parallel.platform.mindspore.planner.applying import looks_of
+from hyper_parallel.platform.mindspore.planner.applying import metas_of
 from hyper_parallel.platform.mindspore.planner.blocks import check_ran, find_blocks, suggested
 from hyper_parallel.platform.mindspore.planner.link import measure_link
 from hyper_parallel.platform.mindspore.planner.memory import free_bytes
@@ -57,9 +58,10 @@ class BlockCall:
     """What was seen of one call of a block.
 
     Attributes:
-        given: address of each storage it was given -> bytes; each is alive when the next call begins, or was of no use to anybody
+        given: address of each storage it was given -> bytes; each is alive when the next call begins, or was of no use
+            to anybody
         given_bytes: of those that no other call was given
-        looks: of its results
+        result_metas: dtype and shape of its results
         swappable: sizes of the storages that autograd saved in it and that are large enough
     """
 
@@ -68,12 +70,15 @@ class BlockCall:
         self.call = call
         self.given: dict[int, int] = {}
         self.given_bytes = 0
-        self.looks: tuple[str, ...] = ()
+        self.result_metas: tuple[str, ...] = ()
         self.swappable: list[int] = []
 
 
 class ProfiledModel:
-    """What the planner asks the framework about one model, batch and loss."""
+    """One model, batch and loss, with which the planner runs real steps.
+
+    It lives for one call of the planner.
+    """
 
     def __init__(
         self,
@@ -95,7 +100,10 @@ class ProfiledModel:
         self.extra_bytes = reserve_bytes + _optimizer_bytes(model, optimizer, self.device)
 
     def base_bytes(self) -> int:
-        """Parameters, buffers, the batch, optimizer state, and the gradients that a step makes; on an accelerator these count as they come."""
+        """Count parameters, buffers, the batch, optimizer state, and the gradients that a step makes.
+
+        On an accelerator these count as they come.
+        """
         if not is_cpu(self.device):
             return int(mindspore.runtime.memory_allocated()) + self.extra_bytes
         alive = {storage_address(tensor): storage_bytes(tensor) for tensor in self._outside()}
@@ -103,17 +111,20 @@ class ProfiledModel:
         return sum(alive.values()) + gradients + self.extra_bytes
 
     def _outside(self) -> list[Tensor]:
-        """What is alive before and after a step."""
+        """List what is alive before and after a step."""
         return [*self.model.get_parameters(), *self.model.buffers(), *tensors_of(self.batch)]
 
     def suggested_blocks(self, inside: str | None = None) -> list[str]:
-        """What could be planned instead of a block, or beside all of them: patterns for `regions=`."""
+        """List what could be planned instead of a block, or beside all of them: patterns for `regions=`."""
         return suggested(self.model, self.blocks, inside)
 
-    # -- measuring ------------------------------------------------------------------------------------------------------
+    # -- measuring -----------------------------------------------------------------------------------------------------
 
     def step(self, meter: Any = None) -> float:
-        """One step that begins like every other; marked as "start", "turn" and "end" where a meter is given."""
+        """Run one step that begins like every other.
+
+        "start", "turn" and "end" are marked where a meter is given.
+        """
         with self.preserved() as block, block as state, state.next_step():
             if meter is None:
                 return run_step(self.model, self.batch, self.loss_fn)
@@ -123,25 +134,28 @@ class ProfiledModel:
             return loss
 
     def preserved(self) -> contextlib.AbstractContextManager[contextlib.AbstractContextManager[ModelState]]:
-        """For several steps in a row: within a block, which it gives, and afterwards, as `preserved` says."""
+        """Open a block for several steps in a row, and leave everything as `preserved` says."""
         return contextlib.nullcontext(preserved(self.model, self.batch, self.loss_fn))
 
     def agreed(self, profile: object) -> Any:
-        """Each rank plans by its own profile."""
+        """Give the profile back: each rank plans by its own."""
         return profile
 
     def free_bytes(self) -> int:
         return free_bytes(self.device)
 
     def look_for_writes(self) -> None:
-        """Nothing: `preserved` has copies of what steps may write."""
+        """Do nothing: `preserved` has copies of what steps may write."""
 
     def peaks_within(self, num_steps: int, *, num_before: int) -> int:
-        """The highest point of some steps after others, as the model is now, above where they began."""
+        """Measure the highest point of some steps after others, as the model is now, above where they began."""
         return max([self.peak_bytes() for _ in range(num_before + num_steps)][num_before:])
 
     def peak_bytes(self) -> int:
-        """The highest point of one step above where it began, as the model is now; nothing is changed by it."""
+        """Measure the highest point of one step above where it began.
+
+        The model is taken as it is now, and nothing is changed by it.
+        """
         with self.preserved() as block, block:
             meter = memory_meter(self.device, self._outside())
             with meter.running():
@@ -158,7 +172,7 @@ class ProfiledModel:
         return self.step_ms()
 
     def step_ms(self, num_steps: int = NUM_TIMED) -> float:
-        """The median time of a step, as the model is now."""
+        """Measure the median time of a step, as the model is now."""
         with self.preserved() as block, block:
             times = []
             for _ in range(num_steps):
@@ -168,23 +182,23 @@ class ProfiledModel:
             return statistics.median(times)
 
     def profile(self, progress: Progress | None = None) -> Any:
-        """A `StepProfile` of the plain step."""
-        say = progress or (lambda what: None)
+        """Run the steps that the head of the file lists, and make a profile of them."""
+        report_progress = progress or (lambda what: None)
         base_bytes = self.base_bytes()
         with self.preserved() as block, block:
-            say("warming up")
+            report_progress("warming up")
             self.step()
-            say("measuring times")
+            report_progress("measuring times")
             times = self._timed(self.blocks)
-            say("measuring memory")
+            report_progress("measuring memory")
             calls, spans = self._measured(self.blocks)
             self._check_calls(calls, times)
-            say("measuring the link")
+            report_progress("measuring the link")
             link = measure_link(self.device)
             min_bytes = _min_bytes(self.device)
             if link is not None:
                 self._note_swappable(calls, min_bytes)
-            say("measuring recomputation")
+            report_progress("measuring recomputation")
             with self._wrapped(checkpoint) as wrappers:
                 self.step()
                 times_again = self._timed(wrappers)
@@ -194,8 +208,8 @@ class ProfiledModel:
         shared = _note_given(calls)
         kept = _differences(spans, again)
         regions = [
-            _region(each, index, times, times_again, kept[index], None if link is None else min_bytes)
-            for index, each in enumerate(calls)
+            _region(call, index, times, times_again, kept[index], None if link is None else min_bytes)
+            for index, call in enumerate(calls)
         ]
         decision = [recompute_all(region) for region in regions]
         regions, turn_bytes = with_peaks(with_common_times(regions), spans, again, decision)
@@ -204,8 +218,9 @@ class ProfiledModel:
             regions=tuple(regions),
             base_bytes=base_bytes,
             peak_bytes=base_bytes + max(span.peak_bytes for span in spans),
-            # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the noise in them.
-            step_ms=turn_ms + sum(each.before_ms + each.forward_ms + each.backward_ms for each in regions),
+            # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the
+            # noise in them.
+            step_ms=turn_ms + sum(region.before_ms + region.forward_ms + region.backward_ms for region in regions),
             turn=Turn(turn_ms, turn_bytes),
             link=link,
             identity=signature.identity(self.model, self.batch, self.blocks),
@@ -219,9 +234,9 @@ class ProfiledModel:
             clock = Clock(self.device)
             self._marked(clock, _Marks(clock), blocks)
             timed.append(clock.spans())
-        return {name: statistics.median(each[name] for each in timed) for name in timed[0]}
+        return {name: statistics.median(step_times[name] for step_times in timed) for name in timed[0]}
 
-    def _measured(self, blocks: dict[str, nn.Cell]) -> tuple[list[BlockCall], list[Span]]:
+    def _measured(self, blocks: dict[str, nn.Cell]) -> tuple[list[BlockCall], list[MeasuredSpan]]:
         meter = memory_meter(self.device, self._outside())
         marks = _Marks(meter)
         with meter.running():
@@ -229,7 +244,7 @@ class ProfiledModel:
         return marks.calls, meter.spans()
 
     def _marked(self, meter: Any, marks: _Marks, blocks: dict[str, nn.Cell]) -> None:
-        """One step with marks where blocks, or the wrappers around them, begin and end."""
+        """Run one step with marks where blocks, or the wrappers around them, begin and end."""
         handles = [handle for path, block in blocks.items() for handle in marks.watch(path, block)]
         try:
             self.step(meter)
@@ -239,7 +254,10 @@ class ProfiledModel:
 
     @contextlib.contextmanager
     def _wrapped(self, function: Callable[..., Any]) -> Iterator[dict[str, nn.Cell]]:
-        """Within: every block is run by `function(block, *args, **kwargs)`; the wrappers that do it, by path."""
+        """Run every block by `function(block, *args, **kwargs)` while this is open.
+
+        It gives the wrappers that do it, by path.
+        """
         wrappers = {path: CheckpointWrapper(block, checkpoint_fn=function) for path, block in self.blocks.items()}
         replace(TREE, self.model, {self.blocks[path]: wrapper for path, wrapper in wrappers.items()})
         try:
@@ -248,7 +266,11 @@ class ProfiledModel:
             replace(TREE, self.model, {wrapper: self.blocks[path] for path, wrapper in wrappers.items()})
 
     def kept_by_op(self) -> list[tuple[str, str, str, int]]:
-        """What autograd keeps of each block: its path, the cell in it and the op that made a storage, and the bytes of that. Takes one step."""
+        """List what autograd keeps of each block.
+
+        With the block's path come the cell in it and the op that made a storage, and the bytes of that. It takes one
+        step.
+        """
         found: list[tuple[str, str, str, int]] = []
         paths = {id(block): path for path, block in self.blocks.items()}
 
@@ -288,7 +310,7 @@ class ProfiledModel:
         return found
 
     def _note_swappable(self, calls: list[BlockCall], min_bytes: int) -> None:
-        """A step that notes which storages of what autograd saves in a block are large enough to be swapped."""
+        """Run a step that notes which storages of what autograd saves in a block are large enough to be swapped."""
         left = iter(calls)
 
         def run(block: nn.Cell, *args: Any, **kwargs: Any) -> Any:
@@ -316,11 +338,11 @@ class ProfiledModel:
     def _check_calls(self, calls: list[BlockCall], times: Times) -> None:
         marked = _num_forwards(times)
         check_ran(self.model, self.blocks, num_seen=len(calls), num_ran=marked)
-        for index, each in enumerate(calls):
+        for index, call in enumerate(calls):
             if f"backward {index}" not in times:
                 raise ArgumentError(
                     "Backward does not reach a block: what it gives leads to no loss.",
-                    where=each.path,
+                    where=call.path,
                     do="Name the blocks that are trained: regions=[...].",
                 )
         if marked != len(calls):
@@ -333,7 +355,10 @@ class ProfiledModel:
 
 
 class _Marks:
-    """Hooks that tell a meter where calls of blocks begin and end. In backward a block begins where its output's gradient is known."""
+    """Hooks that tell a meter where calls of blocks begin and end.
+
+    In backward a block begins where its output's gradient is known.
+    """
 
     def __init__(self, meter: Any) -> None:
         self.calls: list[BlockCall] = []
@@ -364,7 +389,7 @@ class _Marks:
 
     def _end(self, output: Any) -> None:
         number = len(self.calls) - 1
-        self.calls[number].looks = looks_of(output)
+        self.calls[number].result_metas = metas_of(output)
         self._meter.mark(f"after {number}")
         for tensor in tensors_of(output):
             if tensor._requires_grad:
@@ -377,7 +402,10 @@ def _num_forwards(times: Times) -> int:
 
 
 def _note_given(calls: Iterable[BlockCall]) -> list[int]:
-    """What each call was given and no other one; the sizes of what several are given, and somebody holds anyway."""
+    """Note what each call was given and no other one.
+
+    It gives the sizes of what several are given, and somebody holds anyway.
+    """
     calls = list(calls)
     counts = Counter(key for call in calls for key in call.given)
     shared = {}
@@ -390,9 +418,9 @@ def _note_given(calls: Iterable[BlockCall]) -> list[int]:
     return list(shared.values())
 
 
-def _differences(spans: list[Span], again: list[Span]) -> list[int]:
-    """How many bytes less each block has kept in the second of two steps."""
-    levels = [{span.name: span.level_bytes for span in each} for each in (spans, again)]
+def _differences(spans: list[MeasuredSpan], again: list[MeasuredSpan]) -> list[int]:
+    """Count how many bytes less each block has kept in the second of two steps."""
+    levels = [{span.name: span.level_bytes for span in step} for step in (spans, again)]
     found: list[int] = []
     while f"after {len(found)}" in levels[0]:
         index = len(found)
@@ -404,7 +432,7 @@ def _differences(spans: list[Span], again: list[Span]) -> list[int]:
 def _region(
     call: BlockCall, index: int, times: Times, times_again: Times, kept_bytes: int, min_bytes: int | None
 ) -> Any:
-    """One call of a block as the planner sees it, with one op for all of it; its peaks come later.
+    """Turn one call of a block into a region, with one op for all of it; its peaks come later.
 
     `min_bytes`: the smallest storage that is swapped; None where nothing is.
     """
@@ -416,24 +444,24 @@ def _region(
     if min_bytes is not None and call.swappable and 0 <= rest <= (1 - _ALL) * kept_bytes:
         choices.insert(0, SWAP)
         made = [*call.swappable, rest]
-    op = Op(
+    op = ProfiledOp(
         module="",
         name=_NAME,
         call=0,
         occurrence=0,
         # At least its forward: two measured steps may differ by more than that on a busy machine.
         forward_ms=max(again_ms - forward_ms - backward_ms, forward_ms),
-        makes=tuple(Value(num_bytes, is_residual=True) for num_bytes in made if num_bytes or kept_bytes == 0),
+        makes=tuple(StorageFacts(num_bytes, is_residual=True) for num_bytes in made if num_bytes or kept_bytes == 0),
         reads_inputs=(0,),
         choices=tuple(choices),
-        looks=call.looks,
+        result_metas=call.result_metas,
     )
     may_swap = min_bytes is not None and call.given_bytes >= min_bytes
     return Region(
         path=call.path,
         call=call.call,
         ops=(op,),
-        inputs=(Input(Value(call.given_bytes, is_residual=True), may_swap=may_swap),),
+        inputs=(Input(StorageFacts(call.given_bytes, is_residual=True), may_swap=may_swap),),
         forward_ms=forward_ms,
         backward_ms=backward_ms,
         forward_peak_bytes=0,
@@ -451,7 +479,10 @@ def _min_bytes(device: str) -> int:
 
 
 def _optimizer_bytes(model: nn.Cell, optimizer: object, device: str) -> int:
-    """What an optimizer holds beside the parameters of the model: MindSpore's make their state when they are made."""
+    """Count what an optimizer holds beside the parameters of the model.
+
+    MindSpore's make their state when they are made.
+    """
     if optimizer is None:
         return 0
     if not isinstance(optimizer, nn.Cell):
@@ -463,4 +494,4 @@ def _optimizer_bytes(model: nn.Cell, optimizer: object, device: str) -> int:
     if not is_cpu(device):
         return 0  # the allocator has counted it
     own = {id(parameter) for parameter in model.get_parameters()}
-    return sum(int(each.nbytes) for each in optimizer.get_parameters() if id(each) not in own)
+    return sum(int(parameter.nbytes) for parameter in optimizer.get_parameters() if id(parameter) not in own)

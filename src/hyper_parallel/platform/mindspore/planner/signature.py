@@ -16,50 +16,50 @@ from hyper_parallel.platform.mindspore.planner.steps import device_of, tensors_o
 
 
 def identity(model: nn.Cell, batch: object = None, blocks: Iterable[str] | None = None) -> Identity:
-    """What a plan is made for; without a batch, of the model alone."""
+    """Say what a plan is made for; without a batch, of the model alone."""
     return Identity(
         framework="mindspore",
         version=str(mindspore.__version__),
         device=device_name(device_of(model)),
         model=type(model).__qualname__,
         parameters={name: _look(parameter) for name, parameter in model.parameters_and_names()},
-        batch=look(batch),
+        batch=meta_of(batch),
         blocks=None if blocks is None else tuple(blocks),
         is_training=bool(model.training),
     )
 
 
-def look(batch: object) -> Any:
-    """A batch with the look of each tensor in its place; what is no tensor is named by its type."""
+def meta_of(batch: object) -> Any:
+    """Put dtype and shape in place of each tensor of a batch; what is no tensor is named by its type."""
     if isinstance(batch, Tensor):
-        return look_of(batch)
+        return tensor_meta(batch)
     if isinstance(batch, dict):
-        return {str(key): look(each) for key, each in batch.items()}
+        return {str(key): meta_of(value) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return [look(each) for each in batch]
+        return [meta_of(item) for item in batch]
     if isinstance(batch, (str, int, float, bool, type(None))):
         return batch
     fields = tensor_fields(batch)
-    return {name: look(each) for name, each in fields.items()} if fields else type(batch).__name__
+    return {name: meta_of(value) for name, value in fields.items()} if fields else type(batch).__name__
 
 
 def check_model(model: object, call: str) -> None:
-    """Raises TypeError where it is none."""
+    """Raise TypeError where it is no cell."""
     check_module(model, nn.Cell, call)
 
 
 def forward_of(model: nn.Cell) -> Callable[..., Any]:
-    """What a batch is the arguments of, after the model itself."""
+    """Give the function that a batch is the arguments of, after the model itself."""
     return type(model).construct
 
 
 def batch_bytes(batch: object) -> int:
-    """Bytes of all tensors of a batch."""
+    """Count the bytes of all tensors of a batch."""
     return sum(int(tensor.nbytes) for tensor in tensors_of(batch))
 
 
-def look_of(tensor: Tensor) -> str:
-    """How a tensor looks, in words: "float32[2, 8]"."""
+def tensor_meta(tensor: Tensor) -> str:
+    """Say a tensor's dtype and shape in words: "float32[2, 8]"."""
     return f"{str(tensor.dtype).lower()}{list(tensor.shape)}"
 
 
@@ -68,4 +68,4 @@ def device_name(device: str) -> str:
 
 
 def _look(parameter: Parameter) -> str:
-    return f"{look_of(parameter)}{'' if parameter.requires_grad else ', frozen'}"
+    return f"{tensor_meta(parameter)}{'' if parameter.requires_grad else ', frozen'}"

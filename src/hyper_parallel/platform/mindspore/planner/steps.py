@@ -1,4 +1,7 @@
-"""A step that leaves no trace: the model and the random generators that can be set back are afterwards as they were (`model_state`)."""
+"""A step that leaves no trace.
+
+The model and the random generators that can be set back are afterwards as they were (`model_state`).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ _states: weakref.WeakKeyDictionary[nn.Cell, ModelState] = weakref.WeakKeyDiction
 
 @contextlib.contextmanager
 def preserved(model: nn.Cell, batch: object = None, loss_fn: LossFn | None = None) -> Iterator[ModelState]:
-    """Afterwards all is as before, also after Ctrl-C. A `with` block inside of another one puts everything back as well, so that all steps begin alike.
+    """Open a block for steps after which all is as before, also after Ctrl-C.
+
+    A block inside of another one puts everything back as well, so that all steps begin alike.
 
     Raises:
         ArgumentError (a ValueError): something cannot be put back.
@@ -44,7 +49,7 @@ def preserved(model: nn.Cell, batch: object = None, loss_fn: LossFn | None = Non
 
 
 def device_of(model: nn.Cell) -> str:
-    """The one device of a model.
+    """Find the one device of a model.
 
     Raises:
         ValueError: its parameters are on several, or on the meta device.
@@ -61,7 +66,7 @@ def device_of(model: nn.Cell) -> str:
 
 
 def call(model: nn.Cell, batch: Any) -> Any:
-    """The model's output for a batch: a tensor, a tuple of arguments, or a dict of keywords."""
+    """Call the model with a batch: a tensor, a tuple of arguments, or a dict of keywords."""
     with telling_of_the_batch(batch, type(model).construct, "mindspore.Tensor(array)"):
         if isinstance(batch, dict):
             return model(**batch)
@@ -71,7 +76,7 @@ def call(model: nn.Cell, batch: Any) -> Any:
 
 
 def loss_of(output: object, loss_fn: LossFn | None) -> Tensor:
-    """The scalar that backward starts from.
+    """Find the scalar that backward starts from.
 
     Raises:
         ValueError, TypeError: there is none; the message says what `loss_fn` should give.
@@ -100,7 +105,10 @@ def loss_of(output: object, loss_fn: LossFn | None) -> Tensor:
 
 
 def run_step(model: nn.Cell, batch: object, loss_fn: LossFn | None, at_turn: Callable[[], None] | None = None) -> float:
-    """One forward and backward, as `value_and_grad` runs them; the loss. `at_turn` is called between the two."""
+    """Run one forward and backward, as `value_and_grad` does, and give the loss.
+
+    `at_turn` is called between the two.
+    """
     weights = model.trainable_params()
     if not weights:
         raise ArgumentError("No parameter of the model is trained.", where=type(model).__name__)
@@ -124,11 +132,11 @@ def run_step(model: nn.Cell, batch: object, loss_fn: LossFn | None, at_turn: Cal
 
 
 def tensors_of(batch: object) -> list[Tensor]:
-    return [each for each in leaves(batch) if isinstance(each, Tensor)]
+    return [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def attempt(function: Callable[[], Any], device: str) -> tuple[Any, str | None]:
-    """What a function gives, and None; or None, and what the framework says of memory that ran out."""
+    """Call a function and give what it gives, and None; or None, and what the framework says of memory that ran out."""
     try:
         return function(), None
     except MemoryError as error:

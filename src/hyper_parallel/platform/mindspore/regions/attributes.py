@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.ops import Primitive
 
-from hyper_parallel.core.planner.plan.python_state import Framework, PythonState, Saved, as_then
+from hyper_parallel.core.regions.python_state import Framework, PythonState, Saved, as_then
 from hyper_parallel.platform.mindspore.swap.storages import unseen
 
 

@@ -1,6 +1,6 @@
 """One call of a region: its forward, and the passes of backward that ask for what it did not keep.
 
-How it works and who holds what: README of core/activation_checkpoint; what is different here: README of this folder.
+The README of this folder has one call from beginning to end, and what is particular to MindSpore.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from mindspore.ops.primitive import Primitive
 from hyper_parallel.core.activation_checkpoint.op_names import is_random
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
 from hyper_parallel.core.regions.module_calls import ModuleCalls, Occurrence
-from hyper_parallel.core.regions.policy import RegionPolicy
-from hyper_parallel.core.regions.questions import PolicyContext
+from hyper_parallel.core.regions.policy import PolicyContext, RegionPolicy
 from hyper_parallel.platform.mindspore.regions.cell_paths import CALL, CellPaths
 from hyper_parallel.platform.mindspore.regions.random_ops import (
     SEED_NAMES,

@@ -1,6 +1,6 @@
 """A region's function runs again: op by op the record says what to run, what to take, and what to leave out.
 
-The rules are numbered in the README of core/activation_checkpoint; comments here name them.
+The rules are numbered in the README of this folder; comments here name them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from mindspore.graph.api import _no_grad
 
 from hyper_parallel._base.errors import StateError, describe
 from hyper_parallel.core.activation_checkpoint.policy import CheckpointPolicy
-from hyper_parallel.core.regions.policy import RegionPolicy
-from hyper_parallel.core.regions.questions import PolicyContext
+from hyper_parallel.core.regions.policy import PolicyContext, RegionPolicy
 from hyper_parallel.platform.mindspore.regions.cell_paths import num_casting_cells
 from hyper_parallel.platform.mindspore.regions.random_ops import seeds_of, stand_in
 from hyper_parallel.platform.mindspore.regions.recording import (

@@ -74,7 +74,7 @@ class AsyncSaveOnCpu(Hooks):
     ) -> None:
         self._has_name = bool(name)
         # The hooks live as long as the graph. They belong to the recorder, which does not know this object.
-        self._recorder = Recorder(
+        self._recorder = SavedTensorSwap(
             checked_policy(policy_fn), module, name or ("block" if module is None else _class_name(module))
         )
         super().__init__(self._recorder.pack, self._recorder.unpack)
@@ -106,7 +106,7 @@ class AsyncSaveOnCpu(Hooks):
 
 
 # Address of a storage -> the slot that has it, as long as the slot holds the storage itself: only then does the address surely mean it.
-# So what one op makes and the next ones save moves once (rule 1).
+# So what one op makes and the next ones save moves once.
 _slots: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
 
@@ -130,7 +130,7 @@ def note_slot(engine: object, tensor: Tensor, slot: object) -> None:
     _slots[key] = (weakref.ref(slot, forget), engine)
 
 
-class Recorder:
+class SavedTensorSwap:
     """The hooks of one block. Holds no tensor: only handles do, and autograd holds those."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Recorder:
         self.saved = SavedTensors()
 
     def look_up_parameters(self) -> None:
-        """Now, not when wrapping: parameters are given other storages in the meantime (rule 3)."""
+        """Now, not when wrapping: parameters are given other storages in the meantime."""
         cell = None if self._module is None else self._module()
         if cell is None:
             return
@@ -224,7 +224,7 @@ class TensorSwap:
     """Swaps tensors that are not autograd's to save, such as the inputs of a region: `pack(tensor).tensor()` gives one back."""
 
     def __init__(self, module: nn.Cell | None, name: str, place: Callable[[str], Any]) -> None:
-        self._recorder = Recorder(None, module, name, place)
+        self._recorder = SavedTensorSwap(None, module, name, place)
         self._recorder.look_up_parameters()
 
     def pack(self, tensor: Tensor) -> Any:

@@ -1,10 +1,11 @@
 """MindSpore's side of the swap engine: streams, events, memory and copies of one accelerator, and of the CPU.
 
-The classes here have the methods that `core/swap/device.py` names; they inherit nothing, since the platform does not import the core.
-On the CPU a buffer of the engine is `HostMemory`, on an accelerator a flat uint8 tensor over a whole storage.
+The classes here have the methods that `core/swap/device.py` names; they inherit nothing, since the platform does not
+import the core. On the CPU a buffer of the engine is `HostMemory`, on an accelerator a flat uint8 tensor over a whole
+storage.
 
-The accelerator's half uses MindSpore's own streams (`mindspore.runtime`) the way PyTorch's half uses PyTorch's. It was written without such
-a device at hand and has not been run.
+The accelerator's half uses MindSpore's own streams (`mindspore.runtime`) the way PyTorch's half uses PyTorch's. It was
+written without such a device at hand and has not been run.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from hyper_parallel.platform.mindspore.swap.storages import HostMemory, Look, un
 
 
 class CpuDevice:
-    """The CPU, whose slower memory is a disk: compute runs in the calling thread, copies in two threads of their own.
+    """The CPU, whose slower memory is a disk: compute runs in the calling thread, copies in two other threads.
 
-    Those threads touch host memory through NumPy alone: two threads that run operators of MindSpore at once crash the process.
+    Those threads touch host memory through NumPy alone: two threads that run operators of MindSpore at once crash the
+    process.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class CpuDevice:
         return self._load
 
     def bytes_in_use(self) -> None:
-        """Nobody counts the memory of the CPU."""
+        """Return None: nobody counts the memory of the CPU."""
 
     def allocate(self, num_bytes: int, stream: Any) -> HostMemory:
         array = np.empty(num_bytes, np.uint8)
@@ -53,7 +55,7 @@ class CpuDevice:
         return HostMemory(array)
 
     def stream_of(self, stream: Any) -> None:
-        """The CPU has no other stream for copies than the engine's own."""
+        """Return None: the CPU has no other stream for copies than the engine's own."""
 
     def launch_offload(self, block: Any, source: HostMemory, stream: Any) -> None:
         array = source.array
@@ -115,7 +117,8 @@ class AcceleratorDevice:
     """The accelerator of this process; its offload and load streams are made here and live as long as the process."""
 
     def __init__(self) -> None:
-        # One stream per direction: the two directions of the link are independent, and in one stream a load would queue behind offloads.
+        # One stream per direction: the two directions of the link are independent, and in one stream a load would queue
+        # behind offloads.
         self._offload = AcceleratorStream(mindspore.runtime.Stream())
         self._load = AcceleratorStream(mindspore.runtime.Stream())
 
@@ -150,7 +153,7 @@ class AcceleratorDevice:
                 part.copy_(host, non_blocking=True)
 
     def stream_of(self, stream: Any) -> AcceleratorStream:
-        """A stream of the user's, for copies by hand."""
+        """Return a stream of the user's as the engine takes it, for copies by hand."""
         if not isinstance(stream, mindspore.runtime.Stream):
             raise ArgumentTypeError(
                 "`copy_stream` is no stream of the tensor's device.",
@@ -161,7 +164,7 @@ class AcceleratorDevice:
 
 
 def _parts(block: Any, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The parts of a block of the pinned arena beside the parts of device memory they are copied from or to."""
+    """Go through the parts of a pinned block, with the parts of device memory they are copied from or to."""
     begin = 0
     for part in block.parts:
         host = Look(mindspore.uint8, (part.num_bytes,), (1,), part.offset).on(part.slab.tensor)
@@ -184,19 +187,19 @@ class PinnedSlab:
 
 
 def memory_of(block: Any) -> memoryview:
-    """The bytes of a pinned block of one part, for the disk."""
+    """Return the bytes of a pinned block of one part, for the disk."""
     return memoryview(block.slab.tensor.asnumpy())[block.offset : block.offset + block.num_bytes]
 
 
 def flat(tensor: Tensor) -> Any:
-    """The whole storage of a tensor as a buffer of the engine; no copy, no way to the graph."""
+    """Return the whole storage of a tensor as a buffer of the engine; no copy, no way to the graph."""
     if is_on_host(tensor):
         return HostMemory.of(tensor)
     return whole(tensor)
 
 
 def tensor_on(buffer: object, look: Look) -> Tensor:
-    """A tensor that looks this way at a buffer of the engine."""
+    """Make a tensor that looks this way at a buffer of the engine."""
     return buffer.seen_as(look) if isinstance(buffer, HostMemory) else look.on(buffer)
 
 

@@ -17,7 +17,7 @@ from hyper_parallel.platform.mindspore.swap.device import (
 
 
 def engine_of(device: str) -> tuple[Any, int] | None:
-    """The device's engine and the smallest storage worth a copy; None where nothing can be swapped."""
+    """Return the device's engine and the smallest storage worth a copy; None where nothing can be swapped."""
     if device.startswith("CPU"):
         return engines.disk_engine(CpuDevice, _host_bytes())
     if device == "meta":

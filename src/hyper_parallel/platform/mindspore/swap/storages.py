@@ -19,20 +19,20 @@ unseen = _DisableMsDispatchMode
 
 
 class Watcher(Protocol):
-    """Who wants to know what memory this package holds: the planner's meter."""
+    """Somebody who wants to know what memory this package holds: the planner's meter."""
 
     def ran(self, tensors: Iterable[Tensor], result: object) -> None:
-        """An op of a region has run, on these tensors. Dispatch modes around a region do not see its ops."""
+        """Note that an op of a region has run, on these tensors. Dispatch modes around a region do not see its ops."""
 
     def holds(self, memory: Tensor | np.ndarray[Any, Any]) -> None:
-        """The memory of this object is held as long as the object is there."""
+        """Note that the memory of this object is held as long as the object is there."""
 
 
 _watcher: Watcher | None = None
 
 
 def watcher() -> Watcher | None:
-    """Whoever watches now."""
+    """Return whoever watches now."""
     return _watcher
 
 
@@ -42,7 +42,7 @@ def set_watcher(new: Watcher | None) -> None:
 
 
 def storage_bytes(tensor: Tensor) -> int:
-    """Bytes of the whole storage, whatever part of it the tensor looks at; 0 if it has no memory."""
+    """Return the bytes of the whole storage, whatever part of it the tensor looks at; 0 if it has no memory."""
     if tensor.is_meta:
         return 0
     try:
@@ -52,7 +52,10 @@ def storage_bytes(tensor: Tensor) -> int:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Where the storage begins; 0 without memory. Two living tensors have the same address if and only if they share a storage."""
+    """Return where the storage begins; 0 without memory.
+
+    Two living tensors have the same address if and only if they share a storage.
+    """
     if tensor.is_meta:
         return 0
     try:
@@ -62,7 +65,7 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor as bytes; no copy, no way to the graph."""
+    """Return the whole storage of a tensor as bytes; no copy, no way to the graph."""
     storage = tensor.untyped_storage()
     num_bytes = int(storage.nbytes())
     with unseen(), _no_grad():
@@ -72,7 +75,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def aliased(tensor: Tensor) -> Tensor:
-    """The same memory, and no way to the graph. Not by `stop_gradient`: dispatch modes see it even where they are disabled."""
+    """Make a tensor of the same memory that has no way to the graph.
+
+    Not by `stop_gradient`: dispatch modes see it even where they are disabled.
+    """
     alias: Tensor = tensor.data
     if _watcher is not None:
         _watcher.holds(alias)
@@ -101,10 +107,10 @@ class Look(NamedTuple):
         return True
 
     def on(self, memory: Tensor) -> Tensor:
-        """A tensor that looks this way at other memory of the same size, given as bytes.
+        """Make a tensor that looks this way at other memory of the same size, given as bytes.
 
-        `memory` begins where its storage does: MindSpore counts the offset from there, and does not look whether it leads outside. Kernels
-        make a copy of what `set_` gives, each time: `on_host` has no such cost.
+        `memory` begins where its storage does: MindSpore counts the offset from there, and does not look whether it
+        leads outside. Kernels make a copy of what `set_` gives, each time: `on_host` has no such cost.
         """
         with unseen(), _no_grad():
             tensor: Tensor = mint.empty((0,), dtype=self.dtype).set_(memory, self.offset, self.shape, self.stride)
@@ -113,7 +119,7 @@ class Look(NamedTuple):
         return tensor
 
     def on_host(self, memory: np.ndarray[Any, Any]) -> Tensor:
-        """The same, for bytes on the CPU."""
+        """Make such a tensor over bytes on the CPU."""
         if not self.is_contiguous:
             with unseen(), _no_grad():
                 return self.on(Tensor.from_numpy(memory))
@@ -128,7 +134,7 @@ class Look(NamedTuple):
 
 
 def looking(tensor: Tensor, look: Look) -> Tensor:
-    """A tensor, seen as `look` says: a view of one value is made from another."""
+    """Return a tensor as `look` sees it: a view of one value is made from another."""
     now = Look.of(tensor)
     if now == look:
         return tensor
@@ -144,8 +150,8 @@ def looking(tensor: Tensor, look: Look) -> Tensor:
 class HostMemory:
     """The bytes of a storage on the CPU.
 
-    Threads of the disk get `array` alone, which owns nothing where `owner` is a tensor: a tensor must not die in a thread while another
-    runs operators.
+    Threads of the disk get `array` alone, which owns nothing where `owner` is a tensor: a tensor must not die in a
+    thread while another runs operators.
     """
 
     __slots__ = ("array", "owner")
@@ -156,18 +162,18 @@ class HostMemory:
 
     @classmethod
     def of(cls, tensor: Tensor) -> HostMemory:
-        """The whole storage of a tensor, whatever part of it the tensor looks at; no copy, no way to the graph."""
+        """Take the whole storage of a tensor, whatever part of it the tensor looks at; no copy, no way to the graph."""
         num_bytes = storage_bytes(tensor)
         memory = (ctypes.c_uint8 * num_bytes).from_address(storage_address(tensor))
         return cls(np.ctypeslib.as_array(memory), aliased(tensor))
 
     def seen_as(self, look: Look) -> Tensor:
-        """A tensor that shares these bytes and keeps them alive."""
+        """Make a tensor that shares these bytes and keeps them alive."""
         return look.on_host(self.array) if self.owner is None else looking(self.owner, look)
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A tensor of the same values in memory of its own."""
+    """Make a tensor of the same values in memory of its own."""
     with unseen(), _no_grad():
         copy: Tensor = tensor.data.copy()
     if _watcher is not None:

@@ -1,16 +1,18 @@
 """A cell around a cell that changes no name.
 
-A wrapper decides how the inner cell is *called*; for everything else it *is* the inner cell. As on PyTorch it is split along the
-state of `nn.Cell`:
+A wrapper decides how the inner cell is *called*; for everything else it *is* the inner cell. As on PyTorch it is split
+along the state of `nn.Cell`:
 
-- What a cell *holds* (`_FROM_INNER`: parameters, cells, buffers, `training`) the wrapper reads from the inner cell, live, and keeps nothing of
-  its own. The inner cell is not among the wrapper's `_cells` (those are the inner cell's), it lies in the wrapper's `__dict__`.
-- What a cell does with what it holds (`_STATE_METHODS`) is called on the inner cell. MindSpore walks a tree by calling methods of the children
-  (`cells_and_names`, `state_dict`, `apply`, `add_flags_recursive`) or by going through `_cells`, so an ancestor meets the inner cell either
-  way and never a name of ours.
+- What a cell *holds* (`_FROM_INNER`: parameters, cells, buffers, `training`) the wrapper reads from the inner cell,
+  live, and keeps nothing of its own. The inner cell is not among the wrapper's `_cells` (those are the inner cell's),
+  it lies in the wrapper's `__dict__`.
+- What a cell does with what it holds (`_STATE_METHODS`) is called on the inner cell. MindSpore walks a tree by calling
+  methods of the children (`cells_and_names`, `state_dict`, `apply`, `add_flags_recursive`) or by going through
+  `_cells`, so an ancestor meets the inner cell either way and never a name of ours.
 - How a cell is called (`construct`, the hooks, what `Cell.__call__` remembers about a call) belongs to the wrapper.
 
-Parameters also carry a name of their own, which an ancestor sets when a cell is assigned to it: see `update_parameters_name`.
+Parameters also carry a name of their own, which an ancestor sets when a cell is assigned to it: see
+`update_parameters_name`.
 """
 
 from __future__ import annotations
@@ -46,13 +48,16 @@ _FROM_INNER = (
 
 _STATE_METHODS = (
     # members
-    "cells_and_names", "parameters_and_names", "get_parameters", "trainable_params", "untrainable_params", "parameters_dict",
-    "parameters_broadcast_dict", "name_cells", "cells", "get_sub_cell", "get_parameter", "insert_param_to_cell",
-    "insert_child_to_cell", "register_buffer", "get_buffer", "named_buffers", "buffers", "check_names",
-    "check_names_and_refresh_name", "update_cell_prefix", "update_cell_type", "_children_scope_recursive", "generate_scope",
+    "cells_and_names", "parameters_and_names", "get_parameters", "trainable_params", "untrainable_params",
+    "parameters_dict", "parameters_broadcast_dict", "name_cells", "cells", "get_sub_cell", "get_parameter",
+    "insert_param_to_cell", "insert_child_to_cell", "register_buffer", "get_buffer", "named_buffers", "buffers",
+    "check_names",
+    "check_names_and_refresh_name", "update_cell_prefix", "update_cell_type", "_children_scope_recursive",
+    "generate_scope",
     # in place, on the whole subtree
-    "add_flags", "add_flags_recursive", "get_flags", "set_train", "to_float", "to", "to_empty", "apply", "init_parameters_data",
-    "set_comm_fusion", "set_param_ps", "set_data_parallel", "flatten_weights", "infer_param_pipeline_stage",
+    "add_flags", "add_flags_recursive", "get_flags", "set_train", "to_float", "to", "to_empty", "apply",
+    "init_parameters_data", "set_comm_fusion", "set_param_ps", "set_data_parallel", "flatten_weights",
+    "infer_param_pipeline_stage",
     # state dicts
     "state_dict", "_save_to_state_dict", "load_state_dict", "_load_from_state_dict", "_register_state_dict_hook",
     "register_state_dict_post_hook", "register_state_dict_pre_hook", "_register_load_state_dict_pre_hook",
@@ -75,10 +80,10 @@ class FuncCell(nn.Cell):
 
 
 class ActivationWrapper(Transparent, nn.Cell, ABC):
-    """Base of the wrappers: transparent in everything but the call. Abstract: `construct` is a subclass's to write.
+    """The base of the wrappers: transparent in everything but the call. Abstract: a subclass writes `construct`.
 
-    Attributes that a subclass defines, sets in its `__init__` or names in `OWN` are the wrapper's own; every other one is read from,
-    written to and deleted from the inner cell, and so are all that are parameters or cells.
+    Attributes that a subclass defines, sets in its `__init__` or names in `OWN` are the wrapper's own; every other one
+    is read from, written to and deleted from the inner cell, and so are all that are parameters or cells.
 
     Example:
         >>> class Counted(ActivationWrapper):
@@ -105,7 +110,8 @@ class ActivationWrapper(Transparent, nn.Cell, ABC):
             raise ArgumentTypeError(
                 f"{type(self).__name__} is abstract: it does not say how the inner cell is called.",
                 expected="a subclass with its own construct()",
-                do="Use `checkpoint_wrapper`, `swap_wrapper` or `offload_wrapper`, or write construct() in the subclass.",
+                do="Use `checkpoint_wrapper`, `swap_wrapper` or `offload_wrapper`, "
+                "or write construct() in the subclass.",
             )
         inner = _as_cell(one_of(module, mod, type(self).__name__), type(self).__name__)
         super().__init__()
@@ -113,7 +119,7 @@ class ActivationWrapper(Transparent, nn.Cell, ABC):
 
     @abstractmethod
     def construct(self, *args: Any, **kwargs: Any) -> Any:
-        """How the inner cell is called."""
+        """Call the inner cell: a subclass says how."""
         raise ArgumentError(
             f"{type(self).__name__} does not say how the inner cell is called.",
             expected="a subclass with its own construct()",
@@ -122,7 +128,10 @@ class ActivationWrapper(Transparent, nn.Cell, ABC):
 
     @property
     def runs_in_python(self) -> bool:
-        """True. What compiles a model to a graph reads this where `construct` does, while it compiles, and is refused there."""
+        """Return True.
+
+        What compiles a model to a graph reads this where `construct` does, while it compiles, and is refused there.
+        """
         reader = sys._getframe(1).f_globals.get("__name__", "")
         if reader.startswith("mindspore.graph._parse"):
             raise refusal(f"A wrapped cell ({type(self).__name__})")
@@ -130,17 +139,17 @@ class ActivationWrapper(Transparent, nn.Cell, ABC):
 
     @property
     def unwrap_cell(self) -> nn.Cell:
-        """The innermost cell."""
+        """Return the innermost cell."""
         cell = self._ckpt_wrapped_module
         while isinstance(cell, ActivationWrapper):
             cell = cell._ckpt_wrapped_module
         return cell
 
     def update_parameters_name(self, prefix: str | None = "", recurse: bool = True) -> None:
-        """Called when the wrapper is assigned into a parent: a parameter that is named already keeps its name.
+        """Name the parameters when the wrapper is assigned into a parent; one that is named already keeps its name.
 
-        An ancestor would name it by the path from here; if it has the longer name of a place in a whole model, that would be lost, and two
-        layers would come to have the same names.
+        An ancestor would name it by the path from here; if it has the longer name of a place in a whole model, that
+        would be lost, and two layers would come to have the same names.
         """
         prefix = prefix or ""
         for name, parameter in self.parameters_and_names(expand=recurse):
@@ -160,7 +169,7 @@ class ActivationWrapper(Transparent, nn.Cell, ABC):
             setattr(inner, name, value)
 
     def _inner_that_has(self, name: str) -> nn.Cell | None:
-        """The cell that an attribute of this name belongs to; `None` means the wrapper.
+        """Return the cell that an attribute of this name belongs to; `None` means the wrapper.
 
         What `Cell.__init__` has put into the wrapper's `__dict__` is how it is called.
         """
@@ -179,12 +188,12 @@ class ActivationWrapper(Transparent, nn.Cell, ABC):
 
 
 def list_wrappers(model: nn.Cell) -> list[tuple[str, ActivationWrapper]]:
-    """Every wrapper in `model` once, under the name at which the inner cell is known; an outer one before an inner one."""
+    """List every wrapper in `model` once, under the name of its inner cell; an outer one before an inner one."""
     return list(wrappers_below(check_module(model, nn.Cell, "wrappers"), children_of))
 
 
 def children_of(cell: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
-    """Every place in `cell` that holds a cell, also one that is in two of them."""
+    """Go through every place in `cell` that holds a cell, also one that is in two of them."""
     if isinstance(cell, ActivationWrapper):
         yield _CKPT_WRAPPED_MODULE, cell._ckpt_wrapped_module
         return

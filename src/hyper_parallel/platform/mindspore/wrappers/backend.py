@@ -16,7 +16,7 @@ from hyper_parallel.platform.mindspore.wrappers.swap_wrapper import offload_wrap
 
 
 class MindSporeActivations:
-    """See `ActivationsBackend`. Each function checks what it is given: a user may have given it."""
+    """What `ActivationsBackend` asks for. Each function checks what it is given: a user may have given it."""
 
     folder: ClassVar[str] = ActivationsBackend.folder
     checkpoint = staticmethod(checkpoint)  # speed: one call less per region

@@ -53,7 +53,7 @@ class CheckpointWrapper(ActivationWrapper):
 
     @property
     def checkpoint_impl(self) -> CheckpointImpl:
-        """How the forward is run again."""
+        """Return how the forward is run again."""
         impl: CheckpointImpl = self.__dict__["_checkpoint_impl"]
         return impl
 
@@ -67,7 +67,7 @@ class CheckpointWrapper(ActivationWrapper):
 
     @property
     def checkpoint_fn(self) -> Callable[..., Any]:
-        """Called with the inner cell and the arguments of the call; the options are bound in it."""
+        """Return what is called with the inner cell and the arguments of the call; the options are bound in it."""
         function: Callable[..., Any] = self.__dict__["_checkpoint_fn"]
         return function
 
@@ -102,21 +102,25 @@ def checkpoint_wrapper(
     swap_inputs: bool = False,
     **framework_options: Any,
 ) -> CheckpointWrapper:
-    """A cell that computes what `module` does and keeps only its inputs until backward, or what a policy says. No name changes.
+    """Make a cell that computes what `module` does and keeps only its inputs until backward, or what a policy says.
+
+    No name changes.
 
     Args:
         module: a cell, or a plain function.
-        checkpoint_impl: `NO_REENTRANT`. MindSpore's reentrant form draws other random numbers and does not work on the tape; it is
-            there as `checkpoint_fn=mindspore.recompute`.
+        checkpoint_impl: `NO_REENTRANT`. MindSpore's reentrant form draws other random numbers and does not work on the
+            tape; it is there as `checkpoint_fn=mindspore.recompute`.
         checkpoint_fn: called as `checkpoint_fn(module, *args, **kwargs)`, with all options, in place of this package's
             `checkpoint`.
-        policy_fn: `policy_fn(ctx, op, *args, **kwargs)` decides per op; a list of ops saves these and recomputes the rest.
+        policy_fn: `policy_fn(ctx, op, *args, **kwargs)` decides per op; a list of ops saves these and recomputes the
+            rest.
         swap_inputs: swap the tensors that the cell is called with, too.
-        framework_options: `preserve_rng_state`, `determinism_check`, `debug`, `early_stop`; with a `checkpoint_fn` whatever it
-            takes.
+        framework_options: `preserve_rng_state`, `determinism_check`, `debug`, `early_stop`; with a `checkpoint_fn`
+            whatever it takes.
 
     Raises:
-        ValueError: `REENTRANT`; a `use_reentrant` or `context_fn` that a region is not; a value that an option does not have.
+        ValueError: `REENTRANT`; a `use_reentrant` or `context_fn` that a region is not; a value that an option does not
+            have.
         TypeError: `module` is neither a cell nor callable; an option that does not exist; a policy that is none.
 
     Example:
@@ -135,7 +139,8 @@ def checkpoint_wrapper(
 def _check_not_reentrant(impl: CheckpointImpl) -> None:
     if impl is CheckpointImpl.REENTRANT:
         raise ArgumentError(
-            "MindSpore's reentrant recomputation draws other random numbers the second time, and does not work on the tape.",
+            "MindSpore's reentrant recomputation draws other random numbers the second time, "
+            "and does not work on the tape.",
             expected="CheckpointImpl.NO_REENTRANT",
             got="CheckpointImpl.REENTRANT",
             do="Leave checkpoint_impl out; who wants it nevertheless gives checkpoint_fn=mindspore.recompute.",

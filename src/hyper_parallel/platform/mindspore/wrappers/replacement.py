@@ -27,8 +27,8 @@ def apply_activation_checkpointing(
 
     Args:
         model: the model whose cells are wrapped.
-        checkpoint_wrapper_fn: makes the wrapper of a cell: `checkpoint_wrapper`, `swap_wrapper`, `offload_wrapper`, or one
-            with options bound by `functools.partial`.
+        checkpoint_wrapper_fn: makes the wrapper of a cell: `checkpoint_wrapper`, `swap_wrapper`, `offload_wrapper`, or
+            one with options bound by `functools.partial`.
         check_fn: whether a cell is wrapped. Where a cell and one inside it are chosen, both are wrapped.
         auto_wrap_policy: takes the place of `check_fn`: a function `(module, recurse, nonwrapped_numel) -> bool`.
 
@@ -50,12 +50,13 @@ def _put(parent: nn.Cell, name: str, child: nn.Cell) -> None:
     if isinstance(parent, ActivationWrapper):
         parent.__dict__[_CKPT_WRAPPED_MODULE] = child
         return
-    # Not by assignment, which would name the parameters by the path from here; they are named already. A sequence has a list beside the table.
+    # Not by assignment, which would name the parameters by the path from here; they are named already. A sequence has a
+    # list beside the table.
     old = parent._cells[name]
     parent._cells[name] = child
     for attribute, value in vars(parent).items():
-        if type(value) in (list, tuple) and any(each is old for each in value):
-            vars(parent)[attribute] = type(value)(child if each is old else each for each in value)
+        if type(value) in (list, tuple) and any(element is old for element in value):
+            vars(parent)[attribute] = type(value)(child if element is old else element for element in value)
 
 
 def _numel(parameter: Parameter) -> int:

@@ -1,4 +1,7 @@
-"""The wrappers whose residuals leave the device: `swap_wrapper`, `offload_wrapper`. They name what moves; `saved_tensors` moves it."""
+"""The wrappers whose residuals leave the device: `swap_wrapper`, `offload_wrapper`.
+
+They name what moves; `saved_tensors` moves it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class SwapWrapper(ActivationWrapper):
 
     @property
     def policy_fn(self) -> Callable[[Any], Any] | None:
-        """Asked for each residual whether it is swapped; `None`: all that are eligible."""
+        """Return the function that is asked whether a residual is swapped; `None`: all that are eligible are."""
         return self.__dict__["_policy_fn"]
 
     @policy_fn.setter
@@ -76,7 +79,9 @@ class OffloadWrapper(ActivationWrapper):
 
 
 def swap_wrapper(module: nn.Cell | Callable[..., Any], policy_fn: Callable[[Any], Any] | None = None) -> SwapWrapper:
-    """A cell that computes what `module` does and swaps its residuals until backward needs them. No name changes.
+    """Make a cell that computes what `module` does and swaps its residuals until backward needs them.
+
+    No name changes.
 
     Args:
         module: a cell, or a plain function.
@@ -95,7 +100,9 @@ def swap_wrapper(module: nn.Cell | Callable[..., Any], policy_fn: Callable[[Any]
 
 
 def offload_wrapper(module: nn.Cell | Callable[..., Any]) -> OffloadWrapper:
-    """A cell that computes what `module` does and keeps every eligible residual on the host. No name changes.
+    """Make a cell that computes what `module` does and keeps every eligible residual on the host.
+
+    No name changes.
 
     Raises:
         TypeError: `module` is neither a cell nor callable.

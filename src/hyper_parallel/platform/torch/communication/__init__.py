@@ -22,7 +22,7 @@ class Communication(Groups, Collectives, PointToPoint, Differentiable):
 
 
 def _keep_out_of_compiled_code(function: Any) -> None:
-    """Compiled code ends before a call of this function, and goes on after it; what it calls is not compiled either.
+    """Let compiled code end before a call of this function, and go on after it; what it calls is not compiled either.
 
     `torch.compiler.disable` says the same, and takes seconds to import.
     """

@@ -1,8 +1,9 @@
 """A tensor whose values are still on their way: its first use waits.
 
-Looking at its shape, dtype or device is no use, and a view of it is on its way as well. Anything else waits (on an accelerator: the current
-stream does, the host goes on) and computes with the plain tensor. It is not for keeping: `detach` gives the plain tensor, and so does every
-other operation, so that nothing of this class ends up in a model or in `.grad`.
+Looking at its shape, dtype or device is no use, and a view of it is on its way as well. Anything else waits (on an
+accelerator: the current stream does, the host goes on) and computes with the plain tensor. It is not for keeping:
+`detach` gives the plain tensor, and so does every other operation, so that nothing of this class ends up in a model or
+in `.grad`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hyper_parallel.platform.communication.handles import Handle
 
 
 class PendingTensor(torch.Tensor):
-    """See the module. Attributes: `_elem`, the plain tensor; `_handle`, of its communication."""
+    """Stands for a tensor that is on its way, see the module; `_elem` is that tensor, `_handle` its communication's."""
 
     _elem: torch.Tensor
     _handle: Handle
@@ -38,7 +39,10 @@ class PendingTensor(torch.Tensor):
         return made
 
     def trigger_wait(self) -> torch.Tensor:
-        """The plain tensor, valid from now on. The name is that of PyTorch's own tensors of this kind."""
+        """Wait, and return the plain tensor, valid from now on.
+
+        The name is that of PyTorch's own tensors of this kind.
+        """
         self._handle.wait()
         return self._elem
 
@@ -51,7 +55,7 @@ class PendingTensor(torch.Tensor):
         first = args[0] if args else None
         if func in _VIEWS and isinstance(first, PendingTensor):
             return PendingTensor(func(first._elem, *args[1:], **(kwargs or {})), first._handle)
-        plain = pytree.tree_map_only(PendingTensor, lambda each: each.trigger_wait(), (args, kwargs or {}))
+        plain = pytree.tree_map_only(PendingTensor, lambda tensor: tensor.trigger_wait(), (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
     def tolist(self) -> Any:

@@ -1,7 +1,8 @@
 """Sends and receives of tensors on an accelerator through gloo, which reads and writes host memory only.
 
-gloo's collectives copy such tensors to the host by themselves. Its `send` and `recv` do not: the process ends with "Bad address". So
-what is sent is copied to the host before, and what arrives is copied to the device when the handle is waited for.
+gloo's collectives copy such tensors to the host by themselves. Its `send` and `recv` do not: the process ends with "Bad
+address". So what is sent is copied to the host before, and what arrives is copied to the device when the handle is
+waited for.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ class StagedWork:
 class Arrival:
     """The second half of a receive: from the host to the tensor that was given.
 
-    Called once, when gloo has written the host memory. It makes the current stream copy, as every use of the tensor after it does.
+    Called once, when gloo has written the host memory. It makes the current stream copy, as every use of the tensor
+    after it does.
     """
 
     def __init__(self, target: torch.Tensor, host: torch.Tensor) -> None:
         self._target = target
         self._host = host
-        # What the caller's stream still does with the old values comes first, though another stream may be the current one at the wait.
+        # hazard: what the caller's stream still does with the old values comes first, though another stream may be the
+        # current one at the wait.
         self._before = torch.get_device_module(target.device).current_stream(target.device).record_event()
 
     def __call__(self) -> None:
@@ -49,7 +52,7 @@ class Arrival:
 
 
 def launch_staged_send(tensor: torch.Tensor, dst: int, group: object, tag: int) -> StagedWork:
-    """Waits until the values are on the host: gloo sends them at once."""
+    """Wait until the values are on the host, which gloo sends from at once, and start sending."""
     host = _host_memory_for(tensor)
     host.copy_(tensor, non_blocking=True)
     torch.get_device_module(tensor.device).current_stream(tensor.device).synchronize()

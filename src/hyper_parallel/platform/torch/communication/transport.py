@@ -116,8 +116,9 @@ class TorchTransport(Transport):
     def new_group(
         self, ranks: tuple[int, ...], number: int, timeout: Any, options: Any, description: str | None
     ) -> Any:
-        # Only members meet ("local synchronization"). PyTorch then names the group by the number of groups that this process has, which is not
-        # the same on all members as soon as one of them is in another group: they would wait for each other for ever.
+        # Only members meet ("local synchronization"). PyTorch then names the group by the number of groups that this
+        # process has, which is not the same on all members as soon as one of them is in another group: they would wait
+        # for each other for ever.
         with _group_name(f"hyper_parallel_{'_'.join(map(str, ranks))}_{number}"):
             return dist.new_group(
                 list(ranks),
@@ -186,7 +187,7 @@ class TorchTransport(Transport):
 
     # Communication
 
-    def join(self, work: Any, record: Any) -> None:
+    def join(self, work: Any, entry: Any) -> None:
         if type(work) is not _HostWork:
             work.wait()
             return
@@ -197,8 +198,8 @@ class TorchTransport(Transport):
             except RuntimeError:
                 if native.is_completed():
                     raise
-                if self.roll_call.is_alarmed(record):
-                    raise RuntimeError(f"the wait was ended, since {record.log.since or 'the store is gone'}") from None
+                if self.roll_call.is_alarmed(entry):
+                    raise RuntimeError(f"the wait was ended, since {entry.log.since or 'the store is gone'}") from None
             else:
                 return
 
@@ -206,8 +207,9 @@ class TorchTransport(Transport):
         return (work.native if type(work) is _HostWork else work).is_completed()
 
     def is_failure(self, error: Exception, is_pair: bool) -> bool:
-        # Collectives start in a thread or on a stream: what is raised here is about the arguments, or a connection that could not be made.
-        # A send on the CPU begins at once, and finds a connection that is closed. Under TORCH_DISTRIBUTED_DEBUG=DETAIL all ranks meet in every call first.
+        # Collectives start in a thread or on a stream: what is raised here is about the arguments, or a connection that
+        # could not be made. A send on the CPU begins at once, and finds a connection that is closed. Under
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL all ranks meet in every call first.
         meets_others = is_pair or dist.get_debug_level() == dist.DebugLevel.DETAIL
         return isinstance(error, dist.DistError) or (meets_others and type(error) is RuntimeError)
 
@@ -229,7 +231,8 @@ class TorchTransport(Transport):
         if tensor.device.type != "cpu":
             work = _reduce_scatter(output, tensor, _NATIVE[op], group=group, async_op=True)
             return output, work, None
-        # gloo's own is an all-reduce of which most is thrown away: twice the bytes. This adds up in the order of the ranks, too.
+        # gloo's own is an all-reduce of which most is thrown away: twice the bytes. This adds up in the order of the
+        # ranks, too.
         received = torch.empty_like(tensor)
         work = dist.all_to_all_single(received, tensor, group=group, async_op=True)
 
@@ -277,7 +280,10 @@ class TorchTransport(Transport):
 
 
 class _HostWork:
-    """A collective on the CPU, for which the host waits. Sends and receives are not: a wait for one cannot be made in pieces."""
+    """A collective on the CPU, for which the host waits.
+
+    Sends and receives are not: a wait for one cannot be made in pieces.
+    """
 
     __slots__ = ("native",)
 
@@ -291,7 +297,7 @@ _naming = threading.Lock()
 
 
 def _as_in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory has its values.
+    """Return a tensor whose memory has its values.
 
     PyTorch only notes of a conjugate or a negative that it is one, and what communicates does not look.
     """
@@ -303,12 +309,12 @@ def _work(work: Any, tensor: torch.Tensor) -> Any:
 
 
 def _device_of(group: Any) -> torch.device:
-    """Where the group takes what is made from objects: the host, if it has a backend for it."""
-    return torch.device("cpu") if any(each.type == "cpu" for each in group._device_types) else Devices.device()
+    """Return the device on which the group takes what is made from objects: the host, if it has a backend for it."""
+    return torch.device("cpu") if any(device.type == "cpu" for device in group._device_types) else Devices.device()
 
 
 def _is_staged(tensor: torch.Tensor, group: Any) -> bool:
-    """Whether a send or receive has to go through the host."""
+    """Say whether a send or receive has to go through the host."""
     return tensor.device.type not in ("cpu", "meta") and _is_gloo(tensor, group)
 
 
@@ -319,15 +325,16 @@ def _is_gloo(tensor: torch.Tensor, group: Any) -> bool:
         return False
 
 
-# What gloo knows; of another dtype it finds out while it communicates, when a group is broken. (Complex numbers go as pairs of real ones.)
+# What gloo knows; of another dtype it finds out while it communicates, when a group is broken. Complex numbers go as
+# pairs of real ones.
 _OF_GLOO = {
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool,
-    torch.complex64, torch.complex128,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
+    torch.bool, torch.complex64, torch.complex128,
 }  # fmt: skip
 
 
 def _sendable(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """The same memory, in a dtype that the group moves; the rows stay rows."""
+    """Return the same memory, in a dtype that the group moves; the rows stay rows."""
     if tensor.dtype in _OF_GLOO or not _is_gloo(tensor, group):
         return tensor
     num_rows = tensor.shape[0] if tensor.ndim else 1
@@ -338,7 +345,7 @@ def _check_reducible(tensor: torch.Tensor, op: Reduction, group: Any) -> None:
     if tensor.dtype not in _OF_GLOO and _is_gloo(tensor, group):
         raise ArgumentTypeError(
             f"gloo cannot reduce this dtype ({op.value}).",
-            expected=", ".join(sorted(str(each).removeprefix("torch.") for each in _OF_GLOO)),
+            expected=", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in _OF_GLOO)),
             got=describe(tensor),
             where=f"rank {dist.get_rank()}; nothing was sent, and the group is as it was",
             do="Cast it first, for example with `x.float()`.",
@@ -346,23 +353,24 @@ def _check_reducible(tensor: torch.Tensor, op: Reduction, group: Any) -> None:
 
 
 def _join_board(store: Any) -> Board | None:
-    """The board of the world, for gloo alone: whoever communicates first makes it, and nobody waits for a rank that does not communicate."""
+    """Return the board of the world, for gloo alone.
+
+    Whoever communicates first makes it, and nobody waits for a rank that does not communicate.
+    """
     if store is None or dist.get_world_size() == 1 or not _is_gloo(torch.empty(0), dist.group.WORLD):
         return None
     try:
-        return Board.join(
-            store, dist.get_rank(), dist.get_world_size(), store.add("hyper_parallel/board/asked", 1) == 1
-        )
-    except (
-        RuntimeError,
-        NotImplementedError,
-        OSError,
-    ):  # a store that cannot count, or memory that cannot be had: nothing is compared
-        return None
+        is_first = store.add("hyper_parallel/board/asked", 1) == 1
+        return Board.join(store, dist.get_rank(), dist.get_world_size(), is_first)
+    except (RuntimeError, NotImplementedError, OSError):
+        return None  # a store that cannot count, or memory that cannot be had: nothing is compared
 
 
 def _open_store() -> Any:
-    """A connection of its own to the store of the world where PyTorch can make one; None where there is no store."""
+    """Open a connection of its own to the store of the world, where PyTorch can make one.
+
+    None where there is no store.
+    """
     try:
         store = c10d._get_default_store()
     except (RuntimeError, ValueError, KeyError):

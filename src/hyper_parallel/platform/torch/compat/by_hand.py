@@ -21,7 +21,7 @@ from hyper_parallel.platform.torch.swap.engines import engine_of
 from hyper_parallel.platform.trees import leaves
 
 
-class HeldTensor:
+class PinnedAlias:
     """An alias of a tensor that shares its storage and its version, and not its graph."""
 
     __slots__ = ("_is_movable", "stream", "value")
@@ -57,7 +57,8 @@ def _second_ends(module: nn.Module, _args: object, output: object) -> None:
     launch = ORDER.second_ends(module)
     if launch is None:
         return
-    # On the nodes of this very output, not on the module: several forwards may be alive, and each loads what is its own (rule 11).
+    # On the nodes of this very output, not on the module: several forwards may be alive, and each loads what is its
+    # own.
     for tensor in leaves(output):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(_ignoring_gradients(launch))
@@ -73,7 +74,7 @@ def _current_stream(device: torch.device) -> Any:
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:
-    """Whether the whole of a tensor is in its storage, and the storage nobody's parameter."""
+    """Tell whether the whole of a tensor is in its storage, and the storage is nobody's parameter."""
     return (
         type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided
@@ -93,12 +94,12 @@ def _rebuilder(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class TorchByHand:
-    """See `ByHandBackend`."""
+    """What `ByHandBackend` asks for."""
 
     folder: ClassVar[str] = ByHandBackend.folder
 
     def hold(self, tensor: torch.Tensor) -> Held:
-        return HeldTensor(tensor)
+        return PinnedAlias(tensor)
 
     def hook_order(self, first: nn.Module, second: nn.Module) -> None:
         for module in (first, second):

@@ -1,13 +1,14 @@
 """Reentrant recomputation of a call with any arguments and any result.
 
-PyTorch's reentrant checkpoint is one autograd function: what it sees are its positional tensors and the tensors in a flat
-tuple of results. It refuses keyword arguments, gives no gradient to a tensor inside a container, none through a container
-that is returned, and none to the parameters when no argument needs one. `PackedCall` makes a call one of tensors alone, in
-both directions, and `run_reentrant` adds the last.
+PyTorch's reentrant checkpoint is one autograd function: what it sees are its positional tensors and the tensors in a
+flat tuple of results. It refuses keyword arguments, gives no gradient to a tensor inside a container, none through a
+container that is returned, and none to the parameters when no argument needs one. `PackedCall` makes a call one of
+tensors alone, in both directions, and `run_reentrant` adds the last.
 
-What the first run, the forward, gets are the caller's own containers; recomputation gets new ones with what was in them when
-the call was made. So a module that appends to a list does it once for the caller, and finds the same list again. What it
-appends carries no gradient: only what it returns does. What is around it is in recomputation as it was: `repeated_call`.
+What the first run, the forward, gets are the caller's own containers; recomputation gets new ones with what was in them
+when the call was made. So a module that appends to a list does it once for the caller, and finds the same list again.
+What it appends carries no gradient: only what it returns does. What is around it is in recomputation as it was:
+`repeated_call`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hyper_parallel.platform.trees import leaves, map_leaves
 def run_reentrant(
     checkpoint_fn: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The module's result, recomputed in backward by PyTorch's reentrant checkpoint (`checkpoint_fn`)."""
+    """Run the module, to be recomputed in backward by PyTorch's reentrant checkpoint (`checkpoint_fn`)."""
     if not torch.is_grad_enabled():
         return module(*args, **kwargs)
     call = PackedCall(module, args, kwargs)
@@ -45,7 +46,7 @@ def run_reentrant(
 def run_packed(
     checkpoint_fn: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The module's result through a user's `checkpoint_fn` that takes positional tensors only."""
+    """Run the module through a user's `checkpoint_fn` that takes positional tensors only."""
     call = PackedCall(module, args, kwargs)
     if not kwargs and {*map(id, call.tensors)} == {id(arg) for arg in args if isinstance(arg, torch.Tensor)}:
         return checkpoint_fn(module, *args)
@@ -65,7 +66,7 @@ class PackedCall:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Those in the arguments, until the forward has run."""
+        """Return the tensors in the arguments, until the forward has run."""
         return () if self._given is None else self._given.tensors
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -83,7 +84,7 @@ class PackedCall:
         return tuple(leaf for leaf in _checked_leaves(made) if isinstance(leaf, torch.Tensor)) or None
 
     def result(self, tensors: Any) -> Any:
-        """What the function returned in the forward, with the tensors that autograd knows in it."""
+        """Return what the function returned in the forward, with the tensors that autograd knows in it."""
         made, self._made = self._made, None
         if made is None:
             return tensors

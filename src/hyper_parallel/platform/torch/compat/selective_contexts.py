@@ -1,7 +1,8 @@
 """The forward and the recompute context of a policy, for those who call `torch.utils.checkpoint` themselves.
 
-`checkpoint` of this package knows what backward needs and keeps nothing else; these two contexts do not: they keep every result that the
-policy names. Unlike PyTorch's own pair they swap, keep random numbers exact whatever is saved, and serve a second backward.
+`checkpoint` of this package knows what backward needs and keeps nothing else; these two contexts do not: they keep
+every result that the policy names. Unlike PyTorch's own pair they swap, keep random numbers exact whatever is saved,
+and serve a second backward.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from hyper_parallel.platform.torch.regions.values import Value
 def create_selective_checkpoint_contexts(
     policy_fn_or_list: object, allow_cache_entry_mutation: bool = False
 ) -> tuple[RecordingMode, ReplayMode]:
-    """The contexts in which a function runs first and again.
+    """Make the contexts in which a function runs first and again.
 
     Args:
         policy_fn_or_list: `policy_fn(ctx, op, *args, **kwargs)`, or a list of ops (or their names) to save.
-        allow_cache_entry_mutation: whether a saved result may be changed in place before backward. Then it is recomputed.
+        allow_cache_entry_mutation: whether a saved result may be changed in place before backward. Then it is
+            recomputed.
 
     Raises:
         TypeError: neither a function nor a list of ops.
@@ -47,7 +49,7 @@ def create_selective_checkpoint_contexts(
 
 
 class _KeptValues:
-    """What the two contexts share."""
+    """What the two contexts share: the ops of the forward, and the values that the policy has kept."""
 
     def __init__(self, policy: RegionPolicy | None, allows_changes: bool) -> None:
         self.policy = policy
@@ -56,7 +58,8 @@ class _KeptValues:
         self.record = Record(policy, paths_here(None), keeps_random_state=True, keeps_writes=False)
         # The block that runs is not known here; a key of its own keeps the engine from learning across blocks.
         self._swap = RegionSwap(engine_key("selective checkpoint", self))
-        # Hooks around the checkpoint give its arguments back as other tensors, with other versions, and look for changes themselves.
+        # Hooks around the checkpoint give its arguments back as other tensors, with other versions, and look for
+        # changes themselves.
         self.is_in_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
     def end_forward(self) -> None:
@@ -84,7 +87,8 @@ class _KeptValues:
         raise StateError(
             "A result that a policy saved was changed in place before backward.",
             where=str(self.record.ops[value.op]),
-            do="Replace the in-place call after it, let the policy recompute this op, or allow_cache_entry_mutation=True.",
+            do="Replace the in-place call after it, let the policy recompute this op, "
+            "or allow_cache_entry_mutation=True.",
         )
 
 
@@ -100,7 +104,7 @@ class _Forward(RecordingMode):
 
 
 class _Recompute(ReplayMode):
-    """A new replay each time it is entered."""
+    """The context of the second run; it begins a new replay each time it is entered."""
 
     def __init__(self, kept: _KeptValues) -> None:
         super().__init__(None)

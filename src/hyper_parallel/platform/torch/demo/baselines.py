@@ -1,4 +1,7 @@
-"""The ways that `hyper-parallel bench` compares: PyTorch's own, and ours, on the demo's transformer."""
+"""What `hyper-parallel bench` compares: PyTorch's own ways to save memory beside ours, on the demo's transformer.
+
+Each gets a model of its own, the same to begin with, whose blocks are wrapped in another way.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,15 @@ def is_cpu() -> bool:
     return not torch.accelerator.is_available()
 
 
-class Way:
-    """One way to train: a model of its own, changed by `prepare`."""
+class HowBlocksRun:
+    """A model of its own, whose blocks `prepare` has wrapped; what `prepare` returns undoes it at the end."""
 
     def __init__(self, prepare: Callable[[nn.Module], Callable[[], None] | None]) -> None:
         self._trainer = Trainer()
         self._end = prepare(self._trainer.model)
 
     def measured(self) -> tuple[int, list[torch.Tensor]]:
-        """The highest point of a step above its beginning, and its gradients."""
+        """Run one step; return its highest point above its beginning, and its gradients."""
         self._step()  # what is made once is made here
         meter = memory_meter(self._trainer.device)
         self._trainer.begin()
@@ -69,20 +72,20 @@ class Way:
             torch.accelerator.synchronize()
 
 
-def ways(plan: Any) -> dict[str, Way]:
-    """By name, the plain one first."""
+def baselines(plan: Any) -> dict[str, HowBlocksRun]:
+    """Make what is compared, by the name that the table shows; the plain model comes first."""
 
     def planned(model: nn.Module) -> Callable[[], None]:
         plan.apply(model)
         return lambda: plan.remove(model)
 
     return {
-        "plain": Way(lambda model: None),
-        "PyTorch: full checkpoint": Way(_each(torch_wrapper)),
-        "PyTorch: selective, matmuls saved": Way(_each(_selective)),
-        "ours: recompute every block": Way(_each(checkpoint_wrapper)),
-        "ours: swap every block": Way(_each(swap_wrapper)),
-        "ours: planned": Way(planned),
+        "plain": HowBlocksRun(lambda model: None),
+        "PyTorch: full checkpoint": HowBlocksRun(_on_every_block(torch_wrapper)),
+        "PyTorch: selective, matmuls saved": HowBlocksRun(_on_every_block(_selective)),
+        "ours: recompute every block": HowBlocksRun(_on_every_block(checkpoint_wrapper)),
+        "ours: swap every block": HowBlocksRun(_on_every_block(swap_wrapper)),
+        "ours: planned": HowBlocksRun(planned),
     }
 
 
@@ -93,7 +96,7 @@ def _selective(block: nn.Module) -> nn.Module:
     return torch_wrapper(block, context_fn=lambda: create_selective_checkpoint_contexts(policy))
 
 
-def _each(wrap: Callable[..., nn.Module]) -> Callable[[nn.Module], None]:
+def _on_every_block(wrap: Callable[..., nn.Module]) -> Callable[[nn.Module], None]:
     def prepare(model: nn.Module) -> None:
         for index, block in enumerate(model.blocks):
             model.blocks[index] = wrap(block)
@@ -102,7 +105,7 @@ def _each(wrap: Callable[..., nn.Module]) -> Callable[[nn.Module], None]:
 
 
 class TorchBaselines:
-    """The ways to train that `hyper-parallel bench` measures, as the command asks for them."""
+    """The comparison as `hyper-parallel bench` asks for it."""
 
     folder: ClassVar[str] = "demo.baselines"
 
@@ -112,8 +115,8 @@ class TorchBaselines:
     def trainer(self) -> Trainer:
         return Trainer()
 
-    def ways(self, plan: object) -> dict[str, Way]:
-        return ways(plan)
+    def baselines(self, plan: object) -> dict[str, HowBlocksRun]:
+        return baselines(plan)
 
     def are_equal(self, left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
         return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))

@@ -22,7 +22,7 @@ CPU = Shape(blocks=8, dim=128, heads=4, length=256, batch=4)
 ACCELERATOR = Shape(blocks=16, dim=1024, heads=16, length=2048, batch=8)
 
 
-class Block(nn.Module):
+class DemoBlock(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
@@ -40,13 +40,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Gives the loss of predicting each next token."""
+    """A language model whose forward returns the loss of predicting each next token."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.vocabulary, shape.dim)
         self.positions = nn.Embedding(shape.length, shape.dim)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks))
+        self.blocks = nn.ModuleList(DemoBlock(shape) for _ in range(shape.blocks))
         self.norm = nn.LayerNorm(shape.dim)
         self.head = nn.Linear(shape.dim, shape.vocabulary, bias=False)
 
@@ -71,14 +71,14 @@ class Trainer:
         self._data = torch.Generator().manual_seed(1)
 
     def batch(self) -> torch.Tensor:
-        """Sequences that count up by a step of their own: what comes next can be learned."""
+        """Make sequences that count up by a step of their own, so that what comes next can be learned."""
         size = (self.shape.batch, 1)
         first = torch.randint(self.shape.vocabulary, size, generator=self._data)
         step = torch.randint(1, 4, size, generator=self._data)
         return ((first + step * torch.arange(self.shape.length)) % self.shape.vocabulary).to(self.device)
 
     def begin(self) -> None:
-        """From here on the same random numbers are drawn, however many were drawn before."""
+        """Seed both generators: from here on the same numbers are drawn, however many were drawn before."""
         torch.manual_seed(2)
         self._data.manual_seed(3)
 
@@ -92,7 +92,8 @@ class Trainer:
     def describe(self) -> str:
         shape, millions = self.shape, sum(p.numel() for p in self.model.parameters()) / 1e6
         name = "CPU" if self.device.type == "cpu" else getattr(torch, self.device.type).get_device_name(self.device)
-        return f"{shape.blocks} transformer blocks, {millions:.1f} million parameters, batch {shape.batch} x {shape.length}, on {name}"
+        size = f"{shape.blocks} transformer blocks, {millions:.1f} million parameters"
+        return f"{size}, batch {shape.batch} x {shape.length}, on {name}"
 
 
 class TorchDemo:

@@ -1,4 +1,4 @@
-"""To and from PyTorch's own meshes and DTensors. Local tensors are shared, and gradients flow through."""
+"""Conversion to and from PyTorch's own meshes and DTensors. Local tensors are shared, and gradients flow through."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _native_meshes: dict[DeviceMesh, NativeMesh] = {}
 
 
 def mesh_to_torch(mesh: DeviceMesh) -> NativeMesh:
-    """PyTorch's mesh of the same ranks and names. The first call makes its groups, so every rank has to make it."""
+    """Return PyTorch's mesh of the same ranks and names.
+
+    The first call makes its groups, so every rank has to make it.
+    """
     found = _native_meshes.get(mesh)
     if found is None:
         ranks = torch.tensor(mesh.ranks).reshape(mesh.shape)
@@ -34,7 +37,7 @@ def mesh_to_torch(mesh: DeviceMesh) -> NativeMesh:
 
 
 def mesh_from_torch(mesh: object) -> DeviceMesh:
-    """The mesh of a PyTorch mesh; its groups are used."""
+    """Return the mesh of a PyTorch mesh; its groups are used."""
     if not isinstance(mesh, NativeMesh):
         raise ArgumentTypeError(
             "This is no mesh of PyTorch.", expected="a torch.distributed.device_mesh.DeviceMesh", got=describe(mesh)
@@ -48,7 +51,7 @@ def mesh_from_torch(mesh: object) -> DeviceMesh:
 
 
 def to_torch(tensor: DTensor) -> native.DTensor:
-    """PyTorch's DTensor with the same part."""
+    """Return PyTorch's DTensor with the same part."""
     layout = tensor._spec.layout
     placements = [_to_native(placement) for placement in layout.placements]  # raises where placements cannot say it
     mesh = mesh_to_torch(layout.mesh)
@@ -59,7 +62,7 @@ def to_torch(tensor: DTensor) -> native.DTensor:
 
 
 def from_torch(tensor: object) -> DTensor:
-    """The DTensor of PyTorch's one, with the same part."""
+    """Return the DTensor of one of PyTorch's own, with the same part."""
     if not isinstance(tensor, native.DTensor):
         raise ArgumentTypeError(
             "This is no DTensor of PyTorch.", expected="a torch.distributed.tensor.DTensor", got=describe(tensor)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.shard.local_callable import FunctionOnShards
-from hyper_parallel.platform.torch.dtensor import glue  # noqa: F401 - so that the dispatcher knows DTensors
+from hyper_parallel.platform.torch.dtensor import backend  # noqa: F401 - so that the dispatcher knows DTensors
 from hyper_parallel.platform.torch.dtensor.tensor import DTensor
 
 __all__ = ["DFunction"]
@@ -17,8 +17,8 @@ __all__ = ["DFunction"]
 class DFunction(FunctionOnShards, torch.autograd.Function):
     """Base of users' own distributed autograd functions: `forward` and `backward` on local tensors.
 
-    `apply` with plain tensors is `torch.autograd.Function`'s own. With a DTensor among its arguments it follows the rule that is registered
-    under `_op_name`, and answers DTensors.
+    `apply` with plain tensors is `torch.autograd.Function`'s own. With a DTensor among its arguments it follows the
+    rule that is registered under `_op_name`, and answers DTensors.
 
     Example:
         >>> class Double(DFunction):

@@ -1,4 +1,6 @@
-"""Local calls that differ from the global ones: local shapes, counts of the whole tensor, parts of a table, random numbers.
+"""Local calls that are not just the operator on local tensors.
+
+They know local shapes, counts of the whole tensor, parts of a table, or draw random numbers.
 
 Each takes the function and its arguments with local tensors in the places of the distributed ones.
 """
@@ -15,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.dtensor.boxes import box_of
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.decision import Decision, LocalCall
+from hyper_parallel.core.shard.rule_answer import LocalCall, RuleAnswer
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.torch.dtensor.losses import cross_entropy_call
 from hyper_parallel.platform.torch.dtensor.movement import coordinate_on
@@ -23,18 +25,18 @@ from hyper_parallel.platform.torch.dtensor.movement import coordinate_on
 __all__ = ["drawn_alike", "local_call"]
 
 
-def local_call(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
-    """The local implementation that a decision names; None: the function itself."""
-    if decision.how is None:
+def local_call(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    """Return the local implementation that an answer names; None: the function itself."""
+    if answer.how is None:
         return None
-    if decision.how == "cross_entropy":
-        return cross_entropy_call(decision, inputs)
-    return _MAKERS[decision.how](decision, inputs, name)
+    if answer.how == "cross_entropy":
+        return cross_entropy_call(answer, inputs)
+    return _MAKERS[answer.how](answer, inputs, name)
 
 
-def _to_local_shape(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
-    layout = decision.outputs[0].layout
-    shape = decision.outputs[0].local_shape_at(coordinate_on(layout))
+def _to_local_shape(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
+    layout = answer.outputs[0].layout
+    shape = answer.outputs[0].local_shape_at(coordinate_on(layout))
     if name in ("expand", "broadcast_to", "expand_as"):
         return lambda func, args, kwargs: _first(args, kwargs).expand(shape)
     if name == "view":
@@ -43,27 +45,30 @@ def _to_local_shape(decision: Decision, inputs: Sequence[Spec], name: str) -> Lo
 
 
 def _first(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The tensor itself, named or not."""
+    """Return the tensor itself, named or not."""
     tensor: torch.Tensor = args[0] if args else kwargs["input"]
     return tensor
 
 
-def _squeeze(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
-    dims = decision.facts["dims"]
+def _squeeze(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
+    dims = answer.facts["dims"]
     return lambda func, args, kwargs: _first(args, kwargs).squeeze(dims)
 
 
-def _by_positions(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
-    """Positions are integers; a mask would leave as many elements as its values say, on each rank another number."""
+def _by_positions(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
+    """Refuse a mask where positions are taken.
+
+    It would leave as many elements as its values say, on each rank another number.
+    """
 
     def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         index = args[1] if name == "__getitem__" else None
-        for each in index if isinstance(index, (list, tuple)) else (index,):
-            if isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8):
+        for item in index if isinstance(index, (list, tuple)) else (index,):
+            if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
                 raise ArgumentError(
                     "A distributed tensor cannot be indexed by a mask: the shape would depend on its values.",
                     expected="positions, of an integer dtype",
-                    got=str(each.dtype),
+                    got=str(item.dtype),
                     do="Use `torch.where(mask, x, other)`, or `x.full_tensor()[mask.full_tensor()]`.",
                 )
         result: torch.Tensor = func(*args, **kwargs)
@@ -72,10 +77,10 @@ def _by_positions(decision: Decision, inputs: Sequence[Spec], name: str) -> Loca
     return call
 
 
-def _mean(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
-    """A local sum over the global count: uneven parts weigh what they should."""
-    count = decision.facts["count"]
-    if not decision.outputs[0].layout.partial or not _newly_partial(decision):
+def _mean(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
+    """Divide a local sum by the global count: uneven parts weigh what they should."""
+    count = answer.facts["count"]
+    if not answer.outputs[0].layout.partial or not _newly_partial(answer):
         return lambda func, args, kwargs: func(*args, **kwargs)
 
     def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -84,20 +89,20 @@ def _mean(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
     return call
 
 
-def _newly_partial(decision: Decision) -> bool:
-    before = {axis for axis, _ in decision.inputs[0].partial}
-    return any(axis not in before for axis, _ in decision.outputs[0].layout.partial)
+def _newly_partial(answer: RuleAnswer) -> bool:
+    before = {axis for axis, _ in answer.inputs[0].partial}
+    return any(axis not in before for axis, _ in answer.outputs[0].layout.partial)
 
 
-def _like(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
-    return _random(decision, inputs, name) if name in ("rand_like", "randn_like") else None
+def _like(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    return _random(answer, inputs, name) if name in ("rand_like", "randn_like") else None
 
 
-def _random(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall | None:
-    layout = decision.outputs[0].layout
+def _random(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall | None:
+    layout = answer.outputs[0].layout
     if layout.is_replicated:
         return None  # ranks with the same seed draw the same numbers, those of a single device
-    shape = decision.outputs[0].shape
+    shape = answer.outputs[0].shape
 
     def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with drawn_alike(layout, shape):
@@ -106,10 +111,10 @@ def _random(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall 
     return call
 
 
-def _rows_of_a_part(decision: Decision, inputs: Sequence[Spec], name: str) -> LocalCall:
-    """Each rank looks up the rows it has, and leaves zeros for the others; the parts are then summed."""
+def _rows_of_a_part(answer: RuleAnswer, inputs: Sequence[Spec], name: str) -> LocalCall:
+    """Let each rank look up the rows it has, and leave zeros for the others; the parts are then summed."""
     table = inputs[1]
-    layout = decision.inputs[1]
+    layout = answer.inputs[1]
     box = box_of(layout, table.shape, coordinate_on(layout))
     first, count = box.starts[0], box.sizes[0]
 
@@ -143,10 +148,11 @@ _MAKERS: dict[str, Callable[..., LocalCall | None]] = {
 
 @contextlib.contextmanager
 def drawn_alike(layout: Layout, shape: tuple[int, ...]) -> Iterator[None]:
-    """Inside, ranks that hold the same part draw the same numbers, and others draw others.
+    """Let ranks that hold the same part draw the same numbers inside, and others draw others.
 
-    One number is drawn from the process's own generator, which has the same state on all ranks of a program that was seeded alike. Together with
-    the place of the part it seeds the generators for the time of the call; afterwards they go on as if one number had been drawn.
+    One number is drawn from the process's own generator, which has the same state on all ranks of a program that was
+    seeded alike. Together with the place of the part it seeds the generators for the time of the call; afterwards they
+    go on as if one number had been drawn.
     """
     box = box_of(layout, shape, coordinate_on(layout))
     seed = int(torch.randint(0, 2**48, (), dtype=torch.int64, device="cpu"))

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from hyper_parallel.core.dtensor.boxes import box_of
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.shard.communication_log import why
-from hyper_parallel.core.shard.decision import Decision
+from hyper_parallel.core.shard.rule_answer import RuleAnswer
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.torch.dtensor.movement import coordinate_on, reduce_values
 
@@ -22,11 +22,11 @@ __all__ = ["cross_entropy_call"]
 _SIGNATURE = inspect.signature(F.cross_entropy)
 
 
-def cross_entropy_call(decision: Decision, inputs: Sequence[Spec]) -> Callable[..., torch.Tensor] | None:
-    """The local call; None where nothing is split, and it is the function itself."""
-    layout = decision.inputs[0]
+def cross_entropy_call(answer: RuleAnswer, inputs: Sequence[Spec]) -> Callable[..., torch.Tensor] | None:
+    """Return the local call; None where nothing is split, and it is the function itself."""
+    layout = answer.inputs[0]
     mesh = layout.mesh
-    classes: int = decision.facts["classes"]
+    classes: int = answer.facts["classes"]
     class_axes = tuple(axis for axis in layout.axes_of(classes) if mesh.size(axis) > 1)
     row_axes = tuple(axis for axis in layout.varying_axes if axis not in class_axes)
     if not class_axes and not row_axes:
@@ -63,7 +63,7 @@ def cross_entropy_call(decision: Decision, inputs: Sequence[Spec]) -> Callable[.
 
 
 class _Part:
-    """Which classes this rank has, and with whom it has all."""
+    """The classes that this rank has, and the axes over which ranks have all of them together."""
 
     def __init__(self, mesh: DeviceMesh, axes: tuple[str, ...], first: int, num_classes: int) -> None:
         self.mesh, self.axes, self.first, self.num_classes = mesh, axes, first, num_classes
@@ -74,7 +74,10 @@ class _Part:
 
 
 class _SplitClasses(torch.autograd.Function):
-    """Losses per row of logits [rows, classes of this rank] (or [classes]): two reductions in forward, none in backward."""
+    """Losses per row of logits [rows, classes of this rank] (or [classes]).
+
+    Two reductions in forward, none in backward.
+    """
 
     @staticmethod
     def forward(

@@ -27,7 +27,9 @@ _MOST_DRAWN_AT_ONCE = 2**26  # elements; what is drawn at once must not depend o
 def distribute_tensor(
     tensor: torch.Tensor, mesh: DeviceMesh | Layout, placements: Sequence[Placement] | Layout | None = None
 ) -> DTensor:
-    """The part of a whole tensor that belongs to this rank. Every rank has the tensor; nothing is communicated, and gradients flow to it.
+    """Return the part of a whole tensor that belongs to this rank.
+
+    Every rank has the tensor; nothing is communicated, and gradients flow to it.
 
     Raises:
         ValueError: a placement does not fit.
@@ -44,16 +46,16 @@ def distribute_tensor(
     whole = Layout(layout.mesh, ((),) * tensor.ndim)
     spec = Spec(whole, tuple(tensor.shape))
     if isinstance(tensor, torch.nn.Parameter):
-        # A parameter's part is a leaf of its own.
+        # Optimizers step on leaves, and so the part of a parameter is one, with memory of its own.
         part = wrapped(tensor.detach(), spec).redistribute(layout)
         made: Any = torch.nn.Parameter(wrapped(part._local.clone(), part._spec), tensor.requires_grad)
         return made
-    # A tensor of its own where no gradient flows: `requires_grad_` of the result must not reach the one that was given.
+    # Detached where no gradient flows: `requires_grad_` of the result must not reach the tensor that was given.
     return wrapped(tensor if tensor.requires_grad else tensor.detach(), spec).redistribute(layout)
 
 
 def filled(shape: Sequence[int], value: object, dtype: object, device: object, mesh: DeviceMesh) -> torch.Tensor:
-    """A local tensor of one value; None: of whatever is in memory."""
+    """Make a local tensor of one value; None: of whatever is in memory."""
     device = device or mesh.device_type
     if value is None:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -61,7 +63,7 @@ def filled(shape: Sequence[int], value: object, dtype: object, device: object, m
 
 
 def drawn(kind: str, spec: Spec, box: Box, dtype: object, device: object) -> torch.Tensor:
-    """This rank's part of random numbers that were drawn over the whole tensor."""
+    """Draw random numbers over the whole tensor, and keep this rank's part."""
     draw = {"rand": torch.rand, "randn": torch.randn}[kind]
     device = device or spec.layout.mesh.device_type
     row = math.prod(spec.shape[1:])

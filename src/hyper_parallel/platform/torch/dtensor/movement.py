@@ -1,4 +1,4 @@
-"""Values from one layout to another, and what gradients do on the way back. Rules G5 and G6 of `core/shard/README.md`."""
+"""Moves values from one layout to another, and gradients on the way back. Rules T1 to T3 of `core/shard/README.md`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from hyper_parallel.platform.torch.dtensor.local_tensors import TorchTensors
 __all__ = ["Move", "Tie", "anchored", "coordinate_on", "extremes_reduced", "move_values", "reduce_values", "tied_to"]
 
 
-# Integers that collectives do not know, and what carries them.
+# Collectives do not know these integers: they travel as wider ones.
 _CARRIED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 def coordinate_on(layout: Layout) -> tuple[int, ...]:
-    """Where this process is on the layout's mesh.
+    """Return where this process is on the layout's mesh.
 
     Raises:
         RuntimeError: the mesh does not have it.
@@ -35,7 +35,7 @@ def coordinate_on(layout: Layout) -> tuple[int, ...]:
 
 
 def move_values(local: torch.Tensor, source: Layout, target: Layout, shape: tuple[int, ...]) -> torch.Tensor:
-    """The local tensor under the target layout; no graph. It may be the same tensor, or share its memory."""
+    """Bring a local tensor to the target layout, in no graph. It may be the same tensor, or share its memory."""
     if source is target:
         return local
     plan = plan_redistribution(source, target, shape, local.element_size())
@@ -50,18 +50,21 @@ def move_values(local: torch.Tensor, source: Layout, target: Layout, shape: tupl
 
 
 def transport_for(local: torch.Tensor, mesh: DeviceMesh) -> PlatformTransport:
-    """The collectives for tensors like this one, told to the communication log."""
+    """Return the collectives for tensors like this one, each of which is told to the communication log."""
     return noted_transport(get_torch_platform(), TorchTensors(local), mesh)
 
 
 def reduce_values(tensor: torch.Tensor, mesh: DeviceMesh, axes: tuple[str, ...], op: str) -> torch.Tensor:
-    """The reduction over the ranks of some axes, as a new tensor; no graph."""
+    """Reduce over the ranks of some axes, into a new tensor in no graph."""
     ranks = mesh.ranks_along(axes, mesh.rank_at(mesh_coordinate(mesh)))
     return transport_for(tensor, mesh).all_reduce(tensor.detach(), ranks, op)
 
 
 class Move(torch.autograd.Function):
-    """A redistribution that autograd records; its backward goes from the gradient layout of the target to that of the source."""
+    """A redistribution that autograd records.
+
+    Its backward goes from the gradient layout of the target to that of the source.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, source: Layout, target: Layout, shape: tuple[int, ...]) -> torch.Tensor:
@@ -78,7 +81,10 @@ class Move(torch.autograd.Function):
 
 
 class Tie(torch.autograd.Function):
-    """The values of a tensor, tied to its source: what comes back in the layout `given` goes to the source in the layout `wanted`."""
+    """The values of a tensor, tied to its source.
+
+    A gradient that comes back in the layout `given` goes to the source in the layout `wanted`.
+    """
 
     @staticmethod
     def forward(
@@ -91,7 +97,8 @@ class Tie(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         ctx.route = given, wanted, shape, scale
-        # `detach`: to autograd this is a new tensor, not a view, and so may be changed in place; the version counter is shared.
+        # `detach`: autograd takes this for a new tensor, not a view, and lets it be changed in place. They share the
+        # version counter, so a change that backward must not miss is still found.
         return (source if values is None else values).detach()
 
     @staticmethod
@@ -111,7 +118,10 @@ def tied_to(
     axes: tuple[str, ...],
     shape: tuple[int, ...],
 ) -> torch.Tensor:
-    """`values` (None: the source's own) of a tensor of this layout, for uses whose gradient is partial on `axes`."""
+    """Tie `values` (None: the source's own) of this layout to `source`.
+
+    For uses whose gradient is partial on `axes`.
+    """
     whole = gradient_layout(layout)
     given = Layout(whole.mesh, whole.axes_per_dim, tuple((axis, "sum") for axis in axes)) if axes else whole
     tied: torch.Tensor = Tie.apply(
@@ -126,12 +136,12 @@ def tied_to(
 
 
 class _Anchor(torch.autograd.Function):
-    """Outputs as they are; inputs get a gradient of zeros beside whatever else they get."""
+    """Hands outputs on as they are; its inputs get a gradient of zeros beside whatever else they get (rule T3)."""
 
     @staticmethod
     def forward(ctx: Any, num_outputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.shapes = [(each.shape, each.dtype, each.device) for each in tensors[num_outputs:]]
-        return tuple(each.clone() for each in tensors[:num_outputs])
+        ctx.shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors[num_outputs:]]
+        return tuple(tensor.clone() for tensor in tensors[:num_outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -140,18 +150,18 @@ class _Anchor(torch.autograd.Function):
 
 
 def anchored(result: object, locals_: Sequence[torch.Tensor]) -> Any:
-    """The result of a local operation on nothing, in a graph with all of its inputs (rule G7)."""
-    inputs = [each for each in locals_ if each.requires_grad]
+    """Put the result of a local operation on nothing into a graph with all of its inputs (rule T3)."""
+    inputs = [local for local in locals_ if local.requires_grad]
     outputs = list(result) if isinstance(result, (list, tuple)) else [result]
-    is_empty = any(isinstance(each, torch.Tensor) and each.numel() == 0 for each in (*locals_, *outputs))
+    is_empty = any(isinstance(value, torch.Tensor) and value.numel() == 0 for value in (*locals_, *outputs))
     if not inputs or not is_empty or not torch.is_grad_enabled():
         return result
-    chosen = [i for i, each in enumerate(outputs) if isinstance(each, torch.Tensor) and each.is_floating_point()]
+    chosen = [i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.is_floating_point()]
     if not chosen:
         return result
     tied = _Anchor.apply(len(chosen), *(outputs[i] for i in chosen), *inputs)
-    for index, each in zip(chosen, tied, strict=True):
-        outputs[index] = each
+    for index, value in zip(chosen, tied, strict=True):
+        outputs[index] = value
     if not isinstance(result, (list, tuple)):
         return outputs[0]
     return type(result)(outputs) if type(result) in (list, tuple) else type(result)(tuple(outputs))
@@ -160,8 +170,8 @@ def anchored(result: object, locals_: Sequence[torch.Tensor]) -> Any:
 class _Extremes(torch.autograd.Function):
     """The reduction of `max`, `min` or `prod` over an axis, with the gradient that depends on the values.
 
-    The gradient of the result is whole on every rank. It goes to the ranks that hold the extreme value, ties share it equally; of a product each
-    rank gets it times the product of the others.
+    The gradient of the result is whole on every rank. It goes to the ranks that hold the extreme value, ties share it
+    equally; of a product each rank gets it times the product of the others.
     """
 
     @staticmethod
@@ -188,7 +198,7 @@ class _Extremes(torch.autograd.Function):
 
 
 def extremes_reduced(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-    """The tensor with `max`, `min` and `prod` of its partial axes carried out, in the order that the layout says."""
+    """Carry out `max`, `min` and `prod` of the partial axes, in the order that the layout says."""
     for axis, op in reversed(layout.partial):
         if op in ("max", "min", "prod"):
             if layout.mesh.size(axis) > 1:

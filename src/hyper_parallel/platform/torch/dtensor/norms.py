@@ -1,4 +1,4 @@
-"""The norm of tensors that lie differently: each element counts once, wherever it is."""
+"""Norms of tensors that lie differently: each element counts once, wherever it is."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Place = tuple["DeviceMesh | None", tuple[str, ...]]  # the axes over which parts
 
 
 def has_distributed(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one is a DTensor, of this package or PyTorch's own."""
+    """Say whether one is a DTensor, of this package or PyTorch's own."""
     return any(isinstance(tensor, DTensor) or _is_native(tensor) for tensor in tensors)
 
 
 def _is_native(tensor: torch.Tensor) -> bool:
-    # Asked by name: PyTorch's module is imported only by programs that have such tensors.
+    # PyTorch's DTensors are known by an attribute that they alone have beside ours.
     return hasattr(tensor, "_local_tensor") and not isinstance(tensor, DTensor)
 
 
@@ -37,14 +37,17 @@ def _as_ours(tensor: object) -> Any:
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """The memory of a gradient on this rank."""
+    """Return the memory of a gradient on this rank."""
     part: torch.Tensor = tensor._local_tensor if has_distributed([tensor]) else tensor
     return part
 
 
 @torch.no_grad()
 def total_norm(tensors: Sequence[Any], norm_type: float) -> torch.Tensor:
-    """The p-norm of all elements of all tensors, equal on all ranks; one collective per mesh and set of axes."""
+    """Compute the p-norm of all elements of all tensors, equal on all ranks.
+
+    It takes one collective per mesh and set of axes.
+    """
     is_max = math.isinf(norm_type)
     parts: dict[Place, list[torch.Tensor]] = {}
     device = local_part(tensors[0]).device
@@ -70,7 +73,7 @@ def total_norm(tensors: Sequence[Any], norm_type: float) -> torch.Tensor:
 
 
 def _power(local: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """What is added up over parts: the p-th power of the norm; for the maximum the largest."""
+    """Return what is added up over parts: the p-th power of the norm; for the maximum the largest."""
     wide = local if local.dtype in (torch.float32, torch.float64) else local.float()
     if math.isinf(norm_type):
         return wide.abs().amax() if wide.numel() else wide.new_zeros(())

@@ -1,4 +1,4 @@
-"""Functions that ask about a tensor, and are answered without a rule."""
+"""Answers to functions that ask about a tensor, and need no rule."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ __all__: list[str] = []
 
 # Answered by the local tensor: they are about its kind, not its values or its shape.
 _OF_LOCAL = """
-is_floating_point is_complex is_signed is_inference is_conj is_neg element_size get_device is_pinned is_same_size_ type_ dense_dim_ _is_view
+is_floating_point is_complex is_signed is_inference is_conj is_neg element_size get_device is_pinned is_same_size_
+type_ dense_dim_ _is_view
 """
 _OF_LOCAL_PROPERTIES = """
-is_cuda is_cpu is_meta is_mps is_sparse is_sparse_csr is_quantized is_nested is_xla is_xpu is_mkldnn is_vulkan is_maia itemsize names_ output_nr
-_backward_hooks _post_accumulate_grad_hooks _version _base is_ipu is_mtia
+is_cuda is_cpu is_meta is_mps is_sparse is_sparse_csr is_quantized is_nested is_xla is_xpu is_mkldnn is_vulkan is_maia
+itemsize names_ output_nr _backward_hooks _post_accumulate_grad_hooks _version _base is_ipu is_mtia
 """
-_NO_MEMORY = "data_ptr untyped_storage storage _typed_storage storage_offset numpy __array__ __dlpack__ share_memory_ set_ resize_"
+_NO_MEMORY = """
+data_ptr untyped_storage storage _typed_storage storage_offset numpy __array__ __dlpack__ share_memory_ set_ resize_
+"""
 
 
 def _asked_of_local(name: str) -> Any:
@@ -45,10 +48,10 @@ def _no_memory(name: str) -> Any:
 
 
 def _compatible(x: object, y: object) -> bool:
-    """Whether `x.data = y` can be done: what a module asks before it changes dtype or device of its parameters."""
+    """Say whether `x.data = y` can be done: a module asks before it changes dtype or device of its parameters."""
     if not (isinstance(x, DTensor) and isinstance(y, DTensor)):
         return False
-    # Not between devices such as "cpu" and "meta": then the module makes a new parameter.
+    # False between devices such as "cpu" and "meta": then the module makes a new parameter.
     return bool(torch._has_compatible_shallow_copy_type(_any_local(x), _any_local(y)))
 
 
@@ -86,7 +89,7 @@ def _fill() -> None:
 
 
 def _given(grad: object, of: object) -> Any:
-    """The local gradient that backward begins with; None where the framework's own one is right."""
+    """Return the local gradient that backward begins with; None where the framework's own one is right."""
     if not isinstance(of, DTensor):
         return grad
     if grad is not None:
@@ -104,16 +107,16 @@ def _grad(
     allow_unused: object = None,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """`torch.autograd.grad` over local tensors."""
+    """Call `torch.autograd.grad` on local tensors."""
     results = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     given: list[Any] = [None] * len(results)
     if grad_outputs is not None:
         given = [grad_outputs] if isinstance(grad_outputs, torch.Tensor) else list(grad_outputs)
-    given = [_given(grad, each) for grad, each in zip(given, results, strict=True)]
+    given = [_given(grad, result) for grad, result in zip(given, results, strict=True)]
     found = torch.autograd.grad(
-        [each._local if isinstance(each, DTensor) else each for each in results],
-        [each._local if isinstance(each, DTensor) else each for each in wanted],
+        [result._local if isinstance(result, DTensor) else result for result in results],
+        [tensor._local if isinstance(tensor, DTensor) else tensor for tensor in wanted],
         given,
         retain_graph,
         create_graph,
@@ -121,8 +124,8 @@ def _grad(
         **options,
     )
     return tuple(
-        _as_gradient(grad, each) if isinstance(each, DTensor) and grad is not None else grad
-        for grad, each in zip(found, wanted, strict=True)
+        _as_gradient(grad, tensor) if isinstance(tensor, DTensor) and grad is not None else grad
+        for grad, tensor in zip(found, wanted, strict=True)
     )
 
 

@@ -1,6 +1,6 @@
-"""PyTorch's own way to whole tensors is refused: of distributed tensors that are ours it hands on the parts.
+"""Refuses PyTorch's own way to whole tensors: of our distributed tensors it hands on the parts.
 
-It calls nothing of a tensor that would tell, but `detach` while the state dict is made. So that looks who has asked.
+While a state dict is made, it calls nothing of a tensor that would tell but `detach`. So that looks who has asked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GATHERS = "torch.distributed.checkpoint.state_dict", "_get_model_state_dict"
 
 
 def check_not_gathered(tensor: object) -> None:
-    """Raises where the caller's caller saves the tensor for PyTorch's `get_model_state_dict` with `full_state_dict`."""
+    """Raise where the caller's caller saves the tensor for `get_model_state_dict` with `full_state_dict`."""
     frame = sys._getframe(1).f_back
     if frame is None or frame.f_code is not _SAVES:
         return

@@ -2,12 +2,12 @@
 
 What this guarantees:
 
-- Every call with a DTensor comes to `__torch_function__` and from there to the dispatcher. One that gets past it reaches `__torch_dispatch__`,
-  which raises: there is nothing that could be computed with.
-- Autograd is the framework's, on local tensors. The DTensor itself is never part of a graph; what asks it about gradients
-  (`requires_grad`, `grad`, `grad_fn`, `backward`, hooks) is answered by the local tensor.
-- `_local` is the local tensor whose gradient is laid out as `gradient_layout` says. The result of a redistribution has it only once it is used so
-  (rule G6); until then there are `_values` and the tensor they came from.
+- Every call with a DTensor comes to `__torch_function__` and from there to the dispatcher. One that gets past it
+  reaches `__torch_dispatch__`, which raises: there is nothing that could be computed with.
+- Autograd is the framework's, on local tensors. The DTensor itself is never part of a graph; what asks it about
+  gradients (`requires_grad`, `grad`, `grad_fn`, `backward`, hooks) is answered by the local tensor.
+- `_local` is the local tensor whose gradient is laid out as `gradient_layout` says. The result of a redistribution has
+  it only once it is used so (rule T2); until then there are `_values` and the tensor they came from.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class DTensor(torch.Tensor):
 
     _spec: Spec
     _local: torch.Tensor
-    _values: torch.Tensor  # of the result of a redistribution that has no `_local` yet
-    _origin: tuple[torch.Tensor, Layout]  # and what it was made from, with its layout
+    _values: torch.Tensor  # local values of the result of a redistribution, which has no `_local` until it is used
+    _origin: tuple[torch.Tensor, Layout]  # what that result was made from, with its layout
     _ties: dict[tuple[str, ...], torch.Tensor]
-    _view_of: Any  # how it was made, if it looks at another one's memory
+    _view_of: Any  # a `View`, if it shares another one's memory
 
     def __new__(cls, local: torch.Tensor, spec: Spec | None = None, *, requires_grad: bool = False) -> DTensor:
-        # For code that takes tensors apart and puts them together again, as regions do: the local tensor and the spec.
+        # Regions take tensors apart and put them together again: by this call, from the local tensor and the spec.
         if isinstance(spec, Spec):
             return wrapped(local, spec).requires_grad_(requires_grad or local.requires_grad)
         raise ArgumentTypeError(
@@ -102,7 +102,7 @@ class DTensor(torch.Tensor):
         run_check: bool = False,
         shape: Sequence[int] | None = None,
     ) -> DTensor:
-        """The DTensor whose part on this rank is `local`; gradients flow to it.
+        """Make the DTensor whose part on this rank is `local`; gradients flow to it.
 
         Args:
             local: this rank's part.
@@ -112,7 +112,8 @@ class DTensor(torch.Tensor):
             shape: the global shape; needed where the parts are uneven.
 
         Raises:
-            ValueError: the part does not have the shape that layout and global shape give it; with `run_check` also on the other ranks.
+            ValueError: the part does not have the shape that layout and global shape give it; with `run_check` also on
+                the other ranks.
         """
         if isinstance(local, DTensor):
             raise ArgumentTypeError("This is a DTensor already.", got=describe(local), do="Use `redistribute`.")
@@ -126,11 +127,11 @@ class DTensor(torch.Tensor):
         return wrapped(local, checked_spec(local, layout, shape, run_check))
 
     def to_local(self) -> torch.Tensor:
-        """This rank's part, with its graph: its gradient is laid out as that of the DTensor."""
+        """Return this rank's part, with its graph: its gradient is laid out as that of the DTensor."""
         return self._local.view_as(self._local) if self._local.requires_grad else self._local
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, on every rank."""
+        """Return the whole tensor, on every rank."""
         layout = self._spec.layout
         return self.redistribute(Layout(layout.mesh, ((),) * layout.ndim))._local
 
@@ -139,7 +140,7 @@ class DTensor(torch.Tensor):
         mesh: DeviceMesh | Layout | Sequence[Placement] | None = None,
         placements: Sequence[Placement] | Layout | None = None,
     ) -> DTensor:
-        """The same tensor in another layout of its mesh.
+        """Return the same tensor in another layout of its mesh.
 
         Raises:
             ValueError: another mesh, or a layout of other dims.
@@ -163,18 +164,18 @@ class DTensor(torch.Tensor):
         return moved(self, target)
 
     def reduce_partial(self) -> DTensor:
-        """The same tensor with nothing partial."""
+        """Return the same tensor with nothing partial."""
         return moved(self, self._spec.layout.without_partial())
 
     def to_torch(self) -> Any:
-        """PyTorch's own DTensor with the same part; no copy, and gradients flow."""
+        """Return PyTorch's own DTensor with the same part; no copy, and gradients flow."""
         from hyper_parallel.platform.torch.dtensor.conversion import to_torch
 
         return to_torch(self)
 
     @staticmethod
     def from_torch(tensor: object) -> DTensor:
-        """Of PyTorch's own DTensor, with the same part; no copy, and gradients flow."""
+        """Make a DTensor of PyTorch's own, with the same part; no copy, and gradients flow."""
         from hyper_parallel.platform.torch.dtensor.conversion import from_torch
 
         return from_torch(tensor)
@@ -182,7 +183,7 @@ class DTensor(torch.Tensor):
     # -- what it looks like -------------------------------------------------------------------------------------------
 
     @property
-    def layout(self) -> Layout:  # the contract's name; PyTorch's says "strided" always
+    def layout(self) -> Layout:  # the contract's name; PyTorch's own `layout` always says "strided"
         return self._spec.layout
 
     @property
@@ -195,12 +196,15 @@ class DTensor(torch.Tensor):
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        """The local values, tied or not. The name is that of PyTorch's own DTensor: what moves memory asks for it."""
+        """Return the local values, tied or not.
+
+        The name is that of PyTorch's own DTensor: what moves memory asks for it.
+        """
         return _any_local(self)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part."""
+        """Return the shape of this rank's part."""
         return tuple(_any_local(self).shape)
 
     @property
@@ -220,13 +224,13 @@ class DTensor(torch.Tensor):
         return _any_local(self).device
 
     def stride(self, dim: int | None = None) -> Any:
-        """Strides of the whole tensor, if it lay in memory in the order of this rank's part."""
+        """Return strides of the whole tensor, as if it lay in memory in the order of this rank's part."""
         local = _any_local(self)
-        order = sorted(range(self.ndim), key=lambda each: (-local.stride(each), each))
+        order = sorted(range(self.ndim), key=lambda at: (-local.stride(at), at))
         strides, step = [0] * self.ndim, 1
-        for each in reversed(order):
-            strides[each] = step
-            step *= max(self._spec.shape[each], 1)
+        for at in reversed(order):
+            strides[at] = step
+            step *= max(self._spec.shape[at], 1)
         return tuple(strides) if dim is None else strides[dim]
 
     def __len__(self) -> int:
@@ -239,7 +243,7 @@ class DTensor(torch.Tensor):
         return f"DTensor({dtype}{list(self._spec.shape)}, {self._spec.layout}, here: {_any_local(self)!r})"
 
     def item(self) -> Any:
-        """The number, of the whole tensor."""
+        """Return the number, of the whole tensor."""
         if self._spec.num_elements != 1:
             raise ArgumentError("Only one element can be a number.", expected="one", got=f"shape {self._spec.shape}")
         with torch.no_grad():
@@ -320,7 +324,7 @@ class DTensor(torch.Tensor):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """Backward from this tensor, of one element or with its gradient, over all ranks at once."""
+        """Run backward from this tensor, of one element or with its gradient, over all ranks at once."""
         if gradient is not None:
             local = _laid_out(gradient, self, "a gradient")
         elif self._spec.num_elements != 1:
@@ -330,11 +334,11 @@ class DTensor(torch.Tensor):
         chosen = None
         if inputs is not None:
             listed = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-            chosen = [each._local if isinstance(each, DTensor) else each for each in listed]
+            chosen = [tensor._local if isinstance(tensor, DTensor) else tensor for tensor in listed]
         torch.autograd.backward(self._local, local, retain_graph, create_graph, inputs=chosen)
 
     def register_hook(self, hook: Callable[[DTensor], Any]) -> Any:
-        """`hook` gets the gradient as a DTensor, and may answer another."""
+        """Have `hook` called with the gradient as a DTensor; it may answer another."""
 
         def on_local(grad: torch.Tensor) -> Any:
             answer = hook(_as_gradient(grad, self))
@@ -348,7 +352,7 @@ class DTensor(torch.Tensor):
     # -- for the dispatcher -------------------------------------------------------------------------------------------
 
     def _tied(self, axes: tuple[str, ...]) -> torch.Tensor:
-        """The local tensor for uses whose gradient is partial on `axes`. See rules G5 and G6."""
+        """Return the local tensor for uses whose gradient is partial on `axes`. See rules T1 and T2."""
         if not torch.is_grad_enabled():
             return _any_local(self)
         spec = self._spec
@@ -410,7 +414,7 @@ class DTensor(torch.Tensor):
 
 
 def wrapped(local: torch.Tensor, spec: Spec) -> DTensor:
-    """A DTensor of a local tensor; nothing is checked."""
+    """Make a DTensor of a local tensor; nothing is checked."""
     made: DTensor = _make(DTensor, spec.shape, dtype=local.dtype, device=local.device)
     made._local = local
     made._spec = spec
@@ -418,7 +422,10 @@ def wrapped(local: torch.Tensor, spec: Spec) -> DTensor:
 
 
 def moved(tensor: DTensor, target: Layout) -> DTensor:
-    """The tensor in another layout; values are moved now, and tied to their source when they are used (rule G6)."""
+    """Move a tensor to another layout.
+
+    Values are moved now, and tied to their source when they are used (rule T2).
+    """
     spec = tensor._spec
     if target is spec.layout:
         return tensor
@@ -439,13 +446,13 @@ def moved(tensor: DTensor, target: Layout) -> DTensor:
 
 
 def _any_local(tensor: DTensor) -> torch.Tensor:
-    """The local values, tied or not."""
+    """Return the local values, tied or not."""
     found = tensor.__dict__.get("_local")
     return tensor._values if found is None else found
 
 
 def _laid_out(value: object, like: DTensor, what: str) -> torch.Tensor:
-    """The local part of a gradient, in the layout of the gradients of `like`."""
+    """Return the local part of a gradient, in the layout of the gradients of `like`."""
     if not isinstance(value, DTensor) or value._spec.shape != like._spec.shape:
         raise ArgumentTypeError(
             f"This is not {what} of the tensor.", expected=f"a DTensor of shape {like._spec.shape}", got=describe(value)
@@ -456,7 +463,7 @@ def _laid_out(value: object, like: DTensor, what: str) -> torch.Tensor:
 
 
 def _as_gradient(grad: torch.Tensor, of: DTensor) -> DTensor:
-    """The gradient that a local one belongs to."""
+    """Make the DTensor that a local gradient is the part of."""
     if not of._spec.layout.partial:  # most: gradients lie as their tensors do
         return wrapped(grad, of._spec)
     divisor = gradient_divisor(of._spec.layout)
@@ -465,7 +472,10 @@ def _as_gradient(grad: torch.Tensor, of: DTensor) -> DTensor:
 
 
 def _rebuilt(local: torch.Tensor, spec: Spec, is_parameter: bool, coordinate: tuple[int, ...] | None = None) -> DTensor:
-    """From a pickle, of the process at that coordinate: another one would take its part for the own."""
+    """Make a DTensor from a pickle.
+
+    A process at another coordinate than the one that wrote it would take its part for the own: refused.
+    """
     layout = spec.layout
     here = mesh_coordinate(layout.mesh)
     if coordinate is not None and _part(spec, coordinate) != _part(spec, here):
@@ -473,7 +483,8 @@ def _rebuilt(local: torch.Tensor, spec: Spec, is_parameter: bool, coordinate: tu
             "A file or message has another rank's part of a distributed tensor.",
             expected=f"the part at {here} of {layout.mesh}",
             got=f"that at {coordinate}",
-            do="Let every rank load what it saved; or save whole tensors (`x.full_tensor()`), or by `torch.distributed.checkpoint`.",
+            do="Let every rank load what it saved; or save whole tensors (`x.full_tensor()`), or by "
+            "`torch.distributed.checkpoint`.",
         )
     made = wrapped(local, spec)
     if is_parameter:
@@ -482,12 +493,12 @@ def _rebuilt(local: torch.Tensor, spec: Spec, is_parameter: bool, coordinate: tu
 
 
 def _part(spec: Spec, coordinate: tuple[int, ...]) -> Any:
-    """What a rank there holds: its box, and its summand where there are several."""
+    """Return what a rank there holds: its box, and its summand where there are several."""
     layout = spec.layout
     return box_of(layout, spec.shape, coordinate), [
         coordinate[layout.mesh.axis_index(axis)] for axis, _ in layout.partial
     ]
 
 
-# So that `torch.load(weights_only=True)` reads what `torch.save` wrote: these make layouts, and run no code of a file's.
+# `torch.load(weights_only=True)` reads what `torch.save` wrote: these make layouts, and run no code that is in a file.
 torch.serialization.add_safe_globals([_rebuilt, Spec, Layout, rebuilt_mesh])

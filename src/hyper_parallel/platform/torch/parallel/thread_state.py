@@ -1,6 +1,7 @@
 """What PyTorch keeps per thread: modes, gradient mode, autocast, device, streams, hooks on saved tensors.
 
-Not here, since they are the process's: the default dtype, deterministic algorithms, precision of matrix products, generators.
+Not here, since they are the process's: the default dtype, deterministic algorithms, precision of matrix products, and
+generators.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class TorchThreadState(FrameworkState):
         kind = Devices.device_type()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        self._autocast = [(each, *_autocast_of(each)) for each in dict.fromkeys(("cpu", kind))]
+        self._autocast = [(name, *_autocast_of(name)) for name in dict.fromkeys(("cpu", kind))]
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._function_modes = torch.overrides._get_current_function_mode_stack()  # the default device is one of them
         self._dispatch_modes = dispatch._get_current_dispatch_mode_stack()
@@ -39,9 +40,8 @@ class TorchThreadState(FrameworkState):
     def applied(self) -> Iterator[None]:
         with ExitStack() as stack:
             if self._index is not None:
-                _set_streams(
-                    self._streams, self._index
-                )  # every job of a thread begins with its own: nothing to put back
+                # Nothing to put back: every job of a thread sets its own.
+                _set_streams(self._streams, self._index)
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, is_enabled, dtype in self._autocast:
@@ -55,7 +55,7 @@ class TorchThreadState(FrameworkState):
             yield
 
     def _enter_modes(self, stack: ExitStack) -> None:
-        """Pushed, not entered: to enter a mode of a user's again may count, print or clear something."""
+        """Push the modes; do not enter them: entering a mode of a user's again may count, print or clear something."""
         default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
         torch._GLOBAL_DEVICE_CONTEXT.device_context = self._default_device
         stack.callback(setattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", default)
@@ -68,8 +68,8 @@ class TorchThreadState(FrameworkState):
 
     @contextmanager
     def as_a_side(self, *, is_caller: bool) -> Iterator[None]:
-        # On an accelerator autograd would run a backward in one thread per device, for all of the process: a hook that waits there would hold up the
-        # backwards of others.
+        # On an accelerator autograd would run a backward in one thread per device, for all of the process: a hook that
+        # waits there would hold up the backwards of others.
         with torch.autograd.set_multithreading_enabled(False), own_generators(are_kept=is_caller):
             yield
 
@@ -85,7 +85,10 @@ def _autocast_of(kind: str) -> tuple[bool, torch.dtype]:
 
 
 def _streams_of(kind: str) -> tuple[int | None, list[Any]]:
-    """The current device, and the current stream of each; None where the accelerator has not been used, so that this does not start it."""
+    """Return the current device, and the current stream of each device.
+
+    None where the accelerator has not been used, so that this does not start it.
+    """
     if kind == "cpu":
         return None, []
     handle = Devices.get_device_handle()

@@ -1,1 +1,4 @@
-"""The memory planner's PyTorch part: profiling a real model, and carrying a plan out on it. The core sees `backend.py`."""
+"""The memory planner's PyTorch part: profiling a real model, and carrying a plan out on it.
+
+The core sees `backend.py`.
+"""

@@ -20,11 +20,10 @@ from hyper_parallel.core.planner.model.choices import RECOMPUTE, SAVE, SWAP, Cho
 from hyper_parallel.core.planner.model.mismatches import MismatchError, Mismatches
 from hyper_parallel.core.planner.plan.batch_fit import UNKNOWN_BATCH, BatchCheck, Fit, PlannedBatch
 from hyper_parallel.core.regions.module_calls import Occurrence
-from hyper_parallel.core.regions.policy import Answer, RegionPolicy
-from hyper_parallel.core.regions.questions import PolicyContext
+from hyper_parallel.core.regions.policy import Answer, PolicyContext, RegionPolicy
 from hyper_parallel.platform.torch.planner.blocks import COMPILE_BLOCKS, check_called
 from hyper_parallel.platform.torch.planner.planned_block import PlannedBlock, planned_blocks
-from hyper_parallel.platform.torch.planner.signature import autocast_now, look_of
+from hyper_parallel.platform.torch.planner.signature import autocast_now, tensor_meta
 from hyper_parallel.platform.torch.planner.steps import device_of
 from hyper_parallel.platform.torch.regions.checkpoint import checkpoint
 from hyper_parallel.platform.torch.regions.compiled_code import is_in_compiled_call
@@ -42,9 +41,10 @@ _LARGER = (
 
 
 class PlannedPolicy(RegionPolicy):
-    """The policy of one region. What it is asked about an op and does not know is recomputed, and counted.
+    """The policy of one region: it answers by the plan.
 
-    `ahead_bytes`: what the region leaves room for in its backward, to be loaded for others; None: the engine decides.
+    What it is asked about an op and does not know is recomputed, and counted. `ahead_bytes`: what the region leaves
+    room for in its backward, to be loaded for others; None: the engine decides.
     """
 
     is_pure = True  # it answers by the key alone
@@ -73,7 +73,9 @@ class PlannedPolicy(RegionPolicy):
             for index, parts in region.parts().items()
             if all(choices[part] in (SAVE, SWAP) for part in parts)
         }
-        self._looks: dict[Key, tuple[str, ...]] = {op.key: op.looks for op in region.ops if op.looks}
+        self._result_metas: dict[Key, tuple[str, ...]] = {
+            op.key: op.result_metas for op in region.ops if op.result_metas
+        }
         # About views, which are never kept; `passes`: what runs them, as the region found out. See `Record`.
         self.answers = {}
         self.passes = {}
@@ -87,11 +89,14 @@ class PlannedPolicy(RegionPolicy):
     def answer(
         self, context: PolicyContext, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CheckpointPolicy:
-        """Asked about views alone: all else is asked by `planned_answer`."""
+        """Answer for views alone: about all else `planned_answer` is asked."""
         return self._of_view(op)
 
     def planned_answer(self, op: Any, module: str, where: Occurrence, output: Any) -> Answer:
-        """`module`: its path below the block; `where`: which call of that this is, and which of the op in that call."""
+        """Answer for an op by its place.
+
+        `module`: its path below the block; `where`: which call of that this is, and which of the op in that call.
+        """
         name = self._names.get(op)
         if name is None:
             name = self._names[op] = "" if traits_of(op).is_view else str(op)
@@ -105,7 +110,7 @@ class PlannedPolicy(RegionPolicy):
             return self._policies[SAVE] if self._saves_all else self._default
         if self.met is not None and self.is_compared:
             self.met.add(key)
-            if not self._looks_right(key, output):
+            if not self._is_as_profiled(key, output):
                 self.is_as_planned = False
                 return self._default
         if choice is None:
@@ -113,18 +118,19 @@ class PlannedPolicy(RegionPolicy):
         return self._policies[choice]
 
     def _of_view(self, op: Any) -> CheckpointPolicy:
-        """No plan has choices for views: none is kept, and none is asked about again."""
+        """Answer for a view: no plan has choices for views, so none is kept, and none is asked about again."""
         self._names[op] = ""
         self.answers[id(op)] = self._default  # `_names` holds the op, so that no other gets its id
         return self._default
 
-    def _looks_right(self, key: Key, output: Any) -> bool:
-        expected = self._looks.get(key)
+    def _is_as_profiled(self, key: Key, output: Any) -> bool:
+        """Say whether an op's results have the dtypes and shapes of the profile."""
+        expected = self._result_metas.get(key)
         if expected is None:
             return True
-        found = tuple(_looks(output))
+        found = tuple(_metas(output))
         others = iter(found)  # compiled code hands on what it was given among what it makes
-        if all(look in others for look in expected):
+        if all(meta in others for meta in expected):
             return True
         self._mismatches.note(
             "ops of another shape",
@@ -136,7 +142,7 @@ class PlannedPolicy(RegionPolicy):
         return False
 
     def check_all_met(self) -> None:
-        """The first call with a batch like the plan's is over: has all that was planned been met?"""
+        """Note what was planned and not met, when the first call with a batch like the plan's is over."""
         if self.met is None or not self.is_compared:
             return
         met, self.met = self.met, None
@@ -152,7 +158,7 @@ class PlannedPolicy(RegionPolicy):
 
 
 class PlannedCall:
-    """What a block's wrapper calls: the calls of a step in turn, each with its own decision."""
+    """Runs a planned block in place of its wrapper: the calls of a step in turn, each with its own decision."""
 
     def __init__(
         self,
@@ -161,12 +167,12 @@ class PlannedCall:
         mismatches: Mismatches,
         is_announced: bool,
         ahead_bytes: Sequence[int | None] = (),
-        surroundings: Surroundings | None = None,
+        autocast_check: AutocastCheck | None = None,
         *,
         by_framework: bool = False,
         is_unwatched: bool = False,
     ) -> None:
-        self._surroundings = surroundings
+        self._autocast_check = autocast_check
         self._calls: list[tuple[PlannedPolicy | None, bool] | None] = []
         ahead_bytes = ahead_bytes or [None] * len(regions)
         for region, decision, ahead in zip(regions, decisions, ahead_bytes, strict=True):
@@ -184,7 +190,7 @@ class PlannedCall:
         self._is_larger = False  # the batch of this step, than the plan's
 
     def begin(self, fit: Fit) -> None:
-        """The next call is the first of a step, with a batch that fits so."""
+        """Start over: the next call is the first of a step, with a batch that compares with the plan's like this."""
         self._number = 0
         self._is_larger = fit is Fit.LARGER
         for policy, _ in filter(None, self._calls):
@@ -213,14 +219,17 @@ class PlannedCall:
                 result = checkpoint(module, *args, policy_fn=policy, swap_inputs=swap_inputs, **kwargs)
             policy.check_all_met()
         except MismatchError as error:
-            if self._surroundings is not None:
-                self._surroundings.check(error)
+            if self._autocast_check is not None:
+                self._autocast_check.check(error)
             raise
         return result
 
 
 class StepBegins:
-    """What a planned model calls before its forward: the batch is looked at, and blocks count their calls from the first again."""
+    """Runs before a planned model's forward.
+
+    The batch is compared with the plan's, and blocks count their calls from the first again.
+    """
 
     def __init__(self, calls: Sequence[PlannedCall], check: BatchCheck) -> None:
         self._calls = calls
@@ -233,24 +242,28 @@ class StepBegins:
                 call.begin(fit)
 
     def __reduce__(self) -> Any:
-        # The blocks of a copy are plain and can be loaded without this package, and so can this hook, which does nothing whatever it is given.
+        # The blocks of a copy are plain and can be loaded without this package, and so can this hook, which does
+        # nothing whatever it is given.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def _is_forward() -> bool:
-    """Of a step: neither an evaluation nor a region's that runs again."""
+    """Say whether this is the forward of a step: neither an evaluation nor a region's that runs again."""
     return torch.is_grad_enabled() and not is_replaying()
 
 
-class Surroundings:
-    """What blocks were profiled under, to tell why they do something else now. `autocast`: its dtype, "off", or None if nobody knows."""
+class AutocastCheck:
+    """The autocast that blocks were profiled under, to tell why they do something else now.
+
+    `autocast`: its dtype, "off", or None if nobody knows.
+    """
 
     def __init__(self, device: torch.device, autocast: str | None) -> None:
         self._device = device
         self._autocast = autocast
 
     def check(self, error: MismatchError) -> None:
-        """Called where a block is.
+        """Look for the error's cause around the block that is being called.
 
         Raises:
             StateError: what is around it explains the error.
@@ -275,11 +288,14 @@ class Surroundings:
 
 
 class Applied:
-    """A plan on a model; `remove` undoes it. `batch`: the plan's, with which the batch of each step is compared; `was_training`: the mode it was planned in.
+    """A plan on a model, from `attach` to `remove`.
 
-    `ahead_bytes`: see `Setting`. `by_framework`: blocks that are recomputed whole are so by the framework's own checkpoint, which knows no ops and so costs the
-    host less. `is_unwatched`: where nothing is swapped, forwards run without a dispatch mode once they were seen. Without a word on it, each is so on an
-    accelerator where nothing is swapped. `autocast`: see `Surroundings`.
+    `batch`: the plan's, with which the batch of each step is compared; `was_training`: the mode it was planned in.
+    `ahead_bytes`: see `Setting`. `autocast`: see `AutocastCheck`.
+
+    `by_framework`: blocks that are recomputed whole are so by the framework's own checkpoint, which knows no ops and so
+    costs the host less. `is_unwatched`: where nothing is swapped, forwards run without a dispatch mode once they were
+    seen. Where these two are None, both are so on an accelerator where nothing is swapped.
 
     Attributes:
         begins: is called when a step begins
@@ -301,9 +317,9 @@ class Applied:
         autocast: str | None = None,
     ) -> None:
         self.mismatches = Mismatches(on_mismatch)
-        surroundings = Surroundings(device_of(model), autocast)
+        autocast_check = AutocastCheck(device_of(model), autocast)
         blocks = dict(model.named_modules())
-        swaps = any(each.swaps for each in decision)
+        swaps = any(chosen.swaps for chosen in decision)
         is_light = not swaps and device_of(model).type != "cpu"
         by_framework = is_light if by_framework is None else by_framework
         is_unwatched = is_light if is_unwatched is None else is_unwatched and not swaps
@@ -316,11 +332,12 @@ class Applied:
         check_unplanned(planned_blocks(model), by_path)
         check_called(model, [path for path in by_path if path in blocks])
         for path, indices in by_path.items():
-            # Where something is swapped the last block tells the engine that backward has begun: a region that saves all.
+            # Where something is swapped the last block tells the engine that backward has begun: a region that saves
+            # all.
             is_announced = swaps and len(regions) - 1 in indices
             decisions = [decision[index] for index in indices]
             # Where a larger batch is not refused, blocks that the plan leaves alone are run again as well.
-            if not is_announced and self.mismatches.raises and all(each.is_plain for each in decisions):
+            if not is_announced and self.mismatches.raises and all(chosen.is_plain for chosen in decisions):
                 continue
             if path not in blocks:
                 raise ArgumentError("A planned block is not in the model.", expected=path, where=type(model).__name__)
@@ -330,7 +347,7 @@ class Applied:
                 self.mismatches,
                 is_announced,
                 [ahead_bytes[index] for index in indices] if ahead_bytes else (),
-                surroundings,
+                autocast_check,
                 by_framework=by_framework,
                 is_unwatched=is_unwatched,
             )
@@ -359,8 +376,8 @@ class Applied:
 
 
 def forget_forward_pre_hook(model: nn.Module, hook: Any) -> None:
-    """Also where Ctrl-C came before anybody had its handle."""
-    for key in [key for key, each in model._forward_pre_hooks.items() if each is hook]:
+    """Take a hook off the model, also where Ctrl-C came before anybody had its handle."""
+    for key in [key for key, known in model._forward_pre_hooks.items() if known is hook]:
         del model._forward_pre_hooks[key]
         model._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -379,15 +396,17 @@ def unwrap(model: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:
 
 
 def words(path: str, key: Key) -> str:
+    """Say where an op is: "layers.3.mlp, aten.exp.default"."""
     module, call, name, occurrence = key
     place = f"{path}.{module}" if module else path
     number = "" if occurrence == 0 else f" (number {occurrence + 1} there)"
     return f"{place}{f', call {call + 1}' if call else ''}, {name}{number}"
 
 
-def _looks(output: Any) -> list[str]:
+def _metas(output: Any) -> list[str]:
+    """List dtype and shape of the tensors in an op's output: "float32[2, 8]"."""
     if isinstance(output, torch.Tensor):
-        return [look_of(output.dtype, output.shape)]
+        return [tensor_meta(output.dtype, output.shape)]
     if isinstance(output, (list, tuple)):
-        return [look for each in output for look in _looks(each)]
+        return [meta for item in output for meta in _metas(item)]
     return []

@@ -83,8 +83,8 @@ class TorchPlanner:
     def identity(self, model: nn.Module, batch: Batch = None) -> Identity:
         return signature.identity(model, batch)
 
-    def look(self, batch: Batch) -> Any:
-        return signature.look(batch)
+    def meta_of(self, batch: Batch) -> Any:
+        return signature.meta_of(batch)
 
     def device_of(self, model: nn.Module) -> torch.device:
         return steps.device_of(model)
@@ -107,8 +107,8 @@ class TorchPlanner:
     def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         return steps.batch_of(args, kwargs)
 
-    def surroundings_of(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-        return steps.surroundings_of(device)
+    def autocast_of(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+        return steps.autocast_of(device)
 
     def step_state(self, model: nn.Module, *, with_gradients: bool, written: Iterable[str]) -> backend.StepState:
         return StepState(model, with_gradients=with_gradients, written=written)

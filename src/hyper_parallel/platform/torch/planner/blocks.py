@@ -12,7 +12,7 @@ from hyper_parallel.core.planner.model import blocks
 from hyper_parallel.platform.torch.regions.compiled_code import is_compiled
 from hyper_parallel.platform.torch.wrappers.activation_wrapper import ActivationWrapper
 
-_KINDS = blocks.Kinds(
+_TYPES = blocks.ModuleTypes(
     sequences=(nn.ModuleList, nn.Sequential),
     mappings=(nn.ModuleDict,),
     not_called=(nn.ModuleList, nn.ModuleDict),
@@ -23,17 +23,17 @@ _KINDS = blocks.Kinds(
 )
 
 
-suggested = functools.partial(blocks.suggested, _KINDS)
-check_ran = functools.partial(blocks.check_ran, _KINDS)
+suggested = functools.partial(blocks.suggested, _TYPES)
+check_ran = functools.partial(blocks.check_ran, _TYPES)
 
 
 def find_blocks(model: nn.Module, regions: Sequence[str | type[nn.Module]] | None = None) -> dict[str, nn.Module]:
-    """Paths and modules, in the order of the model; none inside another.
+    """Find the modules that become regions: paths and modules, in the order of the model; none inside another.
 
     Raises:
         ValueError: nothing is found, a pattern matches nothing, a block is wrapped already, or see `check_called`.
     """
-    found = blocks.find_blocks(_KINDS, model, regions)
+    found = blocks.find_blocks(_TYPES, model, regions)
     check_called(model, found)
     return found
 
@@ -45,7 +45,8 @@ def check_called(model: nn.Module, paths: Iterable[str]) -> None:
     """Refuse a model in which something else decides how the blocks at these paths are called.
 
     Raises:
-        ValueError: what is around them is compiled, so that Python is not asked when they run; or gradient checkpointing is on.
+        ValueError: what is around them is compiled, so that Python is not asked when they run; or gradient
+            checkpointing is on.
     """
     blocks = set(paths)
     around = {".".join(path.split(".")[:length]) for path in blocks for length in range(path.count(".") + 1)}
@@ -67,11 +68,14 @@ def check_called(model: nn.Module, paths: Iterable[str]) -> None:
                 expected="blocks that run once, in forward",
                 got=f"{type(module).__name__} with gradient_checkpointing=True",
                 where=name or "the model",
-                do=f"Switch it off before planning: `model.{_switch_off(model)}()`; for a Trainer, leave out the option of that name.",
+                do=f"Switch it off before planning: `model.{_switch_off(model)}()`; "
+                "for a Trainer, leave out the option of that name.",
             )
 
 
 def _switch_off(model: nn.Module) -> str:
-    """What switches gradient checkpointing off: newer versions of Hugging Face's models have another name for it."""
+    """Name what switches gradient checkpointing off: newer versions of Hugging Face's models have another name for
+    it.
+    """
     new = "activation_checkpointing_disable"
     return new if hasattr(model, new) else "gradient_checkpointing_disable"

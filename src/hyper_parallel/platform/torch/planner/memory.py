@@ -8,7 +8,9 @@ from hyper_parallel.core.swap.host_memory import read_host_memory
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can still be allocated: free on the device, and held by the framework's allocator without being used."""
+    """Count what can still be allocated: free on the device, and held by the framework's allocator without being
+    used.
+    """
     if device.type == "cpu":
         memory = read_host_memory()
         limits = [memory.available_bytes] + ([] if memory.limit_bytes is None else [memory.limit_bytes])

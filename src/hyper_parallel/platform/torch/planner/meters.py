@@ -14,17 +14,17 @@ from typing import Any, Protocol
 import torch
 
 from hyper_parallel._base.errors import StateError
-from hyper_parallel.core.planner.model.measured_span import Span
+from hyper_parallel.core.planner.model.measured_span import MeasuredSpan
 
 
 class MemoryMeter(Protocol):
     def mark(self, name: str) -> None: ...
 
-    def spans(self) -> list[Span]: ...
+    def spans(self) -> list[MeasuredSpan]: ...
 
 
 class CpuMemory:
-    """From the profiler's allocator events, which count every byte of the CPU's allocator."""
+    """Measures memory by the profiler's allocator events, which count every byte of the CPU's allocator."""
 
     _PREFIX = "hyper_parallel mark "
 
@@ -42,7 +42,8 @@ class CpuMemory:
                 do="Plan before `torch.profiler.profile` begins, or after it has ended.",
             )
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells the terminal when it starts and stops
-        # Without `torch.profiler.profile` around it, which makes a Python object of every op: that took ten times as long as the step.
+        # Without `torch.profiler.profile` around it, which makes a Python object of every op: that took ten times as
+        # long as the step.
         with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as self._profile:
             module: Any = torch.autograd.profiler
             prepare = module._prepare_profiler
@@ -53,7 +54,10 @@ class CpuMemory:
                 module._prepare_profiler = prepare
 
     def _refuse_another(self, *_given: Any, **_named: Any) -> None:
-        """Before PyTorch ends this one for it, without a word, or the process with it, where it begins in backward."""
+        """Raise before PyTorch ends this profiler for another one, without a word.
+
+        Where that one begins in backward, the process would end with it.
+        """
         raise StateError(
             "The model's step begins a profiler while memory is measured with one.",
             expected="no profiler: on a CPU memory is measured with PyTorch's own, of which there is one at a time",
@@ -66,8 +70,8 @@ class CpuMemory:
         with torch.profiler.record_function(f"{self._PREFIX}{len(self._names)}"):
             self._names.append(name)
 
-    def spans(self) -> list[Span]:
-        spans: list[Span] = []
+    def spans(self) -> list[MeasuredSpan]:
+        spans: list[MeasuredSpan] = []
         level = peak = first = 0
         for _, is_mark, number in sorted(self._events()):
             if not is_mark:
@@ -78,14 +82,14 @@ class CpuMemory:
                 first = level
             else:
                 spans[-1] = spans[-1]._replace(peak_bytes=peak - first)
-            spans.append(Span(self._names[number], level - first, level - first))
+            spans.append(MeasuredSpan(self._names[number], level - first, level - first))
             peak = level
         if spans:
             spans[-1] = spans[-1]._replace(peak_bytes=peak - first)
         return spans
 
     def _events(self) -> Iterator[tuple[int, bool, int]]:
-        """Time, whether it is a mark, and bytes or the mark's number."""
+        """Go through the events: time, whether it is a mark, and bytes or the mark's number."""
         cpu = torch.autograd.DeviceType.CPU
         for event in self._profile.kineto_results.events():
             name = event.name()
@@ -97,12 +101,15 @@ class CpuMemory:
 
 
 class DeviceMemory:
-    """From the counters of an accelerator's allocator. It counts in the order of the host, as the allocator itself does."""
+    """Measures memory by the counters of an accelerator's allocator.
+
+    It counts in the order of the host, as the allocator itself does.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._handle = getattr(torch, device.type)
-        self._spans: list[Span] = []
+        self._spans: list[MeasuredSpan] = []
         self._first = 0
 
     @contextlib.contextmanager
@@ -116,14 +123,14 @@ class DeviceMemory:
         if not self._spans:
             self._first = level
         self._handle.reset_peak_memory_stats(self._device)
-        self._spans.append(Span(name, level - self._first, level - self._first))
+        self._spans.append(MeasuredSpan(name, level - self._first, level - self._first))
 
     def _close(self) -> None:
         if self._spans:
             peak = int(self._handle.max_memory_allocated(self._device))
             self._spans[-1] = self._spans[-1]._replace(peak_bytes=peak - self._first)
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[MeasuredSpan]:
         return self._spans
 
 
@@ -132,7 +139,7 @@ def memory_meter(device: torch.device) -> CpuMemory | DeviceMemory:
 
 
 class Clock:
-    """Milliseconds between marks: events of an accelerator's stream, or the host's time."""
+    """Measures milliseconds between marks: by events of an accelerator's stream, or by the host's time."""
 
     def __init__(self, device: torch.device) -> None:
         self._handle = None if device.type == "cpu" else getattr(torch, device.type)
@@ -152,7 +159,7 @@ class Clock:
         return (end - begin) * 1e3 if self._handle is None else float(begin.elapsed_time(end))
 
     def spans(self) -> dict[str, float]:
-        """Name of a mark -> milliseconds until the next."""
+        """List the milliseconds from each mark to the next, by the name of the first."""
         if self._handle is not None:
             self._handle.synchronize()
         pairs = zip(self._marks, self._marks[1:], strict=False)

@@ -1,8 +1,9 @@
 """What a step may change of a model beside gradients, noted before it and put back.
 
-Python's own state and generators are noted whole, and buffers are copied. Of all other tensors, the weights first of all, a copy would be too much: an op
-that writes one copies it just before, while `watching` is on. Steps begin alike, so that one step shows what all of them write. What writes past the ops
-(NumPy, a kernel of one's own) is found by sums over the bytes.
+Python's own state and generators are noted whole, and buffers are copied. Of all other tensors, the weights first of
+all, a copy would be too much: an op that writes one copies it just before, while `_Watch` is on. Steps begin alike, so
+that one step shows what all of them write. What writes past the ops (NumPy, a kernel of one's own) is found by sums
+over the bytes.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel._base.errors import ArgumentError, StateError
-from hyper_parallel.core.planner.plan.python_state import PythonState, check_no_iterators, is_iterator
+from hyper_parallel.core.regions.python_state import PythonState, check_no_iterators, is_iterator
 from hyper_parallel.platform.torch.regions.attributes import TORCH
 from hyper_parallel.platform.torch.regions.compiled_code import is_compiled
 from hyper_parallel.platform.torch.regions.local_parts import local_tensor
 from hyper_parallel.platform.trees import leaves
 
-_SMALL_BYTES = 1 << 16
+_SMALL_BYTES = 1 << 16  # for a step that may be repeated, so small a tensor is copied in any case
 _REACH = 3  # objects in objects of the user's that are noted
 _FRAMEWORK = (
     "torch.distributed",
@@ -37,7 +38,9 @@ _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(v
 
 
 class ModelState:
-    """A model between steps, and what its steps lead to beside it. `put_back` can be called after each of several steps.
+    """A model between steps, and what its steps lead to beside it.
+
+    `put_back` can be called after each of several steps.
 
     Args:
         others: what belongs to a step as well: the loss function.
@@ -74,11 +77,13 @@ class ModelState:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
         self._random = RandomStates((*named.values(), *buffers))
         parameters = {name: _Tensor(parameter, name) for name, parameter in named.items()}
-        known = {id(each) for each in (*named.values(), *buffers)}
-        found = {id(each): each for each in (*self._python.tensors, *leaves(batch)) if isinstance(each, torch.Tensor)}
+        known = {id(tensor) for tensor in (*named.values(), *buffers)}
+        found = {
+            id(tensor): tensor for tensor in (*self._python.tensors, *leaves(batch)) if isinstance(tensor, torch.Tensor)
+        }
         self._tensors = [
             *parameters.values(),
-            *(_Tensor(each, "a tensor that the model has") for key, each in found.items() if key not in known),
+            *(_Tensor(tensor, "a tensor that the model has") for key, tensor in found.items() if key not in known),
         ]
         self.is_watched = not is_for_planning
         self._shows_ops = not any(map(is_compiled, model.modules()))  # compiled code shows none
@@ -87,14 +92,14 @@ class ModelState:
         if is_for_planning:
             self._parameters = list(parameters.values())
             self._sums = _sums(self._parameters)
-            self._lists = [(each, list(each.items())) for module in modules for each in _lists(module)]
+            self._lists = [(entries, list(entries.items())) for module in modules for entries in _lists(module)]
         else:  # nothing has shown which of the others are written
-            for each in self._tensors:
-                each.copy_small()
+            for noted in self._tensors:
+                noted.copy_small()
 
     @contextlib.contextmanager
     def next_step(self) -> Iterator[None]:
-        """A step: in the first that comes to its end, what ops write is copied before."""
+        """Open a block for a step: in the first that comes to its end, what ops write is copied before."""
         if self.is_watched:
             yield
             return
@@ -102,52 +107,54 @@ class ModelState:
             yield
         self.is_watched = True
         self.written = [
-            each.name for each in self._parameters if each.is_copied and (self._shows_ops or each.is_other())
+            noted.name for noted in self._parameters if noted.is_copied and (self._shows_ops or noted.is_other())
         ]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that is not copied beforehand."""
-        return [each.tensor for each in self._tensors]
+        """List all that is not copied beforehand."""
+        return [noted.tensor for noted in self._tensors]
 
     def check_unwritten(self) -> None:
         """Raise `StateError` if a tensor was written and not copied before, as far as its version says."""
-        for each in self._tensors:
-            if each.is_changed():
+        for noted in self._tensors:
+            if noted.is_changed():
                 raise StateError(
                     "Memory ran out after parameters were changed, so that the step cannot be repeated."
-                    if isinstance(each.tensor, nn.Parameter)
-                    else "Memory ran out after the step had changed one of its inputs in place, so that it cannot be repeated.",
+                    if isinstance(noted.tensor, nn.Parameter)
+                    else "Memory ran out after the step had changed one of its inputs in place, "
+                    "so that it cannot be repeated.",
                     expected="a function that runs forward and backward",
-                    got=f"one that changes {each.name}",
+                    got=f"one that changes {noted.name}",
                     do="Step the optimizer after `plan.run`; plan with a batch as large as this one.",
                 )
 
     def put_back(self) -> None:
         self._python.put_back()
-        for each in self._tensors:
-            each.put_back()
+        for noted in self._tensors:
+            noted.put_back()
         for buffer, before in self._buffers:
             _replace_values(buffer, before)
         self._random.restore()
 
     def end(self) -> None:
-        """After the last step, when everything that planning has put on the model is off again.
+        """Put everything back after the last step, when all that planning has put on the model is off again.
 
         Raises:
             StateError: something could not be put back.
         """
         self.put_back()
-        for each, items in self._lists:
-            if list(each.items()) != items:
-                each.clear()
-                each.update(items)
+        for entries, items in self._lists:
+            if list(entries.items()) != items:
+                entries.clear()
+                entries.update(items)
         now = _sums(self._parameters)
         changed = [
-            each for each, before, after in zip(self._parameters, self._sums, now, strict=True) if before != after
+            noted for noted, before, after in zip(self._parameters, self._sums, now, strict=True) if before != after
         ]
         if changed:
             raise StateError(
-                "A step changed what planning cannot put back: no op shows that it was written (NumPy, or a kernel of one's own, did).",
+                "A step changed what planning cannot put back: "
+                "no op shows that it was written (NumPy, or a kernel of one's own, did).",
                 expected="values as before",
                 got=f"others in {changed[0].name}" + (f" and {len(changed) - 1} more" if len(changed) > 1 else ""),
                 do="Load the values again, and plan with the writing switched off, or done by PyTorch's ops.",
@@ -189,7 +196,7 @@ class _Tensor:
         return self._copy is None and _version(self.tensor) != self._version
 
     def is_other(self) -> bool:
-        """Whether it has other values than its copy."""
+        """Say whether it has other values than its copy."""
         return self._copy is not None and not torch.equal(self._memory.to("cpu"), self._copy)
 
     def put_back(self) -> None:
@@ -213,14 +220,14 @@ class _Watch(TorchDispatchMode):
     def __init__(self, tensors: Iterable[_Tensor]) -> None:
         super().__init__()
         self._by_storage: dict[int, list[_Tensor]] = {}
-        for each in tensors:
-            if (key := _storage(each.memory)) is not None:
-                self._by_storage.setdefault(key, []).append(each)
+        for noted in tensors:
+            if (key := _storage(noted.memory)) is not None:
+                self._by_storage.setdefault(key, []).append(noted)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # PyTorch would put a wrapper around the handler, which loads its compiler at the first op of a step. Frames of that
-        # stay for the collector, and with them the batch.
+        # PyTorch would put a wrapper around the handler, which loads its compiler at the first op of a step. Frames of
+        # that stay for the collector, and with them the batch.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -232,8 +239,8 @@ class _Watch(TorchDispatchMode):
                     value = args[place] if place < len(args) else kwargs.get(argument.name)
                     for tensor in leaves(value):
                         if isinstance(tensor, torch.Tensor) and (key := _storage(local_tensor(tensor))) is not None:
-                            for each in self._by_storage.get(key, ()):
-                                each.copy()
+                            for noted in self._by_storage.get(key, ()):
+                                noted.copy()
         return func(*args, **kwargs)
 
 
@@ -273,7 +280,10 @@ def _check_initialized(model: nn.Module) -> None:
 
 
 def _lists(module: nn.Module) -> list[dict[Any, Any]]:
-    """Hooks and modules in a module, which nothing of planning's is among any more at the end."""
+    """List the hooks and modules of a module.
+
+    When planning has ended nothing of planning's may be among them.
+    """
     return [module._modules, *(hooks for name in _HOOKS if isinstance(hooks := getattr(module, name, None), dict))]
 
 
@@ -301,11 +311,11 @@ def _place(tensor: torch.Tensor) -> Any:
 
 
 def _sums(tensors: Iterable[_Tensor]) -> list[int]:
-    """One number for the bytes of each: no memory is taken for it."""
-    sums = [_sum(each.memory) for each in tensors]
+    """Sum up the bytes of each tensor, to one number: no memory is taken for it."""
+    sums = [_sum(noted.memory) for noted in tensors]
     devices: dict[Any, list[int]] = {}
-    for index, each in enumerate(sums):
-        devices.setdefault(each.device, []).append(index)
+    for index, total in enumerate(sums):
+        devices.setdefault(total.device, []).append(index)
     result = [0] * len(sums)
     for indices in devices.values():  # an accelerator is waited for once
         numbers = torch.stack([sums[index] for index in indices]).tolist()

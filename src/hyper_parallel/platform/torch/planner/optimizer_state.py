@@ -1,6 +1,7 @@
 """How much an optimizer will hold, counted where it has its state already and told beforehand where it has none.
 
-Of a kind that is not known, stand-ins take a step: for each group of parameters one of each shape, on the host if the optimizer works there.
+Of a kind that is not known, stand-ins take a step: for each group of parameters one of each shape, on the host if the
+optimizer works there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad"
 
 
 def optimizer_bytes(optimizer: Any, device: torch.device, *, is_reserved: bool = False) -> int:
-    """What an optimizer will hold beside what is allocated already. `is_reserved`: what cannot be told is counted elsewhere.
+    """Count what an optimizer will hold beside what is allocated already.
+
+    `is_reserved`: what cannot be told is counted elsewhere.
 
     Raises:
         ValueError: its state is not there yet, and not even stand-ins of its parameters can take a step.
@@ -58,6 +61,7 @@ def optimizer_bytes(optimizer: Any, device: torch.device, *, is_reserved: bool =
 
 
 def _copies_of_parameters(optimizer: Any) -> int | None:
+    """Say how many tensors like the parameter this kind holds. None: the kind is not known."""
     groups = optimizer.param_groups
     if type(optimizer).__name__ == "LBFGS":  # its history grows, so that one step tells little
         return 2 * max(int(group["history_size"]) for group in groups) + 3
@@ -70,12 +74,17 @@ def _copies_of_parameters(optimizer: Any) -> int | None:
 
 
 def _by_stand_ins(optimizer: Any, place: torch.device) -> int:
-    """What the state takes after one step, if parameters of one shape and group have as much of it each."""
+    """Count what the state takes after one step of stand-ins.
+
+    Parameters of one shape and group are taken to have as much of it each.
+    """
     total = 0
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
         kinds = collections.Counter(
-            (tuple(local_tensor(each).shape), each.dtype) for each in group["params"] if each.requires_grad
+            (tuple(local_tensor(parameter).shape), parameter.dtype)
+            for parameter in group["params"]
+            if parameter.requires_grad
         )
         for (shape, dtype), number in kinds.items():
             stand_in = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=place))
@@ -92,16 +101,16 @@ def _by_stand_ins(optimizer: Any, place: torch.device) -> int:
 
 
 def _without_parameters(value: object, stand_in: torch.nn.Parameter) -> Any:
-    """An attribute as another optimizer may have it, which is to change nothing of the first."""
+    """Copy an attribute for another optimizer, which is to change nothing of the first."""
     if not isinstance(value, (list, dict, set)):
         return value
-    has_tensors = any(isinstance(each, torch.Tensor) for each in leaves(value))
+    has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves(value))
     return [stand_in] if has_tensors and isinstance(value, list) else copy.copy(value)
 
 
 def _bytes_on(state: Any, device: torch.device) -> int:
-    tensors = {id(each): each for own in state.values() for each in leaves(own) if isinstance(each, torch.Tensor)}
-    return sum(_num_bytes(each) for each in tensors.values() if each.device == device)
+    tensors = {id(leaf): leaf for own in state.values() for leaf in leaves(own) if isinstance(leaf, torch.Tensor)}
+    return sum(_num_bytes(tensor) for tensor in tensors.values() if tensor.device == device)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

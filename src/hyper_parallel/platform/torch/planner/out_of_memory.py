@@ -19,7 +19,7 @@ _WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an attempt failed for want of device memory alone."""
+    """Say whether an attempt failed for want of device memory alone."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, HyperParallelError):  # it says what else to do
@@ -28,7 +28,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def attempt(function: Callable[[], Any], device: torch.device) -> tuple[Any, str | None]:
-    """What the function gives and None; or None and what was said when memory ran out. Other errors pass."""
+    """Call the function and give what it gives and None; or None and what was said when memory ran out.
+
+    Other errors pass.
+    """
     try:
         return function(), None
     except Exception as error:
@@ -41,20 +44,22 @@ def attempt(function: Callable[[], Any], device: torch.device) -> tuple[Any, str
 
 
 def let_go(error: BaseException) -> None:
-    """Frames of a failed attempt hold its tensors as long as somebody has the error."""
+    """Clear the frames of a failed attempt: they hold its tensors as long as somebody has the error."""
     pending: list[BaseException | None] = [error]
     while pending:
-        each = pending.pop()
-        if each is not None and each.__traceback__ is not None:
+        failure = pending.pop()
+        if failure is not None and failure.__traceback__ is not None:
             with contextlib.suppress(RuntimeError):  # a frame that still runs is passed over
-                traceback.clear_frames(each.__traceback__)
-            each.__traceback__ = None
-            pending += [each.__cause__, each.__context__]
+                traceback.clear_frames(failure.__traceback__)
+            failure.__traceback__ = None
+            pending += [failure.__cause__, failure.__context__]
 
 
 def release(device: torch.device) -> None:
-    """Give memory back that nothing of use holds any more: cycles and the rest of a backward of the failed attempt, and what the
-    allocator kept in other sizes."""
+    """Give memory back that nothing of use holds any more.
+
+    It is in cycles, in the rest of a failed attempt's backward, and in what the allocator kept in other sizes.
+    """
     _drop_failed_backward()
     gc.collect()
     if device.type != "cpu":
@@ -64,10 +69,11 @@ def release(device: torch.device) -> None:
 
 
 def _drop_failed_backward() -> None:
-    """Run a backward of nothing.
+    """Run a backward of nothing, so that the rest of a failed one is dropped.
 
-    On a CPU backward runs in the calling thread, and what a failed one had still to do stays in that thread's queue, with the graph and all
-    its tensors, until the next one begins. The caller may be in any mode, and where this fails only memory is lost.
+    On a CPU backward runs in the calling thread, and what a failed one had still to do stays in that thread's queue,
+    with the graph and all its tensors, until the next one begins. The caller may be in any mode, and where this fails
+    only memory is lost.
     """
     with (
         contextlib.suppress(Exception),
@@ -85,10 +91,11 @@ _original: Callable[..., None] = torch.autograd.backward
 
 @contextlib.contextmanager
 def said_in_backward(words: str) -> Iterator[None]:
-    """Within: a backward that runs out of memory says this, too.
+    """Let a backward that runs out of memory in this block say these words, too.
 
-    Hooks are told where a backward begins and where it ends, and nobody is told that it failed. So `torch.autograd.backward`, which
-    `Tensor.backward` calls, is another function meanwhile; it is put back unless somebody else has replaced it since.
+    Hooks are told where a backward begins and where it ends, and nobody is told that it failed. So
+    `torch.autograd.backward`, which `Tensor.backward` calls, is another function meanwhile; it is put back unless
+    somebody else has replaced it since.
     """
     global _original
     with _lock:

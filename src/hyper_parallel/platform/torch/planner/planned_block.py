@@ -17,8 +17,8 @@ from hyper_parallel.platform.torch.wrappers.activation_wrapper import Activation
 class PlannedBlock(ActivationWrapper):
     """A block whose calls a plan decides about.
 
-    A plan is on one model, and is taken off that one. So a copy, and what is loaded from a file, is the block without the plan; a file can be
-    loaded without this package.
+    A plan is on one model, and is taken off that one. So a copy, and what is loaded from a file, is the block without
+    the plan; a file can be loaded without this package.
     """
 
     def __init__(self, block: nn.Module, call: Callable[..., Any]) -> None:
@@ -38,5 +38,5 @@ class PlannedBlock(ActivationWrapper):
 
 
 def planned_blocks(model: nn.Module) -> list[str]:
-    """The paths of blocks that are under a plan."""
+    """List the paths of blocks that are under a plan."""
     return [name for name, wrapper in list_wrappers(model) if isinstance(wrapper, PlannedBlock)]

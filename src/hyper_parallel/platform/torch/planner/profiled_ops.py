@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.planner.model.choices import RECOMPUTE, SAVE, SWAP, Choice
-from hyper_parallel.core.planner.model.profile import Op, Value
+from hyper_parallel.core.planner.model.profile import ProfiledOp, StorageFacts
 from hyper_parallel.platform.torch.planner import signature
 from hyper_parallel.platform.torch.planner.traced_steps import RecordedCall, is_made
 from hyper_parallel.platform.torch.regions.op_traits import traits_of
@@ -16,7 +16,10 @@ from hyper_parallel.platform.torch.regions.values import Argument, Constant, Fre
 
 
 def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, min_bytes: int | None) -> list[Any]:
-    """The ops of a call; one of which a part is chosen by itself, with its parts after it: see `_parts`."""
+    """Turn a call's recorded ops into those of a profile.
+
+    After an op whose residuals are chosen one by one come its parts: see `_parts`.
+    """
     places: dict[Any, int] = {}  # of values, among the planner's ops
     last: list[int] = []  # by the number of a recorded op: its last part, or itself
     ops: list[Any] = []
@@ -29,21 +32,21 @@ def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, m
         places |= dict.fromkeys(made, own)
         read = [value for value in op.reads if value is not None and is_made(value)]
         reads = {places.get(value, last[value.op] if value.op < op.index else own) for value in read}
-        whole = Op(
+        whole = ProfiledOp(
             module=op.module if paths is None else paths.below(op.module),
             name=str(op.func),
             call=op.call,
             occurrence=op.occurrence_in_call,
             forward_ms=ms,
             makes=tuple(
-                Value(v.num_bytes, v in noted.needed, noted.freed_after.get(v)) for v in made if v not in parts
+                StorageFacts(v.num_bytes, v in noted.needed, noted.freed_after.get(v)) for v in made if v not in parts
             ),
             reads=tuple(sorted(reads - {own})),
             reads_inputs=(0,)
             if any(value is not None and value.op < 0 and value in noted.inputs for value in op.reads)
             else (),
             choices=(RECOMPUTE,) if parts else _choices(made, noted, min_bytes),
-            looks=() if op.targets else tuple(_looks(op.outputs)),
+            result_metas=() if op.targets else tuple(_metas(op.outputs)),
         )
         ops.append(whole)
         for value in parts:
@@ -53,11 +56,11 @@ def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, m
                     whole,
                     name=f"{whole.name}[{part}]",
                     forward_ms=0.0,
-                    makes=(Value(value.num_bytes, True, noted.freed_after.get(value)),),
+                    makes=(StorageFacts(value.num_bytes, True, noted.freed_after.get(value)),),
                     reads=(own,),
                     reads_inputs=(),
                     choices=_choices([value], noted, min_bytes),
-                    looks=(),
+                    result_metas=(),
                     part=part,
                 )
             )
@@ -66,10 +69,10 @@ def planned_ops(noted: RecordedCall, op_ms: list[float], device: torch.device, m
 
 
 def _parts(op: Any, made: list[Any], noted: RecordedCall, min_bytes: int | None) -> list[Any]:
-    """The residuals that are chosen one by one.
+    """List the residuals that are chosen one by one.
 
-    Those among what compiled code made, if there is more than one to swap: that is all of a block at once. And those of an op that also makes what
-    backward does not need: of a dropout the mask is kept, and not its result.
+    Those among what compiled code made, if there is more than one to swap: that is all of a block at once. And those of
+    an op that also makes what backward does not need: of a dropout the mask is kept, and not its result.
     """
     if op.targets or not all(value in noted.current for value in made):
         return []
@@ -82,6 +85,7 @@ def _parts(op: Any, made: list[Any], noted: RecordedCall, min_bytes: int | None)
 
 
 def _choices(made: list[Any], noted: RecordedCall, min_bytes: int | None) -> tuple[Choice, ...]:
+    """List what can be done with what an op made."""
     if not sum(value.num_bytes for value in made) or not all(value in noted.current for value in made):
         return (RECOMPUTE,)
     is_large = min_bytes is not None and max(value.num_bytes for value in made) >= min_bytes
@@ -91,7 +95,7 @@ def _choices(made: list[Any], noted: RecordedCall, min_bytes: int | None) -> tup
 
 
 def _renumbered(op: Any, last: list[int]) -> Any:
-    """With the planner's numbers where a recorded op's were: a value is gone after an op and all of its parts."""
+    """Put the profile's numbers where a recorded op's were: a storage is gone after an op and all of its parts."""
     makes = (
         value if value.freed_after is None else dataclasses.replace(value, freed_after=last[value.freed_after])
         for value in op.makes
@@ -99,17 +103,17 @@ def _renumbered(op: Any, last: list[int]) -> Any:
     return dataclasses.replace(op, makes=tuple(makes))
 
 
-def _looks(outputs: object) -> list[str]:
-    """How results of an op look: "float32[2, 8]"."""
+def _metas(outputs: object) -> list[str]:
+    """List dtype and shape of an op's results: "float32[2, 8]"."""
     if isinstance(outputs, Fresh):
-        return [signature.look_of(outputs.view.dtype, outputs.view.size)]
+        return [signature.tensor_meta(outputs.view.dtype, outputs.view.size)]
     if isinstance(outputs, (list, tuple)) and not isinstance(outputs, (Argument, Constant)):
-        return [look for each in outputs for look in _looks(each)]
+        return [meta for item in outputs for meta in _metas(item)]
     return []
 
 
 def op_times(noted: RecordedCall) -> list[float]:
-    """Milliseconds of each recorded op; views and the like, which the record leaves out, are passed over."""
+    """Measure each recorded op in milliseconds; views and the like, which the record leaves out, are passed over."""
     record, times = noted.record, noted.times
     if record is None or times is None:
         return []

@@ -6,8 +6,8 @@
 4. a step with every block as a region: its ops, what they read and make, what backward needs, how long each takes;
 5. a step by the allocator in which every block is run again.
 
-Where a plain step does not fit the device, 1 to 3 are steps in which every block is run again (its inputs are swapped, too, if even that
-does not fit), and what a plain step would take is computed from them.
+Where a plain step does not fit the device, 1 to 3 are steps in which every block is run again (its inputs are swapped,
+too, if even that does not fit), and what a plain step would take is computed from them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from hyper_parallel.core.activation_checkpoint.replacement import replace
 from hyper_parallel.core.planner.model.abilities import Abilities, HostCost
 from hyper_parallel.core.planner.model.agreement import common_profile
 from hyper_parallel.core.planner.model.choices import SAVE, SWAP, plain, recompute_all, recompute_ms
-from hyper_parallel.core.planner.model.measured_span import Span
+from hyper_parallel.core.planner.model.measured_span import MeasuredSpan
 from hyper_parallel.core.planner.model.problem import Problem, evaluate
-from hyper_parallel.core.planner.model.profile import Input, Region, StepProfile, Turn, Value
+from hyper_parallel.core.planner.model.profile import Input, Region, StepProfile, StorageFacts, Turn
 from hyper_parallel.core.planner.model.spans import as_allocated, with_common_times, with_peaks
 from hyper_parallel.core.planner.solve.solver import BudgetError
 from hyper_parallel.core.swap.config import current_config, default_min_bytes
@@ -65,12 +65,13 @@ from hyper_parallel.platform.torch.wrappers.replacement import TREE
 
 _logger = get_logger("planner")
 NUM_TIMED = 3
-_NOISE_SHARE = 0.03  # of a step
+# Steps differ by so much of a step without a reason: less than that is not put down to regions.
+_NOISE_SHARE = 0.03
 Progress = Callable[[str], None]
 
 
-class _Way(Enum):
-    """How blocks run while a step is measured; the first that fits is taken."""
+class HowBlocksRun(Enum):
+    """How blocks run while a step is measured; the first way that fits the device is taken."""
 
     PLAIN = "as they are"
     RECOMPUTE = "every block run again"
@@ -78,7 +79,10 @@ class _Way(Enum):
 
 
 class ProfiledModel:
-    """What the planner asks the framework about one model, batch and loss."""
+    """One model, batch and loss, with which the planner runs real steps.
+
+    It lives for one call of the planner.
+    """
 
     def __init__(
         self,
@@ -101,10 +105,10 @@ class ProfiledModel:
         self._reached: list[int | None] = []  # for each call of a block: see `_Reached`
         self.extra_bytes = reserve_bytes + optimizer_bytes(optimizer, self.device, is_reserved=reserve_bytes > 0)
 
-    # -- what is alive when forward begins ------------------------------------------------------------------------------
+    # -- what is alive when forward begins -----------------------------------------------------------------------------
 
     def base_bytes(self) -> int:
-        """Parameters, gradients, buffers, optimizer state, the batch; on an accelerator all that the process has allocated.
+        """Count parameters, gradients, buffers, optimizer state, the batch; on an accelerator all that the process has.
 
         And the output of the step before, once one was seen, if the training loop has it still.
         """
@@ -116,7 +120,7 @@ class ProfiledModel:
     def _without_output_bytes(self) -> int:
         trained = trained_tensors(self.model, self.batch)
         if self.device.type != "cpu":
-            missing = [each for each in trained if each.grad is None and each.device == self.device]
+            missing = [tensor for tensor in trained if tensor.grad is None and tensor.device == self.device]
             allocated = int(getattr(torch, self.device.type).memory_allocated(self.device))
             return allocated + sum(map(_num_bytes, missing)) + self.extra_bytes
         storages: dict[int, int] = {}
@@ -126,42 +130,52 @@ class ProfiledModel:
         return sum(storages.values()) + sum(map(_num_bytes, trained)) + self.extra_bytes
 
     def suggested_blocks(self, inside: str | None = None) -> list[str]:
-        """What could be planned instead of a block, or beside all of them: patterns for `regions=`."""
+        """List what could be planned instead of a block, or beside all of them: patterns for `regions=`."""
         return suggested(self.model, self.blocks, inside)
 
-    # -- measuring ------------------------------------------------------------------------------------------------------
+    # -- measuring -----------------------------------------------------------------------------------------------------
 
     def step(self, meter: Any = None) -> float:
-        """One step that begins like every other; marked as "start", "turn" and "end" where a meter is given."""
+        """Run one step that begins like every other.
+
+        "start", "turn" and "end" are marked where a meter is given.
+        """
         with self.preserved() as block, block as state, state.next_step():
             keeps = self._keeps_output and meter is not None
             return run_step(self.model, self.batch, self.loss_fn, self._kept_output, meter, keeps=keeps)
 
     def preserved(self) -> preserved:
-        """For several steps in a row: within a block, which it gives, and afterwards, as `preserved` says."""
+        """Open a block for several steps in a row, and leave everything as `preserved` says."""
         return preserved(self.model, self.batch, self.loss_fn)
 
     def kept_by_op(self) -> list[tuple[str, str, str, int]]:
-        """Nothing: a profile has ops of its own here."""
+        """List nothing: a profile has ops of its own here."""
         return []
 
     def look_for_writes(self) -> None:
-        """Before a plan is on the model: a step that shows what steps write, if none has and the plain one fits the device."""
+        """Run a step that shows what steps write, if none has shown it and the plain one fits the device.
+
+        It runs before a plan is on the model.
+        """
         with self.preserved() as block, block as state:
             if not state.is_watched:
                 attempt(self.step, self.device)
 
     def peaks_within(self, num_steps: int, *, num_before: int) -> int | None:
-        """The highest point of some steps after others, as the model is now, above where they began; None: memory ran out."""
+        """Measure the highest point of some steps after others, as the model is now, above where they began.
+
+        None: memory ran out.
+        """
         self._empty_cache()
         found = attempt(lambda: [self.peak_bytes() for _ in range(num_before + num_steps)], self.device)[0]
         peaks = self._of_all(None if found is None else max(found[num_before:]))
         return None if None in peaks else max(peaks)
 
     def agreed(self, profile: Any) -> Any:
-        """What ranks plan by that hold parts of one model: see `common_profile`. Model and batch in it are this rank's.
+        """Agree with the ranks that hold parts of one model on one profile: see `common_profile`.
 
-        They take all their steps together: a plan that one of them refuses is to be refused by all, after as many steps.
+        Model and batch in it are this rank's. Such ranks take all their steps together: a plan that one of them refuses
+        is to be refused by all, after as many steps.
         """
         common = common_profile(self._of_all(profile))
         if common is None:
@@ -170,25 +184,28 @@ class ProfiledModel:
         return dataclasses.replace(common, identity=profile.identity)
 
     def free_bytes(self) -> int:
-        """What the device has left; of ranks that plan together, that with the least."""
+        """Count what the device has left; of ranks that plan together, that with the least."""
         return min(self._of_all(free_bytes(self.device)))
 
     @functools.cached_property
     def _groups(self) -> list[Any]:
-        """Those in which a step of the model communicates, as far as its parameters tell."""
+        """The groups of ranks in which a step of the model communicates, as far as its parameters tell."""
         return [] if self.is_alone else groups_of(self.model)
 
     def _of_all(self, value: object) -> list[Any]:
-        """The value of each rank that plans together with this one, in their order."""
+        """Collect the value of each rank that plans together with this one, in their order."""
         values = {0 if self.is_alone else dist.get_rank(): value}
         for group in self._groups:
             found: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(found, values, group)
-            values = {rank: each for part in found for rank, each in part.items()}
+            values = {rank: own_value for part in found for rank, own_value in part.items()}
         return [values[rank] for rank in sorted(values)]
 
     def peak_bytes(self) -> int:
-        """The highest point of one step above where it began, as the model is now; nothing is changed by it."""
+        """Measure the highest point of one step above where it began.
+
+        The model is taken as it is now, and nothing is changed by it.
+        """
         with self.preserved() as block, block:
             if self._keeps_output and self._kept_output.sizes is None:
                 self.step()  # how much the one before left
@@ -199,7 +216,10 @@ class ProfiledModel:
 
     @property
     def tells_time(self) -> bool:
-        """Whether the time of a few steps tells anything: on a CPU it is noise, and ranks would draw different conclusions from their own."""
+        """Say whether the time of a few steps tells anything.
+
+        On a CPU it is noise, and ranks would draw different conclusions from their own.
+        """
         return self.device.type != "cpu" and self.is_alone
 
     @property
@@ -207,11 +227,11 @@ class ProfiledModel:
         return is_alone()
 
     def step_ms_within(self) -> float | None:
-        """`step_ms`; None: memory ran out."""
+        """Measure `step_ms`. None: memory ran out."""
         return attempt(self.step_ms, self.device)[0]
 
     def step_ms(self, num_steps: int = NUM_TIMED) -> float:
-        """The median time of a step, as the model is now."""
+        """Measure the median time of a step, as the model is now."""
         with self.preserved() as block, block:
             times = []
             for _ in range(num_steps):
@@ -221,43 +241,45 @@ class ProfiledModel:
             return statistics.median(times)
 
     def profile(self, progress: Progress | None = None) -> Any:
-        """A `StepProfile` of the plain step."""
-        say = progress or (lambda what: None)
+        """Run the steps that the head of the file lists, and make a profile of them."""
+        report_progress = progress or (lambda what: None)
         base_bytes = self._without_output_bytes()
         compile_visibly(self.model)
         with self.preserved() as block, block as state:
-            way, timed, spans = self._steps(say)
-            say("recording ops")
-            with recording(self.model, self.blocks, self.device, swaps_inputs=way is _Way.SWAP_INPUTS) as calls:
+            way, timed, spans = self._steps(report_progress)
+            report_progress("recording ops")
+            with recording(self.model, self.blocks, self.device, swaps_inputs=way is HowBlocksRun.SWAP_INPUTS) as calls:
                 self.step()
             written = tuple(state.written)
         base_bytes += self._output_bytes()
-        say("measuring the link")
+        report_progress("measuring the link")
         link, said = attempt(functools.partial(measure_link, self.device), self.device)
         if said is not None:
             _logger.warning("nothing will be swapped: there is no room to measure the link (%s)", said)
-        common = [name for name in timed[0] if all(name in each for each in timed)]
-        times = {name: statistics.median(each[name] for each in timed) for name in common}
+        common = [name for name in timed[0] if all(name in step_times for step_times in timed)]
+        times = {name: statistics.median(step_times[name] for step_times in timed) for name in common}
         self._check_calls(calls, times)
         for index, call in enumerate(calls):
-            # Without a mark it may have run again nevertheless: a hook is lost on a view that the next block writes into.
+            # Without a mark it may have run again nevertheless: a hook is lost on a view that the next block writes
+            # into.
             if f"backward {index}" not in times and not call.ran_again:
                 call.forget_needed()
         note_shared(calls, self._held_storages())
         regions = [
-            _region(each, index, times, self.device, link is not None, _min_bytes(self.device))
-            for index, each in enumerate(calls)
+            _region(call, index, times, self.device, link is not None, _min_bytes(self.device))
+            for index, call in enumerate(calls)
         ]
-        say("measuring recomputation")
-        decision = [_run_again(region, swaps_inputs=way is _Way.SWAP_INPUTS) for region in regions]
+        report_progress("measuring recomputation")
+        decision = [_run_again(region, swaps_inputs=way is HowBlocksRun.SWAP_INPUTS) for region in regions]
         again, again_ms = self._measured_again(regions, decision)
-        regions = with_common_times(regions if way is _Way.PLAIN else _without_replay(regions, decision))
+        regions = with_common_times(regions if way is HowBlocksRun.PLAIN else _without_replay(regions, decision))
         if spans is not None and self.device.type != "cpu":  # a CPU's meter counts what was asked for
             regions = as_allocated(regions, spans, again, decision)
         regions, turn_bytes = with_peaks(regions, spans, again, decision)
         turn_ms = times.get(f"after {len(calls) - 1}", 0.0) + times.get("turn", 0.0)
-        # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the noise in them.
-        step_ms = turn_ms + sum(each.before_ms + each.forward_ms + each.backward_ms for each in regions)
+        # By the same numbers that a plan is predicted with: no plan shall look faster than the plain step for the noise
+        # in them.
+        step_ms = turn_ms + sum(region.before_ms + region.forward_ms + region.backward_ms for region in regions)
         regions, host = self._host_cost(regions, decision, step_ms, again_ms)
         profile = StepProfile(
             regions=tuple(regions),
@@ -280,15 +302,19 @@ class ProfiledModel:
         )
         return profile if spans is not None else _with_computed_peak(profile)
 
-    def _steps(self, say: Progress) -> tuple[_Way, list[dict[str, float]], list[Span] | None]:
-        """The first way of running a step that fits the device; by the clock, and by the allocator if it is the plain one.
+    def _steps(
+        self, report_progress: Progress
+    ) -> tuple[HowBlocksRun, list[dict[str, float]], list[MeasuredSpan] | None]:
+        """Measure steps in the first way of running them that fits the device.
+
+        They are timed, and their memory is measured if the way is the plain one.
 
         Raises:
             BudgetError: none does.
         """
         said: str | None = None
-        for way in _Way:
-            found, said = attempt(functools.partial(self._steps_in, way, say), self.device)
+        for way in HowBlocksRun:
+            found, said = attempt(functools.partial(self._steps_in, way, report_progress), self.device)
             if said is None:
                 return way, *found
             _logger.info("a step does not fit the device (%s): %s", way.value, said.partition("\n")[0])
@@ -299,22 +325,29 @@ class ProfiledModel:
             do="Make the batch or the sequence smaller, or name smaller blocks: regions=[...].",
         )
 
-    def _steps_in(self, way: _Way, say: Progress) -> tuple[list[dict[str, float]], list[Span] | None]:
+    def _steps_in(
+        self, way: HowBlocksRun, report_progress: Progress
+    ) -> tuple[list[dict[str, float]], list[MeasuredSpan] | None]:
         with self._run_in(way) as wrappers:
-            say("warming up" if way is _Way.PLAIN else "the plain step does not fit; recomputing every block")
+            report_progress(
+                "warming up" if way is HowBlocksRun.PLAIN else "the plain step does not fit; recomputing every block"
+            )
             self._find_reached(wrappers)
-            say("measuring times")
+            report_progress("measuring times")
             timed = [self._timed(wrappers) for _ in range(NUM_TIMED)]
-            say("measuring memory")
-            return timed, self._measured() if way is _Way.PLAIN else None
+            report_progress("measuring memory")
+            return timed, self._measured() if way is HowBlocksRun.PLAIN else None
 
     @contextlib.contextmanager
-    def _run_in(self, way: _Way) -> Iterator[list[nn.Module]]:
-        """Within: blocks are run again in backward, unless the way is the plain one; the wrappers that do it."""
-        if way is _Way.PLAIN:
+    def _run_in(self, way: HowBlocksRun) -> Iterator[list[nn.Module]]:
+        """Run blocks again in backward while the block is open, unless the way is the plain one.
+
+        It gives the wrappers that do it.
+        """
+        if way is HowBlocksRun.PLAIN:
             yield []
             return
-        swaps_inputs = way is _Way.SWAP_INPUTS
+        swaps_inputs = way is HowBlocksRun.SWAP_INPUTS
         wrapped = {block: checkpoint_wrapper(block, swap_inputs=swaps_inputs) for block in self.blocks.values()}
         replace(TREE, self.model, wrapped)
         try:
@@ -323,7 +356,10 @@ class ProfiledModel:
             unwrap(self.model, wrapped)
 
     def _find_reached(self, wrappers: Iterable[nn.Module] = ()) -> None:
-        """A step that tells which outputs of blocks backward comes to: a branch may be detached, or not lead to the loss."""
+        """Run a step that tells which outputs of blocks backward comes to.
+
+        A branch may be detached, or not lead to the loss.
+        """
         reached = _Reached()
         handles = [block.register_forward_hook(reached.watch) for block in wrappers or self.blocks.values()]
         try:
@@ -338,7 +374,7 @@ class ProfiledModel:
         self._marked(clock, wrappers)
         return clock.spans()
 
-    def _measured(self, wrappers: Iterable[nn.Module] = ()) -> list[Span]:
+    def _measured(self, wrappers: Iterable[nn.Module] = ()) -> list[MeasuredSpan]:
         self._empty_cache()
         meter = memory_meter(self.device)
         with meter.running():
@@ -346,19 +382,26 @@ class ProfiledModel:
         return meter.spans()
 
     def _empty_cache(self) -> None:
-        """Before memory is measured: of what other steps left there, a block that is up to 1 MiB too large would be used, and counted, as it is."""
+        """Empty the allocator's cache before memory is measured.
+
+        A block that other steps left there may be up to 1 MiB too large for what uses it, and would be counted as it
+        is.
+        """
         if self.device.type != "cpu":
             getattr(torch, self.device.type).empty_cache()
 
-    def _measured_again(self, regions: list[Any], decision: list[Any]) -> tuple[list[Span], float]:
-        """A step in which every block is run again, by the allocator; and by the clock, on an accelerator, when regions know their ops."""
+    def _measured_again(self, regions: list[Any], decision: list[Any]) -> tuple[list[MeasuredSpan], float]:
+        """Measure a step in which every block is run again.
+
+        Its memory is measured, and on an accelerator its time, when regions know their ops.
+        """
         with self._again(regions, decision, by_framework=False, is_unwatched=False) as wrappers:
             self.step()
             spans = self._measured(wrappers)
             return spans, 0.0 if self.device.type == "cpu" else self.step_ms()
 
     def _step_ms_again(self, regions: list[Any], decision: list[Any], **ways: Any) -> float:
-        """The time of a step in which every block is run again in this way."""
+        """Measure the time of a step in which every block is run again in this way."""
         with self._again(regions, decision, **ways):
             self.step()  # what has not been seen yet is watched
             self.step()
@@ -376,9 +419,10 @@ class ProfiledModel:
     def _host_cost(
         self, regions: list[Any], decision: list[Any], step_ms: float, again_ms: float
     ) -> tuple[list[Any], HostCost]:
-        """What regions cost beside the ops that they run again, where an accelerator waits for the host; and the regions with what ops take then.
+        """Measure what regions cost beside the ops that they run again, where an accelerator waits for the host.
 
-        The framework's own checkpoint waits, too, where ops are small or need an answer from the device: that is what running them again costs.
+        The regions come back with what their ops take then. The framework's own checkpoint waits, too, where ops are
+        small or need an answer from the device: that is what running them again costs.
         """
         computed_ms = sum(map(recompute_ms, regions, decision))
         noise_ms = _NOISE_SHARE * step_ms
@@ -396,7 +440,7 @@ class ProfiledModel:
         return regions, HostCost(region_ms, without_copies_ms)
 
     def _marked(self, meter: object, wrappers: Iterable[nn.Module] = ()) -> None:
-        """One step with marks where blocks, or the wrappers around them, begin and end."""
+        """Run one step with marks where blocks, or the wrappers around them, begin and end."""
         marks = _Marks(meter, self._reached)
         # Not on a block inside a wrapper: a module with hooks gets all of its values when it runs again.
         handles = [handle for block in wrappers or self.blocks.values() for handle in marks.watch(block)]
@@ -409,7 +453,7 @@ class ProfiledModel:
                 handle.remove()
 
     def _held_storages(self) -> set[int]:
-        """What is there before the step and after it, whatever blocks are given of it."""
+        """List the storages that are there before the step and after it, whatever blocks are given of them."""
         held = (*self.model.parameters(), *self.model.buffers(), *tensors_of(self.batch))
         return {local_tensor(tensor).untyped_storage()._cdata for tensor in held}
 
@@ -421,12 +465,16 @@ class ProfiledModel:
                 "The model does not run the same blocks in each step.",
                 expected=f"{marked} calls of blocks, as in the step before",
                 got=str(len(calls)),
-                do="Switch off what skips blocks at random (layer drop), or runs them again in backward (torch.utils.checkpoint).",
+                do="Switch off what skips blocks at random (layer drop), "
+                "or runs them again in backward (torch.utils.checkpoint).",
             )
 
 
 class _Reached:
-    """Hooks that note for each call of a block the first of its outputs that a gradient comes to; None: backward does not come to this call."""
+    """Hooks that note for each call of a block the first of its outputs that a gradient comes to.
+
+    None: backward does not come to this call.
+    """
 
     def __init__(self) -> None:
         self.outputs: list[int | None] = []
@@ -447,9 +495,9 @@ class _Reached:
 
 
 class _Marks:
-    """Hooks that tell a meter where calls of blocks begin and end. In backward a block begins where its output's gradient is known.
+    """Hooks that tell a meter where calls of blocks begin and end.
 
-    `reached`: see `_Reached`.
+    In backward a block begins where its output's gradient is known. `reached`: see `_Reached`.
     """
 
     def __init__(self, meter: Any, reached: Sequence[int | None]) -> None:
@@ -489,7 +537,7 @@ def _min_bytes(device: torch.device) -> int:
 def _region(
     noted: RecordedCall, index: int, times: dict[str, float], device: torch.device, has_link: bool, min_bytes: int
 ) -> Any:
-    """One call of a block as the planner sees it; its peaks come later."""
+    """Turn one call of a block into a region; its peaks come later."""
     record = noted.record
     if record is None or noted.times is None:
         raise ArgumentError("A block was not recorded.", where=noted.path)
@@ -500,7 +548,7 @@ def _region(
     ops = planned_ops(noted, [ms * scale for ms in op_ms], device, min_bytes if may_swap else None)
     own = [value for value in noted.inputs if _is_activation(value, noted, device)]
     num_bytes = sum(value.num_bytes for value in own)
-    merged = Value(num_bytes, is_residual=any(value in noted.needed_inputs for value in own))
+    merged = StorageFacts(num_bytes, is_residual=any(value in noted.needed_inputs for value in own))
     return Region(
         path=noted.path,
         call=noted.call,
@@ -517,7 +565,7 @@ def _region(
 
 
 def _with_slower_ops(regions: list[Any], times: float) -> list[Any]:
-    """The regions with so many times what running an op again takes."""
+    """Multiply what running an op again takes."""
     return [
         dataclasses.replace(
             region, ops=tuple(dataclasses.replace(op, forward_ms=op.forward_ms * times) for op in region.ops)
@@ -527,13 +575,13 @@ def _with_slower_ops(regions: list[Any], times: float) -> list[Any]:
 
 
 def _shared_input_bytes(calls: list[RecordedCall]) -> tuple[int, ...]:
-    """Of each storage that several calls are given."""
+    """Count the bytes of each storage that several calls are given."""
     shared = {value.ref.cdata: value.num_bytes for call in calls for value in call.shared}
     return tuple(shared.values())
 
 
 def _note_bytes(record: Any, device: torch.device) -> int:
-    """States of generators that a region notes: at its begin, and before each random op."""
+    """Count the states of generators that a region notes: at its begin, and before each random op."""
     if device.type != "cpu":
         return 0  # they are kept on the host
     num_states = 1 + sum(op.state is not None for op in record.ops)
@@ -545,26 +593,26 @@ def _is_activation(value: Any, noted: RecordedCall, device: torch.device) -> boo
 
 
 def _run_again(region: Any, *, swaps_inputs: bool) -> Any:
-    """The decision to keep inputs only, or not even these."""
+    """Decide to keep inputs only, or not even these."""
     decision = recompute_all(region)
     if not swaps_inputs:
         return decision
     inputs = zip(region.inputs, decision.inputs, strict=True)
     return dataclasses.replace(
-        decision, inputs=tuple(SWAP if choice == SAVE and each.may_swap else choice for each, choice in inputs)
+        decision, inputs=tuple(SWAP if choice == SAVE and given.may_swap else choice for given, choice in inputs)
     )
 
 
 def _without_replay(regions: list[Any], decision: list[Any]) -> list[Any]:
-    """Regions whose backward was measured with the blocks run again, with the time of a plain backward."""
+    """Take the time of running again out of the backward of regions that were measured with it."""
     return [
-        dataclasses.replace(region, backward_ms=max(region.backward_ms - recompute_ms(region, each), 0.0))
-        for region, each in zip(regions, decision, strict=True)
+        dataclasses.replace(region, backward_ms=max(region.backward_ms - recompute_ms(region, chosen), 0.0))
+        for region, chosen in zip(regions, decision, strict=True)
     ]
 
 
 def _with_computed_peak(profile: Any) -> Any:
-    """By the rules that every plan is judged by: nobody has seen the plain step."""
+    """Compute the peak of the plain step, which nobody has seen, by the rules that every plan is judged by."""
     decision = tuple(plain(region) for region in profile.regions)
     return dataclasses.replace(profile, peak_bytes=evaluate(Problem(profile, 0, 0, 0), decision).peak_bytes)
 

@@ -15,14 +15,17 @@ from hyper_parallel.platform.torch.planner.steps import Arguments, device_of, te
 
 
 def identity(model: nn.Module, batch: object = None, blocks: Iterable[str] | None = None) -> Identity:
-    """What a plan is made for; without a batch, of the model alone. Which autocast a step runs under is seen in the step."""
+    """Say what a plan is made for; without a batch, of the model alone.
+
+    Which autocast a step runs under is seen in the step.
+    """
     return Identity(
         framework="torch",
         version=str(torch.__version__),
         device=device_name(device_of(model)),
         model=type(model).__qualname__,
         parameters={name: _look(tensor) for name, tensor in model.named_parameters()},
-        batch=look(batch),
+        batch=meta_of(batch),
         batch_bytes=None if batch is None else batch_bytes(batch),
         blocks=None if blocks is None else tuple(blocks),
         is_training=model.training,
@@ -30,38 +33,39 @@ def identity(model: nn.Module, batch: object = None, blocks: Iterable[str] | Non
 
 
 def check_model(model: object, call: str) -> None:
-    """Raises TypeError where it is none."""
+    """Raise TypeError where it is no module of PyTorch."""
     check_module(model, nn.Module, call)
 
 
 def forward_of(model: nn.Module) -> Callable[..., Any]:
-    """What a batch is the arguments of, after the model itself."""
+    """Give the function that a batch is the arguments of, after the model itself."""
     return type(model).forward
 
 
 def batch_bytes(batch: object) -> int:
-    """Of all tensors in it."""
-    return sum(each.numel() * each.element_size() for each in tensors_of(batch))
+    """Count the bytes of all tensors of a batch."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(batch))
 
 
-def look(batch: Any) -> Any:
-    """A batch with the look of each tensor in its place; what is no tensor is named by its type."""
+def meta_of(batch: Any) -> Any:
+    """Put dtype and shape in place of each tensor of a batch; what is no tensor is named by its type."""
     if isinstance(batch, Arguments):
-        return {"args": look(list(batch.args)), "kwargs": look(batch.kwargs)}
+        return {"args": meta_of(list(batch.args)), "kwargs": meta_of(batch.kwargs)}
     if isinstance(batch, torch.Tensor):
-        return look_of(batch.dtype, torch.Size([batch.numel()]) if batch.is_nested else batch.shape)
+        return tensor_meta(batch.dtype, torch.Size([batch.numel()]) if batch.is_nested else batch.shape)
     if isinstance(batch, dict) or hasattr(batch, "keys"):
-        return {str(key): look(batch[key]) for key in batch.keys()}  # noqa: SIM118 - not all that have keys are dicts
+        # Not all that have keys are dicts.
+        return {str(key): meta_of(batch[key]) for key in batch.keys()}  # noqa: SIM118
     if isinstance(batch, (list, tuple)):
-        return [look(each) for each in batch]
+        return [meta_of(item) for item in batch]
     if isinstance(batch, (str, int, float, bool, type(None))):
         return batch
     fields = tensor_fields(batch)
-    return {name: look(each) for name, each in fields.items()} if fields else type(batch).__name__
+    return {name: meta_of(value) for name, value in fields.items()} if fields else type(batch).__name__
 
 
-def look_of(dtype: torch.dtype, shape: torch.Size) -> str:
-    """How a tensor looks, in words: "float32[2, 8]"."""
+def tensor_meta(dtype: torch.dtype, shape: torch.Size) -> str:
+    """Say a tensor's dtype and shape in words: "float32[2, 8]"."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
@@ -73,10 +77,10 @@ def device_name(device: torch.device) -> str:
 
 def _look(parameter: torch.Tensor) -> str:
     trained = "" if parameter.requires_grad else ", frozen"
-    return f"{look_of(parameter.dtype, parameter.shape)}{trained}"
+    return f"{tensor_meta(parameter.dtype, parameter.shape)}{trained}"
 
 
 def autocast_now(device: torch.device) -> str:
-    """Its dtype, or "off"."""
+    """Say the dtype of the autocast that is on, or "off"."""
     is_on = torch.is_autocast_enabled(device.type)
     return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.") if is_on else "off"

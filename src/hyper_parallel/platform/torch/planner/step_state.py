@@ -17,8 +17,9 @@ from hyper_parallel.platform.torch.planner.steps import forget_before_step, tens
 class StepState:
     """The state of a model between steps; `restore` undoes a forward and backward that did not come to their end.
 
-    Gradients that are there already are copied to the host, since a backward adds to them in place; those that are not cost nothing.
-    What an optimizer has changed cannot be undone: then `restore` raises. `written`: names of parameters that the forward itself writes.
+    Gradients that are there already are copied to the host, since a backward adds to them in place; those that are not
+    cost nothing. What an optimizer has changed cannot be undone: then `restore` raises. `written`: names of parameters
+    that the forward itself writes.
     """
 
     def __init__(self, model: nn.Module, *, with_gradients: bool, written: Iterable[str] = ()) -> None:
@@ -32,14 +33,18 @@ class StepState:
             register_optimizer_step_pre_hook(self._note_optimizer)
 
     def note_given(self, arguments: object) -> None:
-        """What the model is called with: it may not be changed, and of a tensor that requires a gradient, what it has before the step's first backward."""
+        """Note what the model is called with.
+
+        It may not be changed; and of a tensor that requires a gradient, the one it has before the step's first backward
+        is noted.
+        """
         for tensor in tensors_of(arguments):
             self._versions[id(tensor)] = (tensor, _version(tensor))
             if self._gradients is not None and tensor.requires_grad and tensor.is_leaf:
                 self._given.setdefault(id(tensor), (tensor, _copied(tensor.grad)))
 
     def close(self) -> None:
-        """The step is over, or given up."""
+        """Forget the step: it is over, or given up."""
         forget_before_step(self._note_optimizer)
 
     def _note_optimizer(self, optimizer: Any, args: object, kwargs: object) -> None:

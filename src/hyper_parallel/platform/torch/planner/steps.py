@@ -29,10 +29,13 @@ _states: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDicti
 
 
 class preserved(left_as_found):  # noqa: N801 - used like a function
-    """Within: gradients are zeros that are allocated already, and nobody trains. Afterwards all is as before, also after Ctrl-C.
+    """Opens a block in which gradients are zeros that are allocated already, and nobody trains.
 
-    Gradients that were there, of the batch as well, go to the host meanwhile, and their memory is used: a step shall not have them twice. That takes
-    seconds, and is done once: a block inside of another one puts back everything but them, so that all steps begin alike.
+    Afterwards all is as before, also after Ctrl-C.
+
+    Gradients that were there, of the batch as well, go to the host meanwhile, and their memory is used: a step shall
+    not have them twice. That takes seconds, and is done once: a block inside of another one puts back everything but
+    them, so that all steps begin alike.
 
     >>> with preserved(model) as block, block as state:  # doctest: +SKIP
     ...     ...
@@ -64,9 +67,11 @@ class _PreservedAgain(PutBack):
 
 
 class _Preserved(_PreservedAgain):
-    """What a user has hung on gradients that are there does not run, since it may be an optimizer that steps in backward.
+    """The outermost block of `preserved`.
 
-    What FSDP and DDP have hung there is part of a step, and runs. A step of an optimizer by any other way is refused before it changes anything.
+    What a user has hung on gradients that are there does not run, since it may be an optimizer that steps in backward.
+    What FSDP and DDP have hung there is part of a step, and runs. A step of an optimizer by any other way is refused
+    before it changes anything.
     """
 
     def __init__(self, model: nn.Module, batch: object, loss_fn: LossFn | None) -> None:
@@ -75,7 +80,7 @@ class _Preserved(_PreservedAgain):
         self._trained = trained_tensors(model, (batch, self._state.tensors()))
         self._gradients = [_Gradient(tensor) for tensor in self._trained]
         hooks = [found for tensor in self._trained if (found := tensor._post_accumulate_grad_hooks)]
-        self._hooks = [(each, dict(each)) for each in hooks]
+        self._hooks = [(entries, dict(entries)) for entries in hooks]
         self._mine = {id(tensor) for tensor in self._trained}
         self._has_profiler = torch.autograd._profiler_enabled()
 
@@ -107,19 +112,26 @@ class _Preserved(_PreservedAgain):
                 "An optimizer steps inside of the model's forward or backward: planning would train the model.",
                 expected="a step that leaves the parameters as they are",
                 got=f"{type(optimizer).__name__}.step()",
-                do="Plan before the optimizer is tied to the backward, or tie it with `register_post_accumulate_grad_hook`: that waits while planning.",
+                do="Plan before the optimizer is tied to the backward, or tie it with "
+                "`register_post_accumulate_grad_hook`: that waits while planning.",
             )
 
 
 def forget_before_step(hook: object) -> None:
-    """Take a hook of `register_optimizer_step_pre_hook` away, also where an interrupt came before anybody had its handle."""
+    """Take a hook of `register_optimizer_step_pre_hook` away.
+
+    This also works where an interrupt came before anybody had its handle.
+    """
     # Equal, not the same: each look at a method makes a new object, and one that is kept would keep what it belongs to.
-    for key in [key for key, each in _global_optimizer_pre_hooks.items() if each == hook]:
+    for key in [key for key, known in _global_optimizer_pre_hooks.items() if known == hook]:
         del _global_optimizer_pre_hooks[key]
 
 
 def trained_tensors(model: nn.Module, batch: object) -> list[torch.Tensor]:
-    """Those that a backward leaves a gradient on, each once: parameters, and what the batch has of that kind."""
+    """List the tensors that a backward leaves a gradient on, each once.
+
+    They are parameters, and what the batch has of that kind.
+    """
     found = [*model.parameters(), *(tensor for tensor in tensors_of(batch) if tensor.is_leaf)]
     return list({id(tensor): tensor for tensor in found if tensor.requires_grad}.values())
 
@@ -157,7 +169,7 @@ class _Gradient:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The one device of a model.
+    """Find the one device of a model.
 
     Raises:
         ValueError: its parameters are on several, or on the meta device.
@@ -181,7 +193,10 @@ class Arguments(NamedTuple):
 
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The batch that a forward was given, as a user would give it to `plan_memory`; its graph, if it has one, is not part of it."""
+    """Make a batch of what a forward was given, as a user would give it to `plan_memory`.
+
+    Its graph, if it has one, is not part of it.
+    """
     args, kwargs = map_leaves(_detached, args), map_leaves(_detached, kwargs)
     if args and kwargs:
         return Arguments(args, kwargs)
@@ -195,33 +210,33 @@ def _detached(value: object) -> Any:
 
 
 def some_loss(output: object) -> torch.Tensor:
-    """A loss where nobody has named one: the model's own, or the sum of all that it gives."""
+    """Make a loss where nobody has named one: the model's own, or the sum of all that it gives."""
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
         return own
-    return torch.stack([each.float().sum() for each in tensors_of(output) if each.requires_grad]).sum()
+    return torch.stack([tensor.float().sum() for tensor in tensors_of(output) if tensor.requires_grad]).sum()
 
 
-def surroundings_of(device: torch.device) -> Callable[[], Any]:
-    """A context in which a step runs as one would here and now: under the same autocast."""
+def autocast_of(device: torch.device) -> Callable[[], Any]:
+    """Note the autocast that is on now, and give what opens the same one later."""
     is_on, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return lambda: torch.autocast(device.type, dtype=dtype, enabled=is_on)
 
 
 def is_alone() -> bool:
-    """Whether this process trains alone, and not as one rank of several."""
+    """Say whether this process trains alone, and not as one rank of several."""
     return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def groups_of(model: nn.Module) -> list[Any]:
-    """The groups of ranks that hold parts of a model, or train copies of it together.
+    """List the groups of ranks that hold parts of a model, or train copies of it together.
 
     There is one for each axis of the meshes that its parameters lie on, and that of each `DistributedDataParallel`.
     Every rank of them has to ask.
     """
-    meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if is_distributed(each))
+    meshes = dict.fromkeys(parameter.device_mesh for parameter in model.parameters() if is_distributed(parameter))
     found = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    found += [each.process_group for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    found += [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
     return list({tuple(dist.get_process_group_ranks(group)): group for group in found}.values())
 
 
@@ -233,7 +248,8 @@ def check_alone(what: str) -> None:
     """
     if not is_alone():
         raise StateError(
-            f"{what} is for a process that trains alone: the other ranks would wait for this one in their next collective.",
+            f"{what} is for a process that trains alone: "
+            "the other ranks would wait for this one in their next collective.",
             expected="one rank",
             got=f"{dist.get_world_size()} of them",
             do="Plan for the longest batch on all ranks: plan_memory, or largest.",
@@ -241,7 +257,7 @@ def check_alone(what: str) -> None:
 
 
 def is_first_forward() -> bool:
-    """Whether this is the forward of a step: not a region's that runs again, and not an evaluation."""
+    """Say whether this is the forward of a step: not a region's that runs again, and not an evaluation."""
     return torch.is_grad_enabled() and not is_replaying()
 
 
@@ -265,7 +281,10 @@ class PatchedForward:
 
 
 class _Forward:
-    """Not a closure, so that a copy of the model can be refused: it would run the forward of the original."""
+    """The forward of a `PatchedForward`.
+
+    It is not a closure, so that a copy of the model can be refused: it would run the forward of the original.
+    """
 
     def __init__(self, model: nn.Module, before: object, handler: Callable[..., Any]) -> None:
         self._model = weakref.ref(model)
@@ -279,13 +298,14 @@ class _Forward:
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise StateError(
-            'A model cannot be copied or saved whole while a plan with on_oom="replan", or one that `run` was called on, is applied.',
+            'A model cannot be copied or saved whole while a plan with on_oom="replan", '
+            "or one that `run` was called on, is applied.",
             do="Call `plan.remove(model)` first, or save `model.state_dict()`.",
         )
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch: a tensor, a tuple of arguments, a dict of keywords, or both."""
+    """Call the model with a batch: a tensor, a tuple of arguments, a dict of keywords, or both."""
     if isinstance(batch, Arguments):
         return model(*batch.args, **batch.kwargs)
     with telling_of_the_batch(batch, type(model).forward, "torch.as_tensor(array)"):
@@ -297,7 +317,7 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(output: object, loss_fn: LossFn | None) -> torch.Tensor:
-    """The scalar that backward starts from.
+    """Find the scalar that backward starts from.
 
     Raises:
         ValueError, TypeError: there is none; the message says what `loss_fn` should give.
@@ -328,9 +348,12 @@ def loss_of(output: object, loss_fn: LossFn | None) -> torch.Tensor:
 
 
 class KeptOutput:
-    """What a model gave, as a training loop has it: in `out = model(batch)` it is there until the next forward has given another.
+    """What a model gave, as a training loop has it.
 
-    Of the step before only the sizes are known; their memory is taken anew, so that each step stands for itself and an allocator's meter sees it go.
+    In `out = model(batch)` it is there until the next forward has given another.
+
+    Of the step before only the sizes are known; their memory is taken anew, so that each step stands for itself and an
+    allocator's meter sees it go.
 
     Attributes:
         sizes: of what the output has for itself; None before a step was seen
@@ -349,20 +372,20 @@ class KeptOutput:
         return sum(-(-size // unit) * unit for size in self.sizes or ())
 
     def begin(self) -> None:
-        """A step begins: the output of the one before is there."""
+        """Begin a step: the output of the one before is there."""
         self._earlier = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in self.sizes or ()]
 
     def replace(self, output: Any) -> None:
-        """Forward has given this."""
+        """Take what forward has given now in place of the output before."""
         self._earlier.clear()
         if self.sizes is None:
             held = {_storage_of(tensor) for ref in self._held if (tensor := ref()) is not None}
             own = leaves(output) if _is_tree(output) else leaves(getattr(output, "__dict__", ()))
-            found = {_storage_of(each): each for each in own if isinstance(each, torch.Tensor)}
+            found = {_storage_of(leaf): leaf for leaf in own if isinstance(leaf, torch.Tensor)}
             self.sizes = [
-                local_tensor(each).untyped_storage().nbytes()
-                for key, each in found.items()
-                if key is not None and key not in held and each.device == self._device
+                local_tensor(tensor).untyped_storage().nbytes()
+                for key, tensor in found.items()
+                if key is not None and key not in held and tensor.device == self._device
             ]
 
 
@@ -380,9 +403,12 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
 def run_step(
     model: nn.Module, batch: object, loss_fn: LossFn | None, kept: KeptOutput, meter: Any = None, *, keeps: bool = False
 ) -> float:
-    """One forward and backward; the loss. "start", "turn" and "end" are marked where a meter is given, and the output is kept as long as `keeps` says.
+    """Run one forward and backward, and give the loss.
 
-    Under the caller's autocast each forward casts its weights anew, and lets go of them at its end, as in a training loop that has its own around it.
+    "start", "turn" and "end" are marked where a meter is given, and the output is kept as long as `keeps` says.
+
+    Under the caller's autocast each forward casts its weights anew, and lets go of them at its end, as in a training
+    loop that has its own around it.
     """
     mark: Callable[[str], None] = (lambda name: None) if meter is None else meter.mark
     torch.clear_autocast_cache()
@@ -406,4 +432,4 @@ def run_step(
 
 
 def tensors_of(batch: object) -> list[torch.Tensor]:
-    return [each for each in leaves(batch) if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]

@@ -1,4 +1,6 @@
-"""One step with every block run as a region that keeps nothing: which ops it has, what they read and make, what backward needs.
+"""One step with every block run as a region that keeps nothing, to see its ops.
+
+It tells what they read and make, and what of that backward needs.
 
 The region's own record is read, so that the plan speaks of exactly the ops that a policy will be asked about.
 """
@@ -32,7 +34,10 @@ _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
 class OpTimes(TorchDispatchMode):
-    """Lies outside of the regions' own modes: it sees what they really run."""
+    """Times the ops of a region.
+
+    It lies outside of the regions' own modes, so it sees what they really run.
+    """
 
     supports_higher_order_operators = True
 
@@ -55,13 +60,14 @@ class OpTimes(TorchDispatchMode):
 
 
 class RecordedCall:
-    """What one call of a block did.
+    """What one call of a block did in the step that was recorded.
 
     Attributes:
         ran_again: backward came to it, and needed what an op makes
         needed, needed_inputs: values that backward needs, of those an op made and of the arguments
         current: values that nothing in the region has written over
-        shared: arguments that other calls are given, too, or that were there before the step: somebody holds them anyway
+        shared: arguments that other calls are given, too, or that were there before the step: somebody holds them
+            anyway
         freed_after: value -> the op after which nothing held it any more
         autocast: what the block was called under
     """
@@ -87,7 +93,9 @@ class RecordedCall:
         return [value for value in dict.fromkeys(known) if value is not None]
 
     def forget_needed(self) -> None:
-        """Backward does not come to this call: nothing of it is kept until then, whatever autograd saves."""
+        """Forget what backward needs of a call that it does not come to: nothing of it is kept, whatever autograd
+        saves.
+        """
         self.needed, self.needed_inputs = set(), set()
 
     @property
@@ -108,14 +116,17 @@ class _RecordedFrame(Frame):
     def _finish(self, record: Record) -> None:
         noted = self.noted
         noted.is_over = True
-        noted.needed = {each.value for ref in self._recomputed if (each := ref()) is not None}
+        noted.needed = {residual.value for ref in self._recomputed if (residual := ref()) is not None}
         noted.needed_inputs = {given.value for ref in self._from_inputs if (given := ref()) is not None}
         noted.current = {value for value in record.made() if record.is_current(value)}
         super()._finish(record)
 
 
 class _RecordedOps(TorchDispatchMode):
-    """Notes after which op a value was gone. Lies inside of the region's mode, so that it sees each op before the region does."""
+    """Notes after which op a value was gone.
+
+    It lies inside of the region's mode, so that it sees each op before the region does.
+    """
 
     supports_higher_order_operators = True
 
@@ -138,11 +149,14 @@ class _RecordedOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def note_made(self) -> None:
-        """By the ops since the last look. An op that writes in place ends what was there: the memory is counted once."""
+        """Note what the ops since the last call made.
+
+        An op that writes in place ends what was there: the memory is counted once.
+        """
         ops = self._record.ops
         for op in ops[self._num_seen :]:
             for _, written in op.targets:
-                for value in [each for each in self._alive if each.key == written.key]:
+                for value in [alive for alive in self._alive if alive.key == written.key]:
                     del self._alive[value]
                     self._noted.freed_after[value] = max(value.op, op.index - 1)
             self._alive.update(dict.fromkeys(op.makes))
@@ -158,7 +172,9 @@ class _RecordedOps(TorchDispatchMode):
 def recording(
     model: nn.Module, blocks: dict[str, nn.Module], device: torch.device, *, swaps_inputs: bool = False
 ) -> Iterator[list[RecordedCall]]:
-    """Within: every call of a block is a region that is noted in the list, in the order of the calls."""
+    """Make every call of a block a region that is noted in the list, in the order of the calls, while the block is
+    open.
+    """
     calls: list[RecordedCall] = []
     counts: dict[str, int] = {}
     options = Options(swap_inputs=swaps_inputs)
@@ -193,7 +209,7 @@ def _bound(run: Any, path: str) -> Any:
 
 
 def _watched(block: nn.Module, noted: RecordedCall) -> Any:
-    """A call of the block, with a look at what is still alive before each op."""
+    """Wrap a call of the block, so that before each op it is noted what is still alive."""
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         if noted.is_over or noted.record is None:  # it runs again in backward: all is known by then

@@ -2,7 +2,7 @@
 
 A dispatch mode would show every op, and costs the host as much as the ops do. A function mode shows what Python calls,
 which is less by half, and costs less for each. So where nobody watches the ops of a region (an unwatched forward,
-PyTorch's own checkpoint), this is what is compared: rule 18 in the README of core/activation_checkpoint.
+PyTorch's own checkpoint), this is what is compared: rule 18 in the README of this folder.
 
     with Asking(inputs, last) as asking:          # the forward
         function(*args)

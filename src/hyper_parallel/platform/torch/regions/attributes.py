@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel.core.planner.plan.python_state import Framework, PythonState, Saved, as_then
+from hyper_parallel.core.regions.python_state import Framework, PythonState, Saved, as_then
 from hyper_parallel.platform.torch.regions.random_state import quietly
 
 _GENERATOR = Saved(

@@ -1,7 +1,8 @@
 """One call of a region: its forward, and the passes of backward that ask for what it did not keep.
 
-How it works and who holds what: README of core/activation_checkpoint. Beside this file: `region_function` (what is called, and what is known of
-it), `inputs` (the tensors it is called with), `recomputation` (how a pass makes values again), `second_call` (the function called again).
+The README of this folder has one call from beginning to end, and who holds what. Beside this file: `region_function`
+(what is called, and what is known of it), `inputs` (the tensors it is called with), `recomputation` (how a pass makes
+values again), `second_call` (the function called again).
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class Frame:
             leaving = FromKept(tensor, record.ops[value.op].place())
             leave_later(functools.partial(self._leave, record, value.key, weakref.ref(leaving)), value.device)
             return leaving
-        if value.device != self._swap.quiet_device:
+        if value.device != self._swap.no_engine_on:
             arrival = self._told(value)
         if value.kept is not None:
             return FromKept(tensor, record.ops[value.op].place(), arrival)
@@ -172,7 +173,7 @@ class Frame:
         self._swap_out(record, value)
         if type(value.kept) is Swapped:
             residual.leave(value.kept)
-        elif value.device != self._swap.quiet_device:
+        elif value.device != self._swap.no_engine_on:
             residual.arrival = self._told(value)
 
     def value_of(self, tensor: torch.Tensor) -> Value | None:

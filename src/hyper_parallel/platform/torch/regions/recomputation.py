@@ -1,13 +1,12 @@
 """The values that a region did not keep are made again: what must run for them, in which of three ways, and whether the result is right.
 
-The recorded ops run by themselves where it was shown that nothing happens beside them; else the function is called again, and ops that nothing
-needs are left out; and where something reads what was left out, every op runs. The rules are in the README of core/activation_checkpoint;
-`second_call` has the call itself, `replaying` what happens to each op in it.
+The recorded ops run by themselves where it was shown that nothing happens beside them; else the function is called
+again, and ops that nothing needs are left out; and where something reads what was left out, every op runs. The rules are
+in the README of this folder; `second_call` has the call itself, `replaying` what happens to each op in it.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from typing import Any
 
@@ -85,7 +84,6 @@ class Recomputation:
 
     def plan(self, record: Record, residuals: list[Recomputed]) -> None:
         """Find out what must run, and what is taken, for these."""
-        ReplayPlan, plan_replay, _ = _core()  # noqa: N806 - a class
         wanted = {each.value for each in residuals}
         if record.runs_everything and wanted:
             self._plan = ReplayPlan(*record.everything())
@@ -95,7 +93,7 @@ class Recomputation:
 
     def note_checksums(self, residuals: list[Recomputed]) -> None:
         """Of what they still hold, if this call is one that is checked."""
-        if residuals and _core()[2](self._function.key):
+        if residuals and is_due(self._function.key):
             for each in residuals:
                 if each.value not in self._checksums and each.held is not None:
                     self._checksums[each.value] = storage_checksum(each.held, each.value.num_bytes)
@@ -309,9 +307,3 @@ class Recomputation:
         index = find_difference([self._checksums[value] for value in values], found)
         if index is not None:
             raise other_values(self.where(record, values[index]))
-
-
-@functools.cache
-def _core() -> Any:
-    """What a recomputation needs of the core; an import costs in each call."""
-    return ReplayPlan, plan_replay, is_due

@@ -1,7 +1,7 @@
 """The ops of a record run again, without the function that called them.
 
-Only where it was shown that nothing in the function reads memory but by ops: see "When the recorded ops run" in the README of
-core/activation_checkpoint. Whatever is in doubt raises `NotAsRecordedError`, and the function runs again instead.
+Only where it was shown that nothing in the function reads memory but by ops: see rules 8 to 12 in the README of this
+folder. Whatever is in doubt raises `NotAsRecordedError`, and the function runs again instead.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.activation_checkpoint.policy import ByOutput, CheckpointPolicy
 from hyper_parallel.core.regions.module_calls import ModuleCall, ModuleCalls
-from hyper_parallel.core.regions.policy import NO_ANSWERS, Answer, PlannedAnswer, RegionPolicy
-from hyper_parallel.core.regions.questions import PolicyContext
+from hyper_parallel.core.regions.policy import NO_ANSWERS, Answer, PlannedAnswer, PolicyContext, RegionPolicy
 from hyper_parallel.platform.torch.regions.call_template import CallTemplate
 from hyper_parallel.platform.torch.regions.compiled_code import (
     check_no_cuda_graph,

@@ -1,7 +1,8 @@
 """The function that a region calls: whose it is, how it is named, and what its earlier calls have shown.
 
-What is known outlives the calls, and ends with the module (or with the code of a function): the looks of the ops of the last call, the proof
-that nothing happens beside them (rules 8 and 9 in the README of core/activation_checkpoint), and whether leaving ops out did no harm (rule 5).
+What is known outlives the calls, and ends with the module (or with the code of a function): the looks of the ops of the
+last call, the proof that nothing happens beside them (rules 8 and 9 in the README of this folder), and whether leaving
+ops out did no harm (rule 5).
 """
 
 from __future__ import annotations

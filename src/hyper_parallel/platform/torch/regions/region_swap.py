@@ -80,7 +80,7 @@ class RegionSwap:
         self._places: dict[torch.device, Any] = {}
         self._arrivals: dict[torch.device, Arrival] = {}
         self._engines: dict[torch.device, Any] = {}  # those in use when it was first asked about them
-        self.quiet_device: torch.device | None = None  # one without an engine: nobody need be told of what stays there
+        self.no_engine_on: torch.device | None = None  # one without an engine: nobody need be told of what stays there
 
     def swap(self, saved: Saved, num_bytes: int, what: object) -> Swapped | None:
         """Hand a value to the engine of its device; None if it is too small, or nothing there can be swapped."""
@@ -110,7 +110,7 @@ class RegionSwap:
                 self._engines[device] = swap_engines.engine_in_use(device)
             found = self._engines[device]
             if found is None:
-                self.quiet_device = device
+                self.no_engine_on = device
             place = None if found is None or not found.has_groups() else self.place(device)
             if place is not None:
                 arrival = self._arrivals[device] = Arrival(place[0], place[1])
@@ -144,7 +144,7 @@ class RegionSwap:
             return None
         engine, min_bytes = found
         self._engines[device] = engine
-        self.quiet_device = None
+        self.no_engine_on = None
         group = engine.new_group(self._key, self._ahead_bytes, ends_forward=self._ends_forward)
         return engine, group, min_bytes
 

@@ -1,6 +1,6 @@
 """A region's function runs again: op by op the record says what to run, what to take, and what to leave out.
 
-The rules are numbered in the README of core/activation_checkpoint; comments here name them.
+The rules are numbered in the README of this folder; comments here name them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from hyper_parallel._base.errors import StateError, describe
-from hyper_parallel.core.regions.policy import RegionPolicy
-from hyper_parallel.core.regions.questions import PolicyContext
+from hyper_parallel.core.regions.policy import PolicyContext, RegionPolicy
 from hyper_parallel.platform.torch.regions.checksums import find_difference, storage_checksum
 from hyper_parallel.platform.torch.regions.local_parts import (
     PLAIN_TYPES,

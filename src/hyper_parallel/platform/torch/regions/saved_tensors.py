@@ -100,7 +100,7 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
         # The hooks live as long as the graph. They belong to the recorder, which does not know this object: a cycle between
         # them would keep a step's memory until the garbage collector runs.
         self._has_name = bool(name)
-        self._recorder = _Recorder(
+        self._recorder = SavedTensorSwap(
             checked_policy(policy_fn), module, name or ("block" if module is None else _class_name(module))
         )
         super().__init__(self._recorder.pack, self._recorder.unpack)  # plant: hooks-without-block
@@ -145,7 +145,7 @@ class AsyncSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
         self._recorder.policy_fn = checked_policy(policy_fn)
 
 
-# storage -> its slot, while both live: a second view of a storage moves nothing (rule 1), nor does what one block makes and the
+# storage -> its slot, while both live: a second view of a storage moves nothing, nor does what one block makes and the
 # next one saves as its input
 Part = tuple[int, torch.Size, tuple[int, ...]]
 _slots: dict[int, tuple[StorageWeakRef, weakref.ref[Any], int, Any, Any]] = {}
@@ -185,7 +185,7 @@ def own_part(tensor: torch.Tensor) -> Part | None:
     return counts.storage_offset(), counts.size(), counts.stride()
 
 
-class _Recorder:
+class SavedTensorSwap:
     """The hooks of one block. Holds no tensor: only handles do, and autograd holds those."""
 
     def __init__(
@@ -212,7 +212,7 @@ class _Recorder:
         self.saved = SavedTensors()
 
     def look_up_parameters(self) -> None:
-        """Now, not when wrapping: sharded data parallel gives its parameters other storages in every forward (rule 3)."""
+        """Now, not when wrapping: sharded data parallel gives its parameters other storages in every forward."""
         module = None if self._module is None else self._module()
         if module is None:
             return
@@ -308,7 +308,7 @@ class TensorSwap:
     """Swaps tensors that are not autograd's to save, such as the inputs of a region: `pack(tensor).tensor()` gives one back."""
 
     def __init__(self, module: nn.Module | None, name: str, place: Callable[[torch.device], Any]) -> None:
-        self._recorder = _Recorder(None, module, name, place, swaps_at_once=True)
+        self._recorder = SavedTensorSwap(None, module, name, place, swaps_at_once=True)
         self._recorder.look_up_parameters()
 
     def pack(self, tensor: torch.Tensor) -> Any:

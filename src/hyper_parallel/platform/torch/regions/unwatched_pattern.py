@@ -1,6 +1,6 @@
 """What one watched call of a region shows about the calls after it: in which order autograd saves, and what a second run does with each op.
 
-Pure data of one call; see `unwatched_region` for what is done with it, and rules 13 to 17 in the README of core/activation_checkpoint.
+Pure data of one call; see `unwatched_region` for what is done with it, and rules 13 to 17 in the README of this folder.
 """
 
 from __future__ import annotations

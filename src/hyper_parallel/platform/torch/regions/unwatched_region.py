@@ -1,8 +1,9 @@
 """A region whose forward runs without a dispatch mode: only what autograd saves comes to Python.
 
-A mode costs the host more than the ops themselves; where an accelerator waits for the host, that is what a region costs. What a call keeps, and what its
-second run leaves out, is known from an earlier call that was watched (`unwatched_pattern`). That this one does the same is checked in the second
-run, op by op; where it does not, every op runs again, and the next call is watched. Rules 13 to 17 in the README of core/activation_checkpoint.
+A mode costs the host more than the ops themselves; where an accelerator waits for the host, that is what a region costs.
+What a call keeps, and what its second run leaves out, is known from an earlier call that was watched
+(`unwatched_pattern`). That this one does the same is checked in the second run, op by op; where it does not, every op
+runs again, and the next call is watched. See rules 13 to 18 in the README of this folder.
 """
 
 from __future__ import annotations

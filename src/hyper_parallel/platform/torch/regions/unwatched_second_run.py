@@ -1,6 +1,6 @@
 """The second run of a region whose forward was not watched: what happens to each op, and to what autograd saves.
 
-Rules 14 to 17 in the README of core/activation_checkpoint; `unwatched_region` calls the function.
+See rules 14 to 17 in the README of this folder; `unwatched_region` calls the function.
 """
 
 from __future__ import annotations

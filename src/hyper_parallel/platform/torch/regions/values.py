@@ -68,7 +68,7 @@ class Value:
     alias: torch.Tensor | None = None  # of one from outside that is no parameter: what may be compared with it
     view: View  # of the tensor in which an op gave it; only values that an op gave as a result have one
     is_empty = False  # no op has written it
-    is_weight_cast = False  # autocast's copy of a parameter: cast again rather than swapped (rule 3)
+    is_weight_cast = False  # autocast's copy of a parameter: cast again rather than swapped
     is_written = False  # an op of the region has written over it, and it is not the region's memory
     num_writes = 0  # counted from `made_version` until autograd saved it: the op's own, and that of `mark_dirty`
     seen_version = -1  # of the tensor in which it was last read

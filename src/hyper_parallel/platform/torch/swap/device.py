@@ -22,12 +22,15 @@ _NOTHING = contextlib.nullcontext()
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of a tensor as bytes; no copy, no way back to the autograd graph."""
+    """Return the whole storage of a tensor as bytes; no copy, no way back to the autograd graph."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def shown(what: str) -> Any:
-    """A range in the framework's profiler, while one runs: "hyper_parallel: offload". Where none does it costs next to nothing."""
+    """Show a range in the framework's profiler, while one runs: "hyper_parallel: offload".
+
+    Where no profiler runs it costs next to nothing.
+    """
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function(f"hyper_parallel: {what}")
     return _NOTHING
@@ -86,7 +89,8 @@ class AcceleratorDevice:
         self.device = device
         self._handle = getattr(torch, device.type)
         self._event = _event_type(self._handle)
-        # As a nested dict: `memory_allocated` writes all numbers of the allocator into a flat one first, ten times as slow.
+        # As a nested dict: `memory_allocated` writes all numbers of the allocator into a flat one first, ten times as
+        # slow.
         self._memory_stats = getattr(self._handle, "memory_stats_as_nested_dict", None)
         self._memory_allocated = getattr(self._handle, "memory_allocated", None)
         with self._handle.device(device):
@@ -131,7 +135,7 @@ class AcceleratorDevice:
                 part.copy_(host, non_blocking=True)
 
     def stream_of(self, stream: object) -> AcceleratorStream:
-        """A stream of the user's, for copies by hand."""
+        """Return a stream of the user's as the engine takes it, for copies by hand."""
         if not isinstance(stream, self._handle.Stream) or stream.device != self.device:
             raise ArgumentTypeError(
                 "`copy_stream` is no stream of the tensor's device.",
@@ -155,7 +159,7 @@ def _event_type(handle: Any) -> type:
 
 
 class CpuDevice:
-    """The CPU, whose slower memory is a disk: compute runs in the calling thread, copies in two threads of their own."""
+    """The CPU, whose slower memory is a disk: compute runs in the calling thread, copies in two other threads."""
 
     def __init__(self) -> None:
         self._compute = HostComputeStream()
@@ -172,7 +176,7 @@ class CpuDevice:
         return self._load
 
     def bytes_in_use(self) -> None:
-        """Nobody counts the memory of the CPU."""
+        """Return None: nobody counts the memory of the CPU."""
 
     def allocate(self, num_bytes: int, stream: object) -> torch.Tensor:
         try:
@@ -181,7 +185,7 @@ class CpuDevice:
             raise MemoryError(str(error)) from error
 
     def stream_of(self, stream: object) -> None:
-        """The CPU has no other stream for copies than the engine's own."""
+        """Return None: the CPU has no other stream for copies than the engine's own."""
 
     def launch_offload(self, block: Any, source: torch.Tensor, stream: Any) -> None:
         with shown("offload"):
@@ -193,7 +197,7 @@ class CpuDevice:
 
 
 def _parts(block: Any, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The parts of a block of the pinned arena beside the parts of device memory they are copied from or to."""
+    """Go through the parts of a pinned block, with the parts of device memory they are copied from or to."""
     begin = 0
     for part in block.parts:
         host = part.slab.tensor[part.offset : part.offset + part.num_bytes]
@@ -202,15 +206,15 @@ def _parts(block: Any, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, tor
 
 
 def memory_of(block: Any) -> memoryview:
-    """The bytes of a pinned block of one part, for the disk."""
+    """Return the bytes of a pinned block of one part, for the disk."""
     return memoryview(block.slab.tensor.numpy())[block.offset : block.offset + block.num_bytes]
 
 
 class PinnedSlab:
     """Pinned host memory of an exact size.
 
-    The framework's own pinned allocator rounds up to powers of two. So the memory is mapped here and registered with the
-    driver; where the framework offers no such call (other accelerators than CUDA), its allocator has to do.
+    The framework's own pinned allocator rounds up to powers of two. So the memory is mapped here and registered with
+    the driver; where the framework offers no such call (other accelerators than CUDA), its allocator has to do.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from hyper_parallel.platform.torch.swap.device import (
 
 
 def engine_of(device: torch.device) -> tuple[Any, int] | None:
-    """The device's engine and the smallest storage worth a copy; None where nothing can be swapped."""
+    """Return the device's engine and the smallest storage worth a copy; None where nothing can be swapped."""
     if device.type == "cpu":
         return engines.disk_engine(CpuDevice, _host_bytes())
     if not hasattr(getattr(torch, device.type, None), "Stream"):
@@ -34,7 +34,7 @@ def engine_of(device: torch.device) -> tuple[Any, int] | None:
 
 
 def engine_in_use(device: torch.device) -> Any:
-    """The device's engine, if something was swapped there before."""
+    """Return the device's engine, if something was swapped there before."""
     directory = current_config().disk_dir
     managed = engines.all_engines().get(f"cpu, {directory}" if device.type == "cpu" else str(device))
     return None if managed is None else managed.engine

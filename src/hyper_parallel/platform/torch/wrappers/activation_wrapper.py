@@ -3,23 +3,25 @@
 A wrapper decides how the inner module is *called*; for everything else it *is* the inner module. So it is split along
 nn.Module's own state (`_FROM_INNER` and `OWN` below; a test keeps both complete):
 
-- What a module *holds* (`_parameters`, `_buffers`, `_modules`, `training`, the state-dict hooks) the wrapper reads from the
-  inner module, live, and keeps nothing of its own. The inner module is not in the wrapper's `_modules` (those are the inner
-  module's children), it lies in the wrapper's `__dict__`.
-- What a module does with what it holds (`_STATE_METHODS`) is called on the inner module. PyTorch walks a tree by calling
-  methods of the children (`named_modules`, `state_dict`, `_apply`, `apply`, `train`, `_load_from_state_dict`) or by going
-  through `_modules`, so an ancestor, a plain nn.Module, meets the inner module either way and never a name of ours.
-  `load_state_dict` is the one walk that does both: the ancestor calls `_load_from_state_dict` (the inner module's, with its
-  hooks and extra state) and descends into `_modules` (the inner module's children, under the prefix that they always had).
-- How a module is called (`forward`, the forward and backward hooks) belongs to the wrapper: a hook registered on the wrapper
-  runs around the wrapped call, outside of recomputation and swapping; one registered on the inner module runs inside.
+- What a module *holds* (`_parameters`, `_buffers`, `_modules`, `training`, the state-dict hooks) the wrapper reads from
+  the inner module, live, and keeps nothing of its own. The inner module is not in the wrapper's `_modules` (those are
+  the inner module's children), it lies in the wrapper's `__dict__`.
+- What a module does with what it holds (`_STATE_METHODS`) is called on the inner module. PyTorch walks a tree by
+  calling methods of the children (`named_modules`, `state_dict`, `_apply`, `apply`, `train`, `_load_from_state_dict`)
+  or by going through `_modules`, so an ancestor, a plain nn.Module, meets the inner module either way and never a name
+  of ours. `load_state_dict` is the one walk that does both: the ancestor calls `_load_from_state_dict` (the inner
+  module's, with its hooks and extra state) and descends into `_modules` (the inner module's children, under the prefix
+  that they always had).
+- How a module is called (`forward`, the forward and backward hooks) belongs to the wrapper: a hook registered on the
+  wrapper runs around the wrapped call, outside of recomputation and swapping; one registered on the inner module runs
+  inside.
 
-Two things PyTorch gives no way to hide. `children()` and `named_children()` of an ancestor, its attributes, indexing and
-`get_submodule` give the wrapper: that is how the wrapper gets called. Where one module stands bare and wrapped beside each
-other in one parent, these list both.
+Two things PyTorch gives no way to hide. `children()` and `named_children()` of an ancestor, its attributes, indexing
+and `get_submodule` give the wrapper: that is how the wrapper gets called. Where one module stands bare and wrapped
+beside each other in one parent, these list both.
 
-A wrapper whose class was changed after it was made (`fully_shard` does so) carries state that others look for by walking
-the tree: from then on `named_modules` gives the wrapper itself, in the inner module's place and under its name.
+A wrapper whose class was changed after it was made (`fully_shard` does so) carries state that others look for by
+walking the tree: from then on `named_modules` gives the wrapper itself, in the inner module's place and under its name.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ _STATE_METHODS = (
     "get_submodule", "set_submodule", "get_parameter", "get_buffer",
     "_named_members", "parameters", "named_parameters", "buffers", "named_buffers", "children", "named_children",
     # in place, on the whole subtree
-    "_apply", "apply", "cuda", "ipu", "xpu", "mtia", "cpu", "type", "float", "double", "half", "bfloat16", "to_empty", "to",
-    "share_memory", "train", "eval", "requires_grad_", "zero_grad", "compile",
+    "_apply", "apply", "cuda", "ipu", "xpu", "mtia", "cpu", "type", "float", "double", "half", "bfloat16", "to_empty",
+    "to", "share_memory", "train", "eval", "requires_grad_", "zero_grad", "compile",
     # state dicts
     "state_dict", "_save_to_state_dict", "load_state_dict", "_load_from_state_dict",
     "_register_state_dict_hook", "register_state_dict_post_hook", "register_state_dict_pre_hook",
@@ -86,10 +88,10 @@ class FunctionModule(nn.Module):
 
 
 class ActivationWrapper(Transparent, nn.Module):
-    """Base of the wrappers: transparent in everything but the call. Abstract: `forward` is a subclass's to write.
+    """The base of the wrappers: transparent in everything but the call. Abstract: `forward` is a subclass's to write.
 
-    Attributes that a subclass defines, sets in its `__init__` or names in `OWN` are the wrapper's own; every other one is read from,
-    written to and deleted from the inner module, and so are all that are parameters or modules.
+    Attributes that a subclass defines, sets in its `__init__` or names in `OWN` are the wrapper's own; every other one
+    is read from, written to and deleted from the inner module, and so are all that are parameters or modules.
 
     Example:
         >>> class Counted(ActivationWrapper):
@@ -106,8 +108,8 @@ class ActivationWrapper(Transparent, nn.Module):
     """
 
     INNER = _CHECKPOINT_WRAPPED_MODULE
-    # How the wrapper is called. `forward` is among them since code that replaces it (accelerate, for one) calls the one it
-    # found before: written to the inner module, that would call itself.
+    # How the wrapper is called. `forward` is among them since code that replaces it (accelerate, for one) calls the one
+    # it found before: written to the inner module, that would call itself.
     OWN: frozenset[str] = frozenset({
         _CHECKPOINT_WRAPPED_MODULE,
         "forward",
@@ -136,7 +138,8 @@ class ActivationWrapper(Transparent, nn.Module):
             do="Use `checkpoint_wrapper`, `swap_wrapper` or `offload_wrapper`, or write forward() in the subclass.",
         )
 
-    # Hooks of PyTorch's wrapper that subclasses of it call. Names have no prefix here; states that were saved with one are taken.
+    # Hooks of PyTorch's wrapper that subclasses of it call. Names have no prefix here; states that were saved with one
+    # are taken.
 
     @staticmethod
     def _post_state_dict_hook(
@@ -175,7 +178,7 @@ class ActivationWrapper(Transparent, nn.Module):
             setattr(inner, name, value)
 
     def _inner_that_has(self, name: str) -> nn.Module | None:
-        """The module that an attribute of this name belongs to; `None` means the wrapper."""
+        """Return the module that an attribute of this name belongs to; `None` means the wrapper."""
         inner = self.__dict__.get(_CHECKPOINT_WRAPPED_MODULE)
         if inner is None or name in self.OWN or is_special(name):
             return None
@@ -186,7 +189,8 @@ class ActivationWrapper(Transparent, nn.Module):
 
     def _check_new_class(self, new_class: type) -> None:
         # `torch.nn.utils.parametrize` derives from the class and puts properties in place of parameters; here the inner
-        # module would lose the parameter and the property would be on the wrapper. A class that mixes something in is fine.
+        # module would lose the parameter and the property would be on the wrapper. A class that mixes something in is
+        # fine.
         if new_class.__bases__ == (type(self),):
             raise ArgumentError(
                 f"The parameters of a {type(self).__name__} cannot be replaced by properties.",
@@ -217,12 +221,12 @@ def _without_prefix(state_dict: dict[str, Any], prefix: str) -> None:
 
 
 def list_wrappers(model: nn.Module) -> list[tuple[str, ActivationWrapper]]:
-    """Every wrapper in `model` once, under the name at which the inner module is known; an outer one before an inner one."""
+    """List every wrapper in `model` once, under the name of its inner module; an outer one before an inner one."""
     return list(wrappers_below(check_module(model, nn.Module, "wrappers"), children_of))
 
 
 def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every place in `module` that holds a module, also one that is in two of them."""
+    """Go through every place in `module` that holds a module, also one that is in two of them."""
     if isinstance(module, ActivationWrapper):
         yield _CHECKPOINT_WRAPPED_MODULE, module._checkpoint_wrapped_module
         return
@@ -266,7 +270,7 @@ def _on_inner(name: str) -> Callable[..., Any]:
 
 
 class _ExtraState:
-    """`get_extra_state` or `set_extra_state`: the inner module's on a wrapper, nn.Module's on the class.
+    """Gives `get_extra_state` or `set_extra_state`: the inner module's on a wrapper, nn.Module's on the class.
 
     PyTorch asks the class whether a module has extra state; a method there would make every wrapper claim to have one.
     """
@@ -279,7 +283,10 @@ class _ExtraState:
 
 
 def _load_post_hooks(self: ActivationWrapper) -> dict[int, Callable[..., Any]]:
-    """The inner module's hooks for an ancestor's `load_state_dict`, which hands them the wrapper: they get the inner module."""
+    """Give an ancestor's `load_state_dict` the inner module's hooks.
+
+    It calls them with the wrapper, and they get the inner module.
+    """
     inner = self._checkpoint_wrapped_module
     return {key: _with_module(hook, inner) for key, hook in inner._load_state_dict_post_hooks.items()}
 

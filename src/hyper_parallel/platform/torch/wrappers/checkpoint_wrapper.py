@@ -1,4 +1,7 @@
-"""The wrapper whose forward is a region: `checkpoint_wrapper`. It holds the options; `region` and `reentrant` run the call."""
+"""The wrapper whose forward is a region: `checkpoint_wrapper`.
+
+It holds the options; `regions.checkpoint` and `compat.reentrant` run the call.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ class CheckpointWrapper(ActivationWrapper):
 
     @property
     def checkpoint_impl(self) -> CheckpointImpl:
-        """How the forward is run again."""
+        """Return how the forward is run again."""
         return self.__dict__["_checkpoint_impl"]
 
     @checkpoint_impl.setter
@@ -70,7 +73,7 @@ class CheckpointWrapper(ActivationWrapper):
 
     @property
     def checkpoint_fn(self) -> Callable[..., Any]:
-        """Called with the inner module and the arguments of the call; the options are bound in it."""
+        """Return what is called with the inner module and the arguments of the call; the options are bound in it."""
         return self.__dict__["_checkpoint_fn"]
 
     @checkpoint_fn.setter
@@ -109,21 +112,24 @@ def checkpoint_wrapper(
     swap_inputs: bool = False,
     **framework_options: Any,
 ) -> CheckpointWrapper:
-    """A module that computes what `module` does and keeps only its inputs until backward, or what a policy says. No name changes.
+    """Make a module that computes what `module` does and keeps only its inputs until backward, or what a policy says.
+
+    No name changes.
 
     Args:
         module: a module, or a plain function.
         checkpoint_impl: `NO_REENTRANT`, or `REENTRANT` for PyTorch's older form, which takes no policy.
         checkpoint_fn: called as `checkpoint_fn(module, *args, **kwargs)`, with all options, in place of this package's
             `checkpoint`.
-        policy_fn: `policy_fn(ctx, op, *args, **kwargs)` decides per op; a list of ops saves these and recomputes the rest.
+        policy_fn: `policy_fn(ctx, op, *args, **kwargs)` decides per op; a list of ops saves these and recomputes the
+            rest.
         swap_inputs: swap the tensors that the module is called with, too.
-        framework_options: `preserve_rng_state`, `determinism_check`, `debug`, `early_stop`; with a `checkpoint_fn` whatever it
-            takes.
+        framework_options: `preserve_rng_state`, `determinism_check`, `debug`, `early_stop`; with a `checkpoint_fn`
+            whatever it takes.
 
     Raises:
-        ValueError: `REENTRANT` with `policy_fn` or `swap_inputs`; a `use_reentrant` or `context_fn` that a region is not; a value that
-            an option does not have.
+        ValueError: `REENTRANT` with `policy_fn` or `swap_inputs`; a `use_reentrant` or `context_fn` that a region is
+            not; a value that an option does not have.
         TypeError: `module` is neither a module nor callable; an option that does not exist; a policy that is none.
 
     Example:

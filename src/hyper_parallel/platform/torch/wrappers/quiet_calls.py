@@ -1,8 +1,9 @@
 """Calls of a swap wrapper that find nothing to swap: after one, those that look the same run without hooks.
 
-Hooks cost some microseconds for each residual, which is much where residuals are small, and small ones are not swapped. Whether one is eligible
-is decided by its size and device, and those by what a module is called with; the hooks come back when that changes, and now and then to see whether
-something else has changed that is not looked at here (a parameter that is no longer frozen, another branch).
+Hooks cost some microseconds for each residual, which is much where residuals are small, and small ones are not swapped.
+A residual is eligible by its size and device, and those follow from what the module is called with. So the hooks come
+back when that changes, and now and then to see whether something else has changed that is not looked at here (a
+parameter that is no longer frozen, another branch).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dty
 
 
 class _Found:
-    """What the last call with hooks was like, if it found nothing."""
+    """What the last call with hooks was like, if it found nothing to swap."""
 
     __slots__ = ("num_calls_left", "situation")
 
@@ -41,7 +42,7 @@ _nothing_found: weakref.WeakKeyDictionary[nn.Module, _Found] = weakref.WeakKeyDi
 
 
 def situation_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """What decides about the sizes of residuals in a call; None for a call that needs its hooks whatever they find."""
+    """Return what decides the sizes of residuals in a call; None for a call that needs its hooks whatever they find."""
     if is_replaying() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return None  # without hooks of its own, those around the call would get the residuals
     if transform_now() is not None:
@@ -65,7 +66,7 @@ def needs_hooks(wrapper: nn.Module, situation: list[Any] | None) -> bool:
 
 
 def note(wrapper: nn.Module, situation: list[Any] | None, num_swapped: int) -> None:
-    """A call with hooks has ended."""
+    """Note that a call with hooks has ended, and how many residuals it swapped."""
     if situation is not None and num_swapped == 0:
         _nothing_found[wrapper] = _Found(situation)
     else:
@@ -73,21 +74,27 @@ def note(wrapper: nn.Module, situation: list[Any] | None, num_swapped: int) -> N
 
 
 def _describe(arguments: Iterable[Any], found: list[Any]) -> bool:
-    """Add what the arguments look like; False if one is not known so well that it could be compared with the next call's."""
-    for each in arguments:
-        kind = type(each)
+    """Add what the arguments look like to `found`; return False if one cannot be compared with the next call's."""
+    for argument in arguments:
+        kind = type(argument)
         if kind in _ATOMS:
-            found.append(each)
-        elif kind in PLAIN_TYPES and each.layout is torch.strided:
+            found.append(argument)
+        elif kind in PLAIN_TYPES and argument.layout is torch.strided:
             # The whole storage is what would be swapped.
-            found += (each.dtype, each.shape, each.device, each.requires_grad, each.untyped_storage().nbytes())
+            found += (
+                argument.dtype,
+                argument.shape,
+                argument.device,
+                argument.requires_grad,
+                argument.untyped_storage().nbytes(),
+            )
         elif kind is list or kind is tuple:
-            found += (kind, len(each))
-            if not _describe(each, found):
+            found += (kind, len(argument))
+            if not _describe(argument, found):
                 return False
         elif kind is dict:
-            found += (kind, tuple(each))
-            if not _describe(each.values(), found):
+            found += (kind, tuple(argument))
+            if not _describe(argument.values(), found):
                 return False
         else:
             return False

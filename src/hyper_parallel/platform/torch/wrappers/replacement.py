@@ -24,11 +24,11 @@ def apply_activation_checkpointing(
 
     Args:
         model: the model whose submodules are wrapped.
-        checkpoint_wrapper_fn: makes the wrapper of a module: `checkpoint_wrapper`, `swap_wrapper`, `offload_wrapper`, or one
-            with options bound by `functools.partial`.
+        checkpoint_wrapper_fn: makes the wrapper of a module: `checkpoint_wrapper`, `swap_wrapper`, `offload_wrapper`,
+            or one with options bound by `functools.partial`.
         check_fn: whether a submodule is wrapped. Where a module and one inside it are chosen, both are wrapped.
-        auto_wrap_policy: takes the place of `check_fn`: a function `(module, recurse, nonwrapped_numel) -> bool`, or one of
-            FSDP's policies; the keywords that `CustomPolicy` gives for a module reach the wrapper.
+        auto_wrap_policy: takes the place of `check_fn`: a function `(module, recurse, nonwrapped_numel) -> bool`, or
+            one of FSDP's policies; the keywords that `CustomPolicy` gives for a module reach the wrapper.
 
     Raises:
         ValueError: `auto_wrap_policy` is neither a function nor a policy.

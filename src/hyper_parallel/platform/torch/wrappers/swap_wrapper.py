@@ -1,4 +1,7 @@
-"""The wrappers whose residuals leave the device: `swap_wrapper`, `offload_wrapper`. They name what moves; `saved_tensors` moves it."""
+"""The wrappers whose residuals leave the device: `swap_wrapper`, `offload_wrapper`.
+
+They name what moves; `saved_tensors` moves it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from hyper_parallel._base.errors import ArgumentTypeError, describe
 from hyper_parallel.platform.torch.regions.compiled_code import not_compiled, prepare_for_compiled_code
 from hyper_parallel.platform.torch.regions.left_as_found import left_as_found
 from hyper_parallel.platform.torch.regions.saved_tensors import AsyncSaveOnCpu
-from hyper_parallel.platform.torch.wrappers import quiet_calls as quiet_swap
+from hyper_parallel.platform.torch.wrappers import quiet_calls
 from hyper_parallel.platform.torch.wrappers.activation_wrapper import (
     _CHECKPOINT_PREFIX,
     _CHECKPOINT_WRAPPED_MODULE,
@@ -52,7 +55,7 @@ class SwapWrapper(ActivationWrapper):
 
     @property
     def policy_fn(self) -> Callable[[Any], Any] | None:
-        """Asked for each residual whether it is swapped; `None`: all that are eligible."""
+        """Return the function that is asked whether a residual is swapped; `None`: all that are eligible are."""
         return self.__dict__["_policy_fn"]
 
     @policy_fn.setter
@@ -87,7 +90,9 @@ class OffloadWrapper(ActivationWrapper):
 
 
 def swap_wrapper(module: nn.Module | Callable[..., Any], policy_fn: Callable[[Any], Any] | None = None) -> SwapWrapper:
-    """A module that computes what `module` does and swaps its residuals until backward needs them. No name changes.
+    """Make a module that computes what `module` does and swaps its residuals until backward needs them.
+
+    No name changes.
 
     Args:
         module: a module, or a plain function.
@@ -106,7 +111,9 @@ def swap_wrapper(module: nn.Module | Callable[..., Any], policy_fn: Callable[[An
 
 
 def offload_wrapper(module: nn.Module | Callable[..., Any]) -> OffloadWrapper:
-    """A module that computes what `module` does and keeps every eligible residual on the host. No name changes.
+    """Make a module that computes what `module` does and keeps every eligible residual on the host.
+
+    No name changes.
 
     Raises:
         TypeError: `module` is neither a module nor callable.
@@ -124,11 +131,11 @@ def _call_swapped(
     prepare_for_compiled_code()
     inner = wrapper._checkpoint_wrapped_module
     # A policy of the user's is asked about each residual: it may count them.
-    situation = quiet_swap.situation_of(inner, args, kwargs) if policy_fn is None else None
-    if not quiet_swap.needs_hooks(wrapper, situation):
+    situation = quiet_calls.situation_of(inner, args, kwargs) if policy_fn is None else None
+    if not quiet_calls.needs_hooks(wrapper, situation):
         return inner(*args, **kwargs)
     hooks = AsyncSaveOnCpu(policy_fn, module=inner)
     with left_as_found(), hooks:
         result = inner(*args, **kwargs)
-    quiet_swap.note(wrapper, situation, hooks.count_idx)
+    quiet_calls.note(wrapper, situation, hooks.count_idx)
     return result

@@ -1,18 +1,21 @@
 """What objects have as Python's own (numbers, lists, generators), noted and put back.
 
-A forward may move what its modules have as attributes: a counter, a list that it appends to, a generator of its own. When it runs again in backward it
-finds them as it found them the first time, and afterwards they are as if it had run once.
+A forward may move what its modules have as attributes: a counter, a list that it appends to, a generator of its own.
+When it runs again in backward it finds them as it found them the first time, and afterwards they are as if it had run
+once.
 
     then = PythonState([module], TORCH, holds=False)   # before the forward
     ...
     with as_then(then):                                # the forward again
         module(x)
 
-Planning notes more: `reach=` is how many objects deep it goes, into slots and from functions to what they close over and their globals as well, since its steps are not to have been at all.
-An iterator that it meets has a place that cannot be set back, so that `check_no_iterators` refuses it. One of a Python class has its place in its attributes.
+Planning notes more: `reach=` is how many objects deep it goes, into slots and from functions to what they close over
+and their globals as well, since its steps are not to have been at all. An iterator that it meets has a place that
+cannot be set back, so that `check_no_iterators` refuses it. One of a Python class has its place in its attributes.
 
-`holds=False` is for a note that lives as long as a graph does. It holds no tensor and nothing that could lead to one: only numbers, texts and
-containers of these. Everything else it knows weakly, and what is gone by then stays as it is. A note that holds all puts the very same objects back.
+`holds=False` is for a note that lives as long as a graph does. It holds no tensor and nothing that could lead to one:
+only numbers, texts and containers of these. Everything else it knows weakly, and what is gone by then stays as it is. A
+note that holds all puts the very same objects back.
 """
 
 from __future__ import annotations
@@ -48,13 +51,14 @@ _BUSY = frozenset({"_thread", "threading", "queue", "_queue", "socket", "asyncio
 _LEFT = object()  # in place of a value that is not put back
 _MISSING = object()
 _ENDLESS = -1
-# What led to a value: None, or that of what has it; then an attribute's name, or the first object itself; True for what is in a container by this key.
+# What led to a value: None, or that of what has it; then an attribute's name, or the first object itself; True for what
+# is in a container by this key.
 _Where = tuple[Any, ...]
 _Slots = dict[str, types.MemberDescriptorType]
 
 
 class Saved(NamedTuple):
-    """How the state of an object that is neither a container nor has attributes is read, compared and set."""
+    """How to read, compare and set the state of an object that is neither a container nor has attributes."""
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], None]
@@ -80,7 +84,8 @@ class Framework(NamedTuple):
 class PythonState:
     """The attributes of some objects at one moment, with what these lead to: containers, generators, plain objects.
 
-    Plain objects are those of a class of the user's; of what is `reach` of them away only containers and generators are noted.
+    Plain objects are those of a class of the user's; of what is `reach` of them away only containers and generators are
+    noted.
 
     Attributes:
         tensors: those that were met, where it holds all
@@ -105,16 +110,17 @@ class PythonState:
         self.iterators: list[tuple[Any, _Where]] = walk.iterators
 
     def owners(self) -> list[object]:
-        """Those that are still there."""
+        """List the objects that are still there."""
         return [owner for ref in self._owners if (owner := ref()) is not None]
 
     def is_of(self, owners: list[Any]) -> bool:
+        """Say whether the note is of these very objects."""
         return len(owners) == len(self._owners) and all(
             ref() is owner for ref, owner in zip(self._owners, owners, strict=True)
         )
 
     def is_now(self) -> bool:
-        """Whether everything is as it was then."""
+        """Say whether everything is as it was then."""
         return all(part.is_now() for part in self._parts)
 
     def put_back(self) -> None:
@@ -123,12 +129,15 @@ class PythonState:
                 part.put_back()
 
     def objects(self) -> list[Any]:
-        """Containers and objects with a state that were noted, which nothing may lead to any more."""
+        """List the containers and objects with a state that were noted: nothing may lead to them any more."""
         return [part.object for part in self._parts if not isinstance(part, (_Attributes, _Cell, _Global))]
 
 
 class as_then(PutBack):  # noqa: N801 - used like a function
-    """A block in which all that `then` has noted is as it was then. After it everything is as it was before the block."""
+    """Opens a block in which all that `then` has noted is as it was then.
+
+    After it everything is as it was before the block.
+    """
 
     def __init__(self, then: PythonState) -> None:
         self._then = then
@@ -142,7 +151,9 @@ class as_then(PutBack):  # noqa: N801 - used like a function
 
 
 def check_no_iterators(state: PythonState, names: Mapping[int, str]) -> None:
-    """Refuse an iterator that a note of planning's has met, wherever it was: nothing says where it stands, or sets it back.
+    """Refuse an iterator that a note of planning's has met, wherever it was.
+
+    Nothing says where it stands, or sets it back.
 
     Args:
         names: those of modules, by `id`.
@@ -156,12 +167,16 @@ def check_no_iterators(state: PythonState, names: Mapping[int, str]) -> None:
             expected="lists, numbers, generators of random numbers: all that can be set back",
             got=describe(iterator),
             where=_in_words(where, names),
-            do="Let the module keep a list and an index, or give what it takes as an argument. Keep elsewhere what no step takes from.",
+            do="Let the module keep a list and an index, or give what it takes as an argument. "
+            "Keep elsewhere what no step takes from.",
         )
 
 
 def is_iterator(value: object) -> bool:
-    """Whether it has a place that moves. A file is left alone: what is read and written is not put back anyway."""
+    """Say whether this has a place that moves.
+
+    A file is left alone: what is read and written is not put back anyway.
+    """
     if not hasattr(type(value), "__next__") or isinstance(value, io.IOBase) or type(value) in weakref.ProxyTypes:
         return False
     return type(value) is not itertools.repeat or operator.length_hint(value, _ENDLESS) != _ENDLESS
@@ -319,7 +334,10 @@ _Part = _Attributes | _Contents | _Cell | _Global | _State
 
 
 class _Walk:
-    """From the attributes of objects to all that is noted, the nearest first: what two things lead to is as near as the nearer one has it."""
+    """Goes from the attributes of objects to all that is noted, the nearest first.
+
+    What two things lead to is as near as the nearer one has it.
+    """
 
     def __init__(self, framework: Framework, *, holds: bool, reach: int) -> None:
         self._framework = framework
@@ -368,16 +386,16 @@ class _Walk:
                 self._parts.append(_Contents(value))
             if isinstance(value, collections.defaultdict):
                 self._is_next(value.default_factory, reach, (where, "default_factory"))
-            for key, each in _items_of(value):
-                self._is_next(each, reach, (where, key, True))
+            for key, item in _items_of(value):
+                self._is_next(item, reach, (where, key, True))
             if self._is_far:
                 self._note_object(value, reach, where)
         elif self._is_far and isinstance(value, (types.FunctionType, functools.partial, *_METHODS)):
             self._note_function(value, reach, where)
         elif self._is_far and (modules := list(self._framework.modules(value))):
             self._seen.update(map(id, modules))
-            for each in modules:
-                self._note_attributes(each, reach, where)
+            for module in modules:
+                self._note_attributes(module, reach, where)
         elif not self._note_object(value, reach, where) and self._is_far and is_iterator(value):
             self.iterators.append((value, where))
 
@@ -385,12 +403,12 @@ class _Walk:
         return _slots_of(type(value)) if self._is_far else {}
 
     def _is_next(self, value: object, reach: int, where: _Where) -> None:
-        """It is no farther than what led to it."""
+        """Visit this value next: it is no farther than what led to it."""
         if type(value) not in _LEAVES:
             self._to_see.appendleft((value, reach, where))
 
     def _note_object(self, value: Any, reach: int, where: _Where) -> bool:
-        """Whether it is a plain object within reach, all of whose state is in its attributes."""
+        """Note a plain object within reach; say whether all of its state is in its attributes."""
         slots = self._slots_of(value)
         if not reach or not _is_plain_object(value, slots) or (self._is_far and _is_busy(value, slots)):
             return False
@@ -415,7 +433,9 @@ class _Walk:
                 self._note_globals(function.__code__.co_names, function.__globals__, reach, where)
 
     def _note_globals(self, wanted: Iterable[str], names: dict[str, Any], reach: int, where: _Where) -> None:
-        """Without functions among them: what these lead to in turn is not looked for."""
+        """Note the globals that a function reads, without functions among them: what these lead to in turn is not
+        looked for.
+        """
         for name in wanted:
             value = names.get(name, _MISSING)
             if type(value) in _LEAVES:
@@ -425,7 +445,7 @@ class _Walk:
 
 
 def _root_of(value: object) -> str:
-    """The package that a class or a function is of."""
+    """Name the package that a class or a function is of."""
     return (getattr(value, "__module__", None) or "builtins").partition(".")[0]
 
 
@@ -439,13 +459,13 @@ def _is_plain_object(value: object, slots: _Slots) -> bool:
 
 
 def _slots_of(kind: type) -> _Slots:
-    """By name, what reads and writes the slots that the user's classes have."""
+    """List by name what reads and writes the slots that the user's classes have."""
     return {
-        name: each
+        name: member
         for base in reversed(kind.__mro__)
         if "__slots__" in vars(base) and _root_of(base) not in _FOREIGN
-        for name, each in vars(base).items()
-        if isinstance(each, types.MemberDescriptorType)
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
     }
 
 
@@ -467,22 +487,22 @@ def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _is_busy(value: object, slots: _Slots) -> bool:
-    """Whether others may work with it meanwhile: it has a lock, a thread, a queue, a socket."""
-    return any(type(each).__module__ in _BUSY for each in _attributes_of(value, slots).values())
+    """Say whether others may work with it meanwhile: it has a lock, a thread, a queue, a socket."""
+    return any(type(attribute).__module__ in _BUSY for attribute in _attributes_of(value, slots).values())
 
 
 def _is_pure(value: object, depth: int = 4) -> bool:
-    """Whether there is nothing in it but numbers and texts."""
+    """Say whether there is nothing in it but numbers and texts."""
     if type(value) in _LEAVES:
         return True
     if depth == 0 or not isinstance(value, (*_CONTAINERS, tuple, frozenset)):
         return False
     within = value.values() if isinstance(value, dict) else value
-    return all(type(each) in _LEAVES or _is_pure(each, depth - 1) for each in within)
+    return all(type(item) in _LEAVES or _is_pure(item, depth - 1) for item in within)
 
 
 def _weakly(value: object) -> Any:
-    """What a note that holds nothing has of a value."""
+    """Give what a note that holds nothing keeps of a value."""
     if type(value) in _LEAVES or _is_pure(value):
         return value
     if _can_be_weak(value):
@@ -495,7 +515,7 @@ def _can_be_weak(value: object) -> bool:
 
 
 def _saved_of(value: object, most_array_bytes: int) -> Saved | None:
-    """For generators and arrays that are no framework's."""
+    """Find how the state of a generator or an array is saved that is no framework's."""
     if isinstance(value, random.Random):
         return _PYTHON_GENERATOR
     numpy = sys.modules.get("numpy")
@@ -511,7 +531,7 @@ def _saved_of(value: object, most_array_bytes: int) -> Saved | None:
 
 
 def _same_state(left: Any, right: Any) -> bool:
-    """Of NumPy's generators: dicts and tuples with arrays in them."""
+    """Compare the states of NumPy's generators: dicts and tuples with arrays in them."""
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(_same_state(left[name], right[name]) for name in left)
     if isinstance(left, tuple):

@@ -1,4 +1,7 @@
-"""What MindSpore adds to the dispatcher: its tensors, its table of primitives, and its way with operators that have no rule."""
+"""MindSpore's side of the dispatcher: its tensors, its table of primitives, and what to do where there is no rule.
+
+Importing this registers MindSpore's DTensor with `_OP_DISPATCHER`.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,21 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard import registry
-from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, NoRuleError, Prepared, are_unknown_ops_replicated
+from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, NoRuleError, PreparedOp, are_unknown_ops_replicated
 from hyper_parallel.core.shard.local_parts import mesh_coordinate
 from hyper_parallel.core.shard.spec import Spec
-from hyper_parallel.core.shard.table import ask, on_whole_tensors, prepared
+from hyper_parallel.core.shard.table import on_whole_tensors, prepare
 from hyper_parallel.platform.mindspore.dtensor.function_table import TABLE
 from hyper_parallel.platform.mindspore.dtensor.local_calls import local_call
 from hyper_parallel.platform.mindspore.dtensor.movement import anchored
 from hyper_parallel.platform.mindspore.dtensor.tensor import DTensor, moved, wrapped
 
-__all__ = ["MindSporeGlue"]
+__all__ = ["MindSporeDispatchBackend"]
 
 
-class MindSporeGlue:
+class MindSporeDispatchBackend:
+    """What the dispatcher asks of MindSpore: `DispatchBackend` of `core/shard/_op_dispatch.py`."""
+
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, Tensor)
 
@@ -45,7 +50,7 @@ class MindSporeGlue:
     def anchored(self, result: object, locals_: Sequence[Any]) -> Any:
         return anchored(result, locals_)
 
-    def decide(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Prepared | None:
+    def prepare(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> PreparedOp | None:
         name = self.op_name(func)
         entry = TABLE.get(name)
         if entry is None:
@@ -61,20 +66,21 @@ class MindSporeGlue:
             return on_whole_tensors(self, name, args, kwargs, name.startswith(("Inplace", "Assign")))
         if entry.takes_attributes:
             kwargs = {**kwargs, "attributes": func.attributes}
-        asked = ask(entry, name, args, kwargs)
-        return prepared(entry, asked, local_call(asked.decision, asked.inputs, name))
+        prepared = prepare(entry, name, args, kwargs)
+        return prepared._replace(local=local_call(prepared.answer, prepared.inputs, name))
 
 
 def _given_to_hook(primitive: type[Any], call: Callable[[Any, Sequence[Any]], Any]) -> None:
-    """Let an older primitive that takes tensors in a list, of which the hook is not told, give DTensors to calls that have it.
+    """Hand DTensors in a list, with which an older primitive passes the hook by, to a call that has the hook (rule H2).
 
-    `check_elim` is what MindSpore asks a primitive first: whether the result is there without running it.
+    MindSpore asks a primitive's `check_elim` first whether its result is there without running it, so that is where
+    they are caught.
     """
     original = primitive.check_elim
 
     def check_elim(self: object, *args: Any) -> tuple[bool, Any]:
         tensors = args[0] if args else None
-        if isinstance(tensors, (list, tuple)) and any(isinstance(each, DTensor) for each in tensors):
+        if isinstance(tensors, (list, tuple)) and any(isinstance(tensor, DTensor) for tensor in tensors):
             return True, call(self, tensors)
         return original(self, *args)
 
@@ -84,6 +90,6 @@ def _given_to_hook(primitive: type[Any], call: Callable[[Any, Sequence[Any]], An
 _given_to_hook(ops.Stack, lambda primitive, tensors: mint.stack(list(tensors), primitive.axis))
 _given_to_hook(ops.AddN, lambda primitive, tensors: functools.reduce(operator.add, tensors))
 
-DTensor._glue = MindSporeGlue()
-_OP_DISPATCHER.add_dtensor(DTensor, DTensor._glue)
+DTensor._backend = MindSporeDispatchBackend()
+_OP_DISPATCHER.add_dtensor(DTensor, DTensor._backend)
 registry.names_taken(set(TABLE))

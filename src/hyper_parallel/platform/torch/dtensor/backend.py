@@ -1,4 +1,7 @@
-"""What PyTorch adds to the dispatcher: its tensors, its table of functions, and its way with operators that have no rule."""
+"""PyTorch's side of the dispatcher: its tensors, its table of functions, and what to do where there is no rule.
+
+Importing this registers PyTorch's DTensor with `_OP_DISPATCHER`.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,22 @@ import torch
 from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard import registry
-from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, Prepared, are_unknown_ops_replicated
+from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, PreparedOp, are_unknown_ops_replicated
 from hyper_parallel.core.shard.spec import Spec
-from hyper_parallel.core.shard.table import ask, on_whole_tensors, prepared
+from hyper_parallel.core.shard.table import on_whole_tensors, prepare
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.torch.dtensor.function_table import TABLE, names
 from hyper_parallel.platform.torch.dtensor.local_calls import local_call
 from hyper_parallel.platform.torch.dtensor.movement import anchored, coordinate_on
-from hyper_parallel.platform.torch.dtensor.optimizer_steps import decide_for_lists
+from hyper_parallel.platform.torch.dtensor.optimizer_steps import prepare_for_lists
 from hyper_parallel.platform.torch.dtensor.tensor import DTensor, moved, wrapped
 
-__all__ = ["TorchGlue"]
+__all__ = ["TorchDispatchBackend"]
 
 
-class TorchGlue:
+class TorchDispatchBackend:
+    """What the dispatcher asks of PyTorch: `DispatchBackend` of `core/shard/_op_dispatch.py`."""
+
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor)
 
@@ -47,22 +52,23 @@ class TorchGlue:
     def anchored(self, result: object, locals_: Sequence[Any]) -> Any:
         return anchored(result, locals_)
 
-    def decide(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Prepared | None:
+    def prepare(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> PreparedOp | None:
         name = self.op_name(func)
         entry = TABLE.get(func)
         if kwargs.get("out") is not None:
             raise ArgumentError(
-                f"`{name}` of distributed tensors has no `out`: where arguments are moved, a copy of it would be filled.",
+                f"`{name}` of distributed tensors has no `out`: where arguments are moved, a copy of it would be "
+                "filled.",
                 do="Take the result, or copy it: `target.copy_(result)`.",
             )
         if entry is None:
             if name.startswith(("_foreach_", "_fused_")):
-                return decide_for_lists(name, args, kwargs)
+                return prepare_for_lists(name, args, kwargs)
             if not are_unknown_ops_replicated():
                 return None
             return on_whole_tensors(self, name, args, kwargs, _works_in_place(name))
-        asked = ask(entry, name, args, kwargs)
-        return prepared(entry, asked, local_call(asked.decision, asked.inputs, name))
+        prepared = prepare(entry, name, args, kwargs)
+        return prepared._replace(local=local_call(prepared.answer, prepared.inputs, name))
 
 
 def _works_in_place(name: str) -> bool:
@@ -71,5 +77,5 @@ def _works_in_place(name: str) -> bool:
     return name.endswith("_")
 
 
-_OP_DISPATCHER.add_dtensor(DTensor, TorchGlue())
+_OP_DISPATCHER.add_dtensor(DTensor, TorchDispatchBackend())
 registry.names_taken(names())

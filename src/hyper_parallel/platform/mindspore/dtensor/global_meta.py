@@ -1,4 +1,4 @@
-"""What a distributed tensor looks like: everything that is asked of it means the global tensor."""
+"""What a DTensor answers about itself: everything that is asked of it means the global tensor."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placements import Placement
 from hyper_parallel.core.shard.spec import Spec
 
-__all__ = ["Looks"]
+__all__ = ["GlobalMeta"]
 
 
-class Looks:
-    """The part of `DTensor` that answers questions. It stands before `Tensor`, whose answers would be those of this rank's part."""
+class GlobalMeta:
+    """The part of `DTensor` that answers questions.
+
+    In the class's bases it comes before `Tensor`, whose answers would be those of this rank's part.
+    """
 
     _spec: Spec
     _local: Tensor
-    full_tensor: Any  # of `DTensor`
+    full_tensor: Any  # a method of `DTensor`
 
     @property
     def layout(self) -> Layout:
@@ -41,7 +44,7 @@ class Looks:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part."""
+        """Return the shape of this rank's part."""
         return tuple(self._local.shape)
 
     @property
@@ -57,7 +60,7 @@ class Looks:
 
     @property
     def size(self) -> int:
-        """How many elements, as `Tensor.size` says."""
+        """Return the number of elements, as `Tensor.size` does."""
         return self._spec.num_elements
 
     def numel(self) -> int:
@@ -68,7 +71,7 @@ class Looks:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
+        """Return the bytes of the whole tensor."""
         return int(self._spec.num_elements * self._local.itemsize)
 
     @property
@@ -80,18 +83,18 @@ class Looks:
         return bool(self._local.is_meta)
 
     def stride(self, dim: int | None = None) -> Any:
-        """Strides of the whole tensor, if it lay in memory in the order of this rank's part."""
+        """Return strides of the whole tensor, as if it lay in memory in the order of this rank's part."""
         local = self._local.stride()
-        order = sorted(range(self.ndim), key=lambda each: (-local[each], each))
+        order = sorted(range(self.ndim), key=lambda at: (-local[at], at))
         strides, step = [0] * self.ndim, 1
-        for each in reversed(order):
-            strides[each] = step
-            step *= max(self._spec.shape[each], 1)
+        for at in reversed(order):
+            strides[at] = step
+            step *= max(self._spec.shape[at], 1)
         return tuple(strides) if dim is None else strides[dim]
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """In bytes."""
+        """Return the same in bytes."""
         return tuple(step * self._local.itemsize for step in self.stride())
 
     def is_contiguous(self) -> bool:
@@ -115,14 +118,14 @@ class Looks:
         return format(self.item(), spec) if self.ndim == 0 and spec else repr(self)
 
     def item(self) -> Any:
-        """The number, of the whole tensor."""
+        """Return the number, of the whole tensor."""
         if self._spec.num_elements != 1:
             raise ArgumentError("Only one element can be a number.", expected="one", got=f"shape {self._spec.shape}")
         with _no_grad():
             return self.full_tensor().item()
 
     def tolist(self) -> Any:
-        """The whole tensor."""
+        """Return the whole tensor as lists."""
         with _no_grad():
             return self.full_tensor().tolist()
 
