@@ -65,7 +65,7 @@ _PUBLIC = {
     "unknown_ops": "hyper_parallel.core.shard._op_dispatch",
     "NoRuleError": "hyper_parallel.core.shard._op_dispatch",
     "Schedule": "hyper_parallel.core.parallel.pipeline.schedule",
-    "ScheduleError": "hyper_parallel.core.parallel.pipeline.problems",
+    "ScheduleError": "hyper_parallel.core.parallel.pipeline.verdict",
     "Action": "hyper_parallel.core.parallel.pipeline.actions",
     "schedules": "hyper_parallel.core.parallel.pipeline",
     "HookCoordinator": "hyper_parallel.core.parallel.pipeline.coordinator",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from hyper_parallel.core.parallel.pipeline.actions import COMPUTE, SENDS, TRANSFERS, Action, Kind, partner
 from hyper_parallel.core.parallel.pipeline.keeping import Keeping
 from hyper_parallel.core.parallel.pipeline.placement import Placement
-from hyper_parallel.core.parallel.pipeline.problems import Problem
+from hyper_parallel.core.parallel.pipeline.verdict import Problem
 
 if TYPE_CHECKING:
     from hyper_parallel.core.parallel.pipeline.schedule import Schedule

@@ -12,12 +12,11 @@ from hyper_parallel._base import files
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, DamagedFileError, describe
 from hyper_parallel.core.parallel.pipeline import checking, drawing, lowering, pytorch_csv, simulation
 from hyper_parallel.core.parallel.pipeline.actions import COMPUTE, Action, Kind
-from hyper_parallel.core.parallel.pipeline.checking import Report
 from hyper_parallel.core.parallel.pipeline.costs import Cost, cost_function
 from hyper_parallel.core.parallel.pipeline.keeping import Keeping
 from hyper_parallel.core.parallel.pipeline.placement import Placement, found_in
-from hyper_parallel.core.parallel.pipeline.problems import counted
 from hyper_parallel.core.parallel.pipeline.simulation import Timeline
+from hyper_parallel.core.parallel.pipeline.verdict import Report, counted
 
 __all__ = ["Schedule"]
 
