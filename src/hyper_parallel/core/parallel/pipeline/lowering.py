@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from hyper_parallel._base.errors import ArgumentError, describe
 from hyper_parallel.core.parallel.pipeline.actions import COMPUTE, TRANSFERS, Action, Kind, partner
+from hyper_parallel.core.parallel.pipeline.play import send_after
 from hyper_parallel.core.parallel.pipeline.simulation import Bar
 
 if TYPE_CHECKING:
@@ -48,25 +49,18 @@ def lowered(schedule: Schedule, bars: Sequence[Sequence[Bar]], zero: int, prefet
 
 
 def _with_transfers(schedule: Schedule, bars: Sequence[Sequence[Bar]]) -> _Lists:
-    rank_of, last = schedule.placement.rank_of, schedule.num_stages - 1
     # (moment, 0 for a transfer and 1 for compute, so that a tensor is received before it is used; then anything that is the same at both ends)
     lines: list[list[tuple[tuple[float, int, int, str, int], Action]]] = [[] for _ in schedule.ranks]
     for rank, of_rank in enumerate(bars):
         for bar in of_rank:
             lines[rank].append(((bar.start, 1, 0, "", 0), bar.action))
             for part in bar.action.parts or (bar.action,):
-                microbatch = part.microbatch or 0
-                if part.kind is Kind.FORWARD and part.stage < last:
-                    send = Action(part.stage, Kind.SEND_F, microbatch)
-                elif part.kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and part.stage > 0:
-                    send = Action(part.stage, Kind.SEND_B, microbatch)
-                else:
-                    continue
-                other = rank_of(partner(send).stage, microbatch)
-                if other != rank:
+                send = send_after(part, schedule.placement)
+                if send is not None:
+                    receive, microbatch = partner(send), send.microbatch or 0
                     point = (bar.end, 0, send.stage, send.kind.value, microbatch)
                     lines[rank].append((point, send))
-                    lines[other].append((point, partner(send)))
+                    lines[schedule.placement.rank_of(receive.stage, microbatch)].append((point, receive))
     return tuple(tuple(action for _, action in sorted(line)) for line in lines)
 
 
