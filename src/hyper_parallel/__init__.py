@@ -66,7 +66,6 @@ _PUBLIC = {
     "NoRuleError": "hyper_parallel.core.shard._op_dispatch",
     "Schedule": "hyper_parallel.core.parallel.pipeline.schedule",
     "ScheduleError": "hyper_parallel.core.parallel.pipeline.verdict",
-    "Action": "hyper_parallel.core.parallel.pipeline.actions",
     "schedules": "hyper_parallel.core.parallel.pipeline",
     "HookCoordinator": "hyper_parallel.core.parallel.pipeline.coordinator",
     "overlap_forward_backward": "hyper_parallel.core.parallel.pipeline.coordinator",

@@ -13,7 +13,8 @@ from dataclasses import replace
 import pytest
 
 import hyper_parallel as hp
-from hyper_parallel import Action, Schedule, ScheduleError
+from hyper_parallel import Schedule, ScheduleError
+from hyper_parallel.core.parallel.pipeline.actions import Action
 from support.campaign import share
 from support.schedule_player import Player
 

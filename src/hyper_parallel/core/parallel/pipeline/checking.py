@@ -1,9 +1,11 @@
 """The proof that a schedule runs: two passes, neither of which guesses.
 
-1. *What is there.* Each action stands at the right rank, once; every microbatch has its forward and backward at every stage.
-2. *A play.* Every rank works off its list as if each send blocked until it is received and each receive until it is sent. Nothing in that play
-   can be chosen (a transfer has one sender and one receiver, a rank one next action), so one play says what every play does. And a runtime
-   that buffers sends, or posts receives earlier, only lets ranks go on sooner than here. So what ends here ends there.
+1. *What is there.* Each action stands at the right rank, once; every microbatch has its forward and backward at every
+   stage.
+2. *A play.* Every rank works off its list as if each send blocked until it is received and each receive until it is
+   sent. Nothing in that play can be chosen (a transfer has one sender and one receiver, a rank one next action), so one
+   play says what every play does. And a runtime that buffers sends, or posts receives earlier, only lets ranks go on
+   sooner than here. So what ends here ends there.
 
 The play follows leases and counts what is kept on the way: both depend on a rank's own order alone.
 """
@@ -51,7 +53,7 @@ def _error(schedule: Schedule, problems: Sequence[Problem]) -> ScheduleError:
 
 
 def _misplaced(schedule: Schedule) -> Iterator[Problem]:
-    """Find actions that no correct schedule of this placement has: another rank's, another shape's, a second time the same."""
+    """Find actions that no right schedule of this placement has: another rank's, or the same a second time."""
     seen: dict[Action, tuple[int, int]] = {}
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):

@@ -1,7 +1,7 @@
 """What actions cost, in time: a table that a user may leave gaps in.
 
-{"F": 1.0, "B": 2.0}                          I = W = 1, half of a backward each; a pair takes F + B; transfers take no time
-{"F": [1, 1, 2], "I": 1, "W": 1, "SEND_F": 0.1}   stage 2 is twice as slow forward
+{"F": 1.0, "B": 2.0}               I = W = 1, half of a backward each; a pair takes F + B, transfers nothing
+{"F": [1, 1, 2], "SEND_F": 0.1}    stage 2 is twice as slow forward
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KINDS = ("F", "I", "W", "B", "OVERLAP_F_B", "SEND_F", "SEND_B", "UNSHARD", "RED
 
 
 def cost_function(num_stages: int, costs: Mapping[str, Cost]) -> Callable[[Action], float]:
-    """What an action costs; `costs` may leave out what follows from the rest."""
+    """Make the function that says what an action costs; `costs` may leave out what follows from the rest."""
     table = {Kind(kind): _per_stage(kind, value, num_stages) for kind, value in costs.items() if _is_kind(kind)}
     ones, zeros = (1.0,) * num_stages, (0.0,) * num_stages
     forward = table.setdefault(Kind.FORWARD, ones)

@@ -1,6 +1,7 @@
 """The picture of a schedule: one page without anything from elsewhere. Every rank is a row; time goes to the right.
 
-In a row above: what the rank computes, with the numbers of microbatches; hatched where it is idle. Below: what it keeps for backward.
+A row shows what the rank computes, with the numbers of microbatches; hatched where it is idle. Below that stands what
+it keeps for backward.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SHADES = 4  # of chunks
 
 
 def page(schedule: Schedule, timeline: Timeline) -> str:
-    """The page as text.
+    """Write the page as text.
 
     Example:
         >>> import hyper_parallel as hp
@@ -120,7 +121,8 @@ def _plot(schedule: Schedule, timeline: Timeline) -> str:
         parts.append(_kept(timeline.memory[rank], span, scale, top, y + _BAR + 3))
         what = f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}"
         names.append(
-            f'<div style="height:{_ROW}px">rank {rank}<small>{what}</small><small>kept: {_number(timeline.peak[rank])}</small></div>'
+            f'<div style="height:{_ROW}px">rank {rank}<small>{what}</small>'
+            f"<small>kept: {_number(timeline.peak[rank])}</small></div>"
         )
     return (
         f'<div class=plot><div class=names aria-hidden=true style="padding-top:{_AXIS}px">{"".join(names)}</div>'
@@ -159,7 +161,8 @@ def _bar(bar: Bar, stages: Sequence[int], scale: float, y: int) -> str:
     for index, part in enumerate(parts):
         at = y + index * height
         drawn.append(
-            f'<rect class="{part.kind.value} c{_shade(part, stages)}" x="{x:.1f}" y="{at:g}" width="{width:.1f}" height="{height:g}"/>'
+            f'<rect class="{part.kind.value} c{_shade(part, stages)}" '
+            f'x="{x:.1f}" y="{at:g}" width="{width:.1f}" height="{height:g}"/>'
         )
         if width >= 14:
             drawn.append(f'<text x="{x + width / 2:.1f}" y="{at + height / 2:g}">{part.microbatch}</text>')
@@ -186,8 +189,9 @@ def _table(schedule: Schedule, timeline: Timeline) -> str:
         cells = "".join(f"<td>{cell}</td>" for cell in (stages, _number(busy), _number(idle), part, _number(peak)))
         rows.append(f"<tr><th scope=row>{rank}</th>{cells}</tr>")
     return (
-        "<h2>Rank by rank</h2><div class=scroll tabindex=0 role=region aria-label=Ranks><table><caption>Times in the unit of the costs; "
-        "what is kept in microbatches at all layers of a rank</caption><thead><tr>"
+        "<h2>Rank by rank</h2><div class=scroll tabindex=0 role=region aria-label=Ranks><table>"
+        "<caption>Times in the unit of the costs; what is kept in microbatches at all layers of a rank</caption>"
+        "<thead><tr>"
         + "".join(f"<th scope=col>{name}</th>" for name in head)
         + f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )

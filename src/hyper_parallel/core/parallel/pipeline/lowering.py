@@ -3,10 +3,10 @@
     rank 0: 0F0 0F1 0B0           rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 ...
     rank 1: 1F0 1B0 1F1      ->   rank 1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 ...
 
-Why no order of sends and receives made here can hang: all ranks' actions are put on one line, and each rank gets its part of it. The line is
-that of a simulated step in which every action takes time. A transfer is one point of it, at the end of the action that makes the tensor, so
-that its send and its receive stand at the same point. A rank that waits for another one therefore waits for an earlier point, and in a circle
-somebody would have to wait for a later one.
+Why no order of sends and receives made here can hang: all ranks' actions are put on one line, and each rank gets its
+part of it. The line is that of a simulated step in which every action takes time. A transfer is one point of it, at the
+end of the action that makes the tensor, so that its send and its receive stand at the same point. A rank that waits for
+another one therefore waits for an earlier point, and in a circle somebody would have to wait for a later one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def lowered(schedule: Schedule, bars: Sequence[Sequence[Bar]], zero: int, prefet
 
 
 def _with_transfers(schedule: Schedule, bars: Sequence[Sequence[Bar]]) -> _Lists:
-    # (moment, 0 for a transfer and 1 for compute, so that a tensor is received before it is used; then anything that is the same at both ends)
+    # (moment, 0 for a transfer and 1 for compute, so that a tensor is received before it is used; then anything that is
+    # the same at both ends)
     lines: list[list[tuple[tuple[float, int, int, str, int], Action]]] = [[] for _ in schedule.ranks]
     for rank, of_rank in enumerate(bars):
         for bar in of_rank:
@@ -65,7 +66,7 @@ def _with_transfers(schedule: Schedule, bars: Sequence[Sequence[Bar]]) -> _Lists
 
 
 def _with_reductions(actions: Sequence[Action], *, is_each: bool) -> Iterator[Action]:
-    """Reduce a stage's gradients behind its last weight gradient, or behind each one; what was made to be sent is sent first."""
+    """Reduce a stage's gradients behind its last weight gradient, or behind each; what is to be sent is sent first."""
     left = Counter(stage for action in actions for stage in _weights_of(action))
     due: list[int] = []
     for action in actions:

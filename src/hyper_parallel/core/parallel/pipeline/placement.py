@@ -88,10 +88,11 @@ def two_ways(num_ranks: int, num_microbatches: int) -> Placement:
 def found_in(
     homes: Mapping[tuple[int, int], int], stages: Iterable[tuple[int, int]], num_microbatches: int
 ) -> Placement:
-    """The placement that lists of actions have.
+    """Find the placement that lists of actions have.
 
     Args:
-        homes: the rank that has the forward of (stage, microbatch). Some may be missing: what is not there is for the check to say.
+        homes: the rank that has the forward of (stage, microbatch). Some may be missing: what is not there is for the
+            check to say.
         stages: the stages that occur at each rank, as (stage, rank).
     """
     anywhere: dict[int, int] = {}

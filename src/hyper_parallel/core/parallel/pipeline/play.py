@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Done", "Play", "inputs_of", "send_after"]
 
-# (stage, kind, microbatch) of something that was done. A whole backward is noted as an input gradient: whoever waits, waits for that.
+# (stage, kind, microbatch) of something that was done. A whole backward is noted as an input gradient: whoever waits,
+# waits for that.
 Done = tuple[int, Kind, int | None]
 
 
 def inputs_of(action: Action, placement: Placement, has_transfers: bool) -> list[tuple[Done, int]]:
-    """What must have been done before a compute action or a send begins, and at which rank.
+    """List what must have been done before a compute action or a send begins, and at which rank.
 
     With transfers that is always the own rank: what another rank makes, a receive brings.
     """
@@ -57,7 +58,7 @@ def inputs_of(action: Action, placement: Placement, has_transfers: bool) -> list
 
 
 def send_after(action: Action, placement: Placement) -> Action | None:
-    """The send of what a compute action (no pair) makes, if another rank needs it."""
+    """Make the send of what a compute action (no pair) makes, if another rank needs it."""
     stage, kind, microbatch, _ = action
     if microbatch is None:
         return None

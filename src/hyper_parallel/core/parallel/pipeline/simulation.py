@@ -1,8 +1,8 @@
 """When everything in a schedule happens, given what each action costs.
 
-A rank computes one action at a time, in the order of its list, and begins as soon as what the action needs is there. Beside the compute, and
-not in its way, run transfers (one at a time from a rank to a rank in a direction), gathers and reductions of parameters (one at a time per
-rank each). A receive that is posted costs nothing: its consumer waits.
+A rank computes one action at a time, in the order of its list, and begins as soon as what the action needs is there.
+Beside the compute, and not in its way, run transfers (one at a time from a rank to a rank in a direction), gathers and
+reductions of parameters (one at a time per rank each). A receive that is posted costs nothing: its consumer waits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle time over the time that ranks compute: 0.25 means that a quarter more time passes than without waiting."""
+        """Idle time over the time that ranks compute: 0.25 means a quarter more time than without waiting."""
         busy = math.fsum(self.busy)
         return math.fsum(self.idle) / busy if busy else 0.0
 

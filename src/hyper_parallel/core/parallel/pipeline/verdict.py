@@ -13,7 +13,7 @@ __all__ = ["Problem", "Report", "ScheduleError", "counted"]
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong. `rank` is -1 where it is with the schedule as a whole, `action` None where an action is missing."""
+    """One thing that is wrong; `action` is None where one is missing."""
 
     rank: int
     position: int
@@ -53,7 +53,8 @@ class Report:
 
     Attributes:
         num_ranks, num_stages, num_microbatches: its size.
-        peak: what each rank keeps for backward at most; in the unit of `activations`, by default microbatches at all layers of a rank.
+        peak: what each rank keeps for backward at most; in the unit of `activations`, by default microbatches at all
+            layers of a rank.
         num_transfers: transfers between ranks; 0 where only compute actions were checked.
         most_unsharded: how many stages each rank has unsharded at once; 0 where the schedule has no leases.
     """
