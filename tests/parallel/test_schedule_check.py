@@ -214,10 +214,12 @@ def test_what_stages_keep_can_be_given_in_bytes_and_partly_freed_by_input_gradie
     # With the last rank one microbatch behind with its weights: one whole, and a quarter of another one.
     assert schedule.check(activations=[100, 80], after_input_grad=0.25).peak == (200.0, 100.0)
     assert schedule.simulate(activations=[100, 80], after_input_grad=0.25).peak == (200.0, 100.0)
-    with pytest.raises(ValueError, match="one number for each stage"):
-        schedule.check(activations=[1.0])
-    with pytest.raises(ValueError, match="part of a whole"):
-        schedule.check(after_input_grad=2)
+    for wrong in ([1.0], [1.0, -1.0], [1.0, "many"], 3, [1.0, float("nan")]):
+        with pytest.raises(ValueError, match="one number for each stage"):
+            schedule.check(activations=wrong)  # type: ignore[arg-type]
+    for wrong in (2, -0.5, None, "half"):
+        with pytest.raises(ValueError, match="part of a whole"):
+            schedule.check(after_input_grad=wrong)  # type: ignore[arg-type]
 
 
 def test_a_report_says_what_was_proved() -> None:

@@ -242,7 +242,15 @@ def test_a_gradient_is_sent_before_gradients_are_reduced() -> None:
     ]
 
 
-@pytest.mark.parametrize(("options", "words"), [({"zero": 4}, "shard"), ({"zero": 3, "prefetch": -1}, "prefetch")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"zero": 4}, "shard"),
+        ({"zero": "1"}, "shard"),
+        ({"zero": 3, "prefetch": -1}, "prefetch"),
+        ({"prefetch": None}, "prefetch"),
+    ],
+)
 def test_a_way_to_lower_that_there_is_not_is_refused(options: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         hp.schedules.gpipe(2, 2).lower(**options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from hyper_parallel._base.errors import ArgumentError, describe
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.core.parallel.pipeline.actions import Action, Kind
 
 __all__ = ["Cost", "cost_function"]
@@ -21,6 +21,8 @@ _KINDS = ("F", "I", "W", "B", "OVERLAP_F_B", "SEND_F", "SEND_B", "UNSHARD", "RED
 
 def cost_function(num_stages: int, costs: Mapping[str, Cost]) -> Callable[[Action], float]:
     """Make the function that says what an action costs; `costs` may leave out what follows from the rest."""
+    if not isinstance(costs, Mapping):
+        raise ArgumentTypeError("Costs are a table.", expected='such as {"F": 1, "B": 2}', got=describe(costs))
     table = {Kind(kind): _per_stage(kind, value, num_stages) for kind, value in costs.items() if _is_kind(kind)}
     ones, zeros = (1.0,) * num_stages, (0.0,) * num_stages
     forward = table.setdefault(Kind.FORWARD, ones)

@@ -84,7 +84,7 @@ def _legend(schedule: Schedule, timeline: Timeline) -> str:
             f'<rect class="F c{shade}" x="{shade * 4}" width="4" height="14"/>'
             for shade in range(min(num_chunks, _SHADES))
         )
-        keys.append((shades, "lighter: a later stage of the rank"))
+        keys.append((shades, "paler: a later stage of the rank"))
     if any(bar.action.parts for bars in timeline.bars for bar in bars):
         keys.append(
             ('<rect class="F" width="16" height="7"/><rect class="B" y="7" width="16" height="7"/>', "at the same time")

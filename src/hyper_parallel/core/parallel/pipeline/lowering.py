@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hyper_parallel._base.errors import ArgumentError, describe
+from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.core.parallel.pipeline.actions import COMPUTE, TRANSFERS, Action, Kind, partner
 from hyper_parallel.core.parallel.pipeline.play import send_after
 from hyper_parallel.core.parallel.pipeline.simulation import Bar
@@ -29,11 +30,11 @@ _Lists = tuple[tuple[Action, ...], ...]
 
 
 def lowered(schedule: Schedule, bars: Sequence[Sequence[Bar]], zero: int, prefetch: int) -> _Lists:
-    if zero not in (0, 1, 2, 3):
+    if as_int(zero) not in (0, 1, 2, 3):
         raise ArgumentError(
             "There is no such way to shard parameters.", expected="zero=0, 1, 2 or 3", got=describe(zero)
         )
-    if prefetch < 0:
+    if (as_int(prefetch) or 0) < 0 or as_int(prefetch) is None:
         raise ArgumentError(
             "Stages cannot be gathered later than they are used.",
             expected="prefetch of 0 or more",

@@ -2,7 +2,6 @@
 
 A cell is empty where the rank idles:
 
-
     0F0,0F1,,0B0,0B1
     ,1F0,1B0,1F1,1B1
 

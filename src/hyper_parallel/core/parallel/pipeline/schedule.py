@@ -207,7 +207,7 @@ class Schedule:
             (51.0, 0.0625, (4.0, 4.0, 4.0, 4.0))
         """
         keeping = Keeping(self.num_ranks, self.num_stages, activations, after_input_grad)
-        cost = cost_function(self.num_stages, costs or {})
+        cost = cost_function(self.num_stages, {} if costs is None else costs)
         _ = self._proved  # what cannot run has no time
         return simulation.simulate(self, cost, keeping)
 
