@@ -1,1 +1,1 @@
-"""Pipelines: schedules as data, proved and simulated before they run; the coordinator of a forward and a backward at the same time."""
+"""Pipelines: schedules as data, proved before they run; the coordinator of a forward beside a backward."""

@@ -1,13 +1,15 @@
 """What a rank does in a pipeline, one entry of its list at a time.
 
-    2F1                    forward of microbatch 1 at stage 2          0UNSHARD      gather the parameters of stage 0
-    2B1                    backward of it, whole                       0RESHARD      let go of them
-    2I1, 2W1               the same in two: gradients of the input,    0REDUCE_GRAD  reduce stage 0's gradients over the ranks
-                           gradients of the weights                                  that hold the same stage
-    2SEND_F1, 3RECV_F1     its result, from stage 2 to stage 3         (0F3;7B1)OVERLAP_F_B
-    2SEND_B1, 1RECV_B1     its gradient, from stage 2 to stage 1                     a forward and a backward at the same time
+    2F1                    forward of microbatch 1 at stage 2
+    2B1                    backward of it, whole
+    2I1, 2W1               the same in two: gradients of the input, gradients of the weights
+    (0F3;7B1)OVERLAP_F_B   a pair: a forward and a backward at the same time
+    2SEND_F1, 3RECV_F1     the result of a forward, from stage 2 to stage 3
+    2SEND_B1, 1RECV_B1     its gradient, from stage 2 to stage 1
+    0UNSHARD, 0RESHARD     gather the parameters of stage 0, let go of them
+    0REDUCE_GRAD           reduce stage 0's gradients over the ranks that hold the same stage
 
-These are the texts of `torch.distributed.pipelining`, too. A send and a receive each name the stage at which they stand.
+These are the texts of `torch.distributed.pipelining`, too. A send and a receive each name the stage where they stand.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """The proof that a schedule runs: two passes, neither of which guesses.
 
-1. *What is there.* Each action stands at the right rank, once; every microbatch has its forward and backward at every stage.
-2. *A play.* Every rank works off its list as if each send blocked until it is received and each receive until it is sent. Nothing in that play
-   can be chosen (a transfer has one sender and one receiver, a rank one next action), so one play says what every play does. And a runtime
-   that buffers sends, or posts receives earlier, only lets ranks go on sooner than here. So what ends here ends there.
+1. *What is there.* Each action stands at the right rank, once; every microbatch has its forward and backward at every
+   stage.
+2. *A play.* Every rank works off its list as if each send blocked until it is received and each receive until it is
+   sent. Nothing in that play can be chosen (a transfer has one sender and one receiver, a rank one next action), so one
+   play says what every play does. And a runtime that buffers sends, or posts receives earlier, only lets ranks go on
+   sooner than here. So what ends here ends there.
 
 The play follows leases and counts what is kept on the way: both depend on a rank's own order alone.
 """
@@ -11,54 +13,19 @@ The play follows leases and counts what is kept on the way: both depend on a ran
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hyper_parallel.core.parallel.pipeline.actions import OF_A_STAGE, TRANSFERS, Action, Kind, partner
 from hyper_parallel.core.parallel.pipeline.keeping import Keeping
 from hyper_parallel.core.parallel.pipeline.play import Play
-from hyper_parallel.core.parallel.pipeline.problems import Problem, ScheduleError, counted
+from hyper_parallel.core.parallel.pipeline.verdict import Problem, Report, ScheduleError
 
 if TYPE_CHECKING:
     from hyper_parallel.core.parallel.pipeline.schedule import Schedule
 
-__all__ = ["Report", "check"]
+__all__ = ["check"]
 
 _NUM_SHOWN = 5  # problems in the text of an error
-
-
-@dataclass(frozen=True)
-class Report:
-    """What was proved of a schedule, in numbers.
-
-    Attributes:
-        num_ranks, num_stages, num_microbatches: its size.
-        peak: what each rank keeps for backward at most; in the unit of `activations`, by default microbatches at all layers of a rank.
-        num_sends: transfers between ranks; 0 where only compute actions were checked.
-        most_unsharded: how many stages each rank has unsharded at once; 0 where the schedule has no leases.
-    """
-
-    num_ranks: int
-    num_stages: int
-    num_microbatches: int
-    peak: tuple[float, ...]
-    num_sends: int
-    most_unsharded: tuple[int, ...]
-
-    def __str__(self) -> str:
-        sizes = [(self.num_ranks, "rank"), (self.num_stages, "stage"), (self.num_microbatches, "microbatch")]
-        head = ", ".join(counted(number, word) for number, word in sizes)
-        lines = [f"{head}: complete, in order, free of deadlock"]
-        lines.append(f"most microbatches kept at rank: {_per_rank(self.peak)}")
-        if self.num_sends:
-            lines.append(f"transfers: {self.num_sends}, also if every send blocks until it is received")
-        if any(self.most_unsharded):
-            lines.append(f"most stages unsharded at rank: {_per_rank(self.most_unsharded)}")
-        return "\n".join(lines)
-
-
-def _per_rank(values: Sequence[float]) -> str:
-    return ", ".join(f"{rank}: {value:g}" for rank, value in enumerate(values))
 
 
 def check(schedule: Schedule, keeping: Keeping) -> Report:
@@ -86,7 +53,7 @@ def _error(schedule: Schedule, problems: Sequence[Problem]) -> ScheduleError:
 
 
 def _misplaced(schedule: Schedule) -> Iterator[Problem]:
-    """Find actions that no correct schedule of this placement has: another rank's, another shape's, a second time the same."""
+    """Find actions that no right schedule of this placement has: another rank's, or the same a second time."""
     seen: dict[Action, tuple[int, int]] = {}
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):

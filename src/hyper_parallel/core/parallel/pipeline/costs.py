@@ -1,7 +1,7 @@
 """What actions cost, in time: a table that a user may leave gaps in.
 
-{"F": 1.0, "B": 2.0}                          I = W = 1, half of a backward each; a pair takes F + B; transfers take no time
-{"F": [1, 1, 2], "I": 1, "W": 1, "SEND_F": 0.1}   stage 2 is twice as slow forward
+{"F": 1.0, "B": 2.0}               I = W = 1, half of a backward each; a pair takes F + B, transfers nothing
+{"F": [1, 1, 2], "SEND_F": 0.1}    stage 2 is twice as slow forward
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from hyper_parallel._base.errors import ArgumentError, describe
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel.core.parallel.pipeline.actions import Action, Kind
 
 __all__ = ["Cost", "cost_function"]
@@ -20,7 +20,9 @@ _KINDS = ("F", "I", "W", "B", "OVERLAP_F_B", "SEND_F", "SEND_B", "UNSHARD", "RED
 
 
 def cost_function(num_stages: int, costs: Mapping[str, Cost]) -> Callable[[Action], float]:
-    """What an action costs; `costs` may leave out what follows from the rest."""
+    """Make the function that says what an action costs; `costs` may leave out what follows from the rest."""
+    if not isinstance(costs, Mapping):
+        raise ArgumentTypeError("Costs are a table.", expected='such as {"F": 1, "B": 2}', got=describe(costs))
     table = {Kind(kind): _per_stage(kind, value, num_stages) for kind, value in costs.items() if _is_kind(kind)}
     ones, zeros = (1.0,) * num_stages, (0.0,) * num_stages
     forward = table.setdefault(Kind.FORWARD, ones)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from hyper_parallel._base.errors import ArgumentError, describe
@@ -19,14 +20,8 @@ class Keeping:
         self.is_default = activations is None and after_input_grad == 1.0
         # Whole numbers of the smallest part, divided in the end: sums of thirds would end beside 4.0.
         self.unit = float(num_stages) if activations is None else 1.0
-        self._sizes: Sequence[float] = (num_ranks,) * num_stages if activations is None else tuple(activations)
-        if len(self._sizes) != num_stages:
-            raise ArgumentError(
-                "There is not one number for each stage.",
-                expected=f"{num_stages} of `activations`",
-                got=describe(activations),
-            )
-        if not 0 <= after_input_grad <= 1:
+        self._sizes = (float(num_ranks),) * num_stages if activations is None else _sizes(activations, num_stages)
+        if not isinstance(after_input_grad, (int, float)) or not 0 <= after_input_grad <= 1:
             raise ArgumentError(
                 "This is no part of a whole.", expected="0 to 1 for `after_input_grad`", got=describe(after_input_grad)
             )
@@ -46,3 +41,17 @@ class Keeping:
             elif part.kind is Kind.WEIGHT_GRAD:
                 total += self._sizes[part.stage] * self._part
         return total
+
+
+def _sizes(activations: Sequence[float], num_stages: int) -> tuple[float, ...]:
+    try:
+        sizes = tuple(map(float, activations))
+    except (TypeError, ValueError):
+        sizes = ()
+    if len(sizes) != num_stages or not all(0 <= size < math.inf for size in sizes):
+        raise ArgumentError(
+            "There is not one number for each stage.",
+            expected=f"{num_stages} sizes of 0 or more for `activations`",
+            got=describe(activations),
+        )
+    return sizes

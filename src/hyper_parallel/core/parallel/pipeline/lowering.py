@@ -3,10 +3,10 @@
     rank 0: 0F0 0F1 0B0           rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 ...
     rank 1: 1F0 1B0 1F1      ->   rank 1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 ...
 
-Why no order of sends and receives made here can hang: all ranks' actions are put on one line, and each rank gets its part of it. The line is
-that of a simulated step in which every action takes time. A transfer is one point of it, at the end of the action that makes the tensor, so
-that its send and its receive stand at the same point. A rank that waits for another one therefore waits for an earlier point, and in a circle
-somebody would have to wait for a later one.
+Why no order of sends and receives made here can hang: all ranks' actions are put on one line, and each rank gets its
+part of it. The line is that of a simulated step in which every action takes time. A transfer is one point of it, at the
+end of the action that makes the tensor, so that its send and its receive stand at the same point. A rank that waits for
+another one therefore waits for an earlier point, and in a circle somebody would have to wait for a later one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hyper_parallel._base.errors import ArgumentError, describe
+from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.core.parallel.pipeline.actions import COMPUTE, TRANSFERS, Action, Kind, partner
+from hyper_parallel.core.parallel.pipeline.play import send_after
 from hyper_parallel.core.parallel.pipeline.simulation import Bar
 
 if TYPE_CHECKING:
@@ -28,11 +30,11 @@ _Lists = tuple[tuple[Action, ...], ...]
 
 
 def lowered(schedule: Schedule, bars: Sequence[Sequence[Bar]], zero: int, prefetch: int) -> _Lists:
-    if zero not in (0, 1, 2, 3):
+    if as_int(zero) not in (0, 1, 2, 3):
         raise ArgumentError(
             "There is no such way to shard parameters.", expected="zero=0, 1, 2 or 3", got=describe(zero)
         )
-    if prefetch < 0:
+    if (as_int(prefetch) or 0) < 0 or as_int(prefetch) is None:
         raise ArgumentError(
             "Stages cannot be gathered later than they are used.",
             expected="prefetch of 0 or more",
@@ -48,30 +50,24 @@ def lowered(schedule: Schedule, bars: Sequence[Sequence[Bar]], zero: int, prefet
 
 
 def _with_transfers(schedule: Schedule, bars: Sequence[Sequence[Bar]]) -> _Lists:
-    rank_of, last = schedule.placement.rank_of, schedule.num_stages - 1
-    # (moment, 0 for a transfer and 1 for compute, so that a tensor is received before it is used; then anything that is the same at both ends)
+    # (moment, 0 for a transfer and 1 for compute, so that a tensor is received before it is used; then anything that is
+    # the same at both ends)
     lines: list[list[tuple[tuple[float, int, int, str, int], Action]]] = [[] for _ in schedule.ranks]
     for rank, of_rank in enumerate(bars):
         for bar in of_rank:
             lines[rank].append(((bar.start, 1, 0, "", 0), bar.action))
             for part in bar.action.parts or (bar.action,):
-                microbatch = part.microbatch or 0
-                if part.kind is Kind.FORWARD and part.stage < last:
-                    send = Action(part.stage, Kind.SEND_F, microbatch)
-                elif part.kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and part.stage > 0:
-                    send = Action(part.stage, Kind.SEND_B, microbatch)
-                else:
-                    continue
-                other = rank_of(partner(send).stage, microbatch)
-                if other != rank:
+                send = send_after(part, schedule.placement)
+                if send is not None:
+                    receive, microbatch = partner(send), send.microbatch or 0
                     point = (bar.end, 0, send.stage, send.kind.value, microbatch)
                     lines[rank].append((point, send))
-                    lines[other].append((point, partner(send)))
+                    lines[schedule.placement.rank_of(receive.stage, microbatch)].append((point, receive))
     return tuple(tuple(action for _, action in sorted(line)) for line in lines)
 
 
 def _with_reductions(actions: Sequence[Action], *, is_each: bool) -> Iterator[Action]:
-    """Reduce a stage's gradients behind its last weight gradient, or behind each one; what was made to be sent is sent first."""
+    """Reduce a stage's gradients behind its last weight gradient, or behind each; what is to be sent is sent first."""
     left = Counter(stage for action in actions for stage in _weights_of(action))
     due: list[int] = []
     for action in actions:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from hyper_parallel._base.errors import ArgumentError
+from hyper_parallel._base.errors import ArgumentError, describe
 
 __all__ = ["Placement", "in_a_loop", "in_a_v", "two_ways"]
 
@@ -33,6 +33,20 @@ class Placement:
 
     routes: tuple[tuple[int, ...], ...]
     route_of: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        lengths = {len(route) for route in self.routes}
+        if (
+            len(lengths) != 1
+            or 0 in lengths
+            or not self.route_of
+            or not set(self.route_of) <= set(range(len(self.routes)))
+        ):
+            raise ArgumentError(
+                "These are no routes of microbatches through stages.",
+                expected="routes with a rank for each stage, and for each microbatch the number of its route",
+                got=describe((self.routes, self.route_of)),
+            )
 
     @property
     def num_stages(self) -> int:
@@ -74,10 +88,11 @@ def two_ways(num_ranks: int, num_microbatches: int) -> Placement:
 def found_in(
     homes: Mapping[tuple[int, int], int], stages: Iterable[tuple[int, int]], num_microbatches: int
 ) -> Placement:
-    """The placement that lists of actions have.
+    """Find the placement that lists of actions have.
 
     Args:
-        homes: the rank that has the forward of (stage, microbatch). Some may be missing: what is not there is for the check to say.
+        homes: the rank that has the forward of (stage, microbatch). Some may be missing: what is not there is for the
+            check to say.
         stages: the stages that occur at each rank, as (stage, rank).
     """
     anywhere: dict[int, int] = {}

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING
 from hyper_parallel.core.parallel.pipeline.actions import COMPUTE, SENDS, TRANSFERS, Action, Kind, partner
 from hyper_parallel.core.parallel.pipeline.keeping import Keeping
 from hyper_parallel.core.parallel.pipeline.placement import Placement
-from hyper_parallel.core.parallel.pipeline.problems import Problem
+from hyper_parallel.core.parallel.pipeline.verdict import Problem
 
 if TYPE_CHECKING:
     from hyper_parallel.core.parallel.pipeline.schedule import Schedule
 
-__all__ = ["Done", "Play", "inputs_of"]
+__all__ = ["Done", "Play", "inputs_of", "send_after"]
 
-# (stage, kind, microbatch) of something that was done. A whole backward is noted as an input gradient: whoever waits, waits for that.
+# (stage, kind, microbatch) of something that was done. A whole backward is noted as an input gradient: whoever waits,
+# waits for that.
 Done = tuple[int, Kind, int | None]
 
 
 def inputs_of(action: Action, placement: Placement, has_transfers: bool) -> list[tuple[Done, int]]:
-    """What must have been done before a compute action or a send begins, and at which rank.
+    """List what must have been done before a compute action or a send begins, and at which rank.
 
     With transfers that is always the own rank: what another rank makes, a receive brings.
     """
@@ -54,6 +55,19 @@ def inputs_of(action: Action, placement: Placement, has_transfers: bool) -> list
         elif kind is Kind.SEND_F:
             found.append(((stage, Kind.FORWARD, microbatch), rank))
     return found
+
+
+def send_after(action: Action, placement: Placement) -> Action | None:
+    """Make the send of what a compute action (no pair) makes, if another rank needs it."""
+    stage, kind, microbatch, _ = action
+    if microbatch is None:
+        return None
+    route = placement.routes[placement.route_of[microbatch]]
+    if kind is Kind.FORWARD and stage + 1 < len(route) and route[stage + 1] != route[stage]:
+        return Action(stage, Kind.SEND_F, microbatch)
+    if kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and stage > 0 and route[stage - 1] != route[stage]:
+        return Action(stage, Kind.SEND_B, microbatch)
+    return None
 
 
 class Play:

@@ -1,4 +1,6 @@
-"""Schedules in the file form of `torch.distributed.pipelining`: one line per rank, one action per cell, nothing in a cell where the rank idles.
+"""Schedules in the file form of `torch.distributed.pipelining`: one line per rank, one action per cell.
+
+A cell is empty where the rank idles:
 
     0F0,0F1,,0B0,0B1
     ,1F0,1B0,1F1,1B1
@@ -19,7 +21,7 @@ __all__ = ["read", "write"]
 
 
 def read(content: bytes, where: str) -> list[list[Action]]:
-    """The actions of each rank.
+    """Read the actions of each rank.
 
     Raises:
         ValueError: a cell is no action: which one is said.
@@ -30,7 +32,8 @@ def read(content: bytes, where: str) -> list[list[Action]]:
         raise DamagedFileError(
             "This is no CSV of a schedule.", expected="lines of text", got=str(error), where=where
         ) from None
-    # A line without a cell is the end of the file, written by a program that ends each line twice; a rank that idles has an empty cell.
+    # A line without a cell is the end of the file, written by a program that ends each line twice; a rank that idles
+    # has an empty cell.
     return [
         [_action(cell, where, rank, at) for at, cell in enumerate(row) if cell.strip()]
         for rank, row in enumerate(filter(None, rows))

@@ -12,12 +12,11 @@ from hyper_parallel._base import files
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, DamagedFileError, describe
 from hyper_parallel.core.parallel.pipeline import checking, drawing, lowering, pytorch_csv, simulation
 from hyper_parallel.core.parallel.pipeline.actions import COMPUTE, Action, Kind
-from hyper_parallel.core.parallel.pipeline.checking import Report
 from hyper_parallel.core.parallel.pipeline.costs import Cost, cost_function
 from hyper_parallel.core.parallel.pipeline.keeping import Keeping
 from hyper_parallel.core.parallel.pipeline.placement import Placement, found_in
-from hyper_parallel.core.parallel.pipeline.problems import counted
 from hyper_parallel.core.parallel.pipeline.simulation import Timeline
+from hyper_parallel.core.parallel.pipeline.verdict import Report, counted
 
 __all__ = ["Schedule"]
 
@@ -28,8 +27,8 @@ _MOST_BYTES = 256 * 1024**2  # of a file: a schedule of 64 ranks and 1,024 micro
 class Schedule:
     """What every rank of a pipeline does, in order.
 
-    Made by `hp.schedules`, by `Schedule.of`, or read from a file of PyTorch's. It may hold compute actions only, or, after `lower`, the
-    sends, receives and leases of parameters, too.
+    Made by `hp.schedules`, by `Schedule.of`, or read from a file of PyTorch's. It may hold compute actions only, or,
+    after `lower`, the sends, receives and leases of parameters, too.
 
     Attributes:
         ranks: the actions of each rank.
@@ -74,7 +73,8 @@ class Schedule:
 
         Raises:
             TypeError: these are no lists of actions.
-            ValueError: a text is no action; there is no forward; a stage is missing, or a number is far beyond what the lists can hold.
+            ValueError: a text is no action; there is no forward; a stage is missing, or a number is far beyond what the
+                lists can hold.
 
         Example:
             >>> import hyper_parallel as hp
@@ -109,12 +109,15 @@ class Schedule:
                 return Schedule.of(pytorch_csv.read(file.read(), str(path)), name=name or Path(path).stem)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the schedule as PyTorch's CSV. PyTorch reads compute actions as `compute_only`, what `lower` made as `compute_comms`."""
+        """Write the schedule as PyTorch's CSV.
+
+        PyTorch reads compute actions as `compute_only`, and what `lower` made as `compute_comms`.
+        """
         files.write(path, self.to_csv().encode())
         return Path(path)
 
     def to_csv(self) -> str:
-        """The schedule as the text of PyTorch's CSV.
+        """Write the schedule as the text of PyTorch's CSV.
 
         Example:
             >>> import hyper_parallel as hp
@@ -126,7 +129,7 @@ class Schedule:
         return pytorch_csv.write(self.ranks)
 
     def compute_only(self) -> Schedule:
-        """The schedule without sends, receives and leases."""
+        """Leave out sends, receives and leases."""
         if all(action.kind in COMPUTE for actions in self.ranks for action in actions):
             return self
         return replace(self, ranks=tuple(tuple(a for a in actions if a.kind in COMPUTE) for actions in self.ranks))
@@ -135,9 +138,10 @@ class Schedule:
         """Add what the compute actions need: sends and receives, leases of sharded parameters, reductions of gradients.
 
         Args:
-            zero: how parameters are sharded over the ranks that hold the same stage. 0: not at all, gradients are reduced once. 1: parameters
-                are gathered once and stay to the end of the step, gradients are reduced once. 2: the same, let go of after the last use, and
-                gradients are reduced after every microbatch. 3: as 2, and only stages in use and the next ones are gathered.
+            zero: how parameters are sharded over the ranks that hold the same stage. 0: not at all, gradients are
+                reduced once. 1: parameters are gathered once and stay to the end of the step, gradients are reduced
+                once. 2: the same, let go of after the last use, and gradients are reduced after every microbatch. 3: as
+                2, and only stages in use and the next ones are gathered.
             prefetch: with `zero=3`, how many stages more than those in use.
 
         Raises:
@@ -156,13 +160,14 @@ class Schedule:
     def check(self, *, activations: Sequence[float] | None = None, after_input_grad: float = 1.0) -> Report:
         """Prove that the schedule runs, and count what it keeps.
 
-        Proved, without a framework: every microbatch has its forward and its backward at every stage, once, in order and at the right rank;
-        all that an action needs is there when it begins; nobody waits forever, even if every send blocks until it is received, and every
-        receive until it is sent; parameters are unsharded while they are used, and not in the end; no gradient stays unreduced.
+        Every microbatch has its forward and its backward at every stage, once, in order and at the right rank. All that
+        an action needs is there when it begins. Nobody waits forever, even if every send blocks until it is received,
+        and every receive until it is sent. Parameters are unsharded while they are used, and not in the end. No
+        gradient stays unreduced.
 
         Args:
-            activations: what one microbatch keeps at each stage, in any unit; by default a stage's part of a rank's layers, so that a peak of 4
-                means four microbatches at all layers of one rank.
+            activations: what one microbatch keeps at each stage, in any unit; by default a stage's part of a rank's
+                layers, so that a peak of 4 means four microbatches at all layers of one rank.
             after_input_grad: the part of it that stays between an input gradient and its weight gradient.
 
         Raises:
@@ -182,12 +187,14 @@ class Schedule:
         activations: Sequence[float] | None = None,
         after_input_grad: float = 1.0,
     ) -> Timeline:
-        """When everything happens, if ranks never wait but for what they need; sends, gathers and reductions run beside the compute.
+        """Say when everything happens, if ranks wait for what they need alone.
+
+        Sends, gathers and reductions run beside the compute.
 
         Args:
-            costs: times by kind, in any unit, each one number or one per stage: "F", "I", "W" (1 if not named), "B" (I + W), "OVERLAP_F_B"
-                (F + B), and 0 if not named: "SEND_F", "SEND_B", "UNSHARD", "REDUCE_GRAD". A transfer waits for the one before it from the
-                same rank to the same rank in the same direction.
+            costs: times by kind, in any unit, each one number or one per stage: "F", "I", "W" (1 if not named), "B" (I
+                + W), "OVERLAP_F_B" (F + B), and 0 if not named: "SEND_F", "SEND_B", "UNSHARD", "REDUCE_GRAD". A
+                transfer waits for the one before it from the same rank to the same rank in the same direction.
             activations, after_input_grad: as in `check`.
 
         Raises:
@@ -200,7 +207,7 @@ class Schedule:
             (51.0, 0.0625, (4.0, 4.0, 4.0, 4.0))
         """
         keeping = Keeping(self.num_ranks, self.num_stages, activations, after_input_grad)
-        cost = cost_function(self.num_stages, costs or {})
+        cost = cost_function(self.num_stages, {} if costs is None else costs)
         _ = self._proved  # what cannot run has no time
         return simulation.simulate(self, cost, keeping)
 

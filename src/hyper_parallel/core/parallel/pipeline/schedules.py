@@ -1,14 +1,15 @@
 """The schedules that can be had by name: pure functions of ranks p, microbatches m and chunks per rank v.
 
-Each returns compute actions only; `Schedule.lower` adds sends, receives and what sharded parameters need. Idle time as a share of a rank's
-work, with F = I = W per stage and no communication, and the most microbatches that rank r keeps, in units of a rank's layers:
+Each returns compute actions only; `Schedule.lower` adds sends, receives and what sharded parameters need. Idle time as
+a share of a rank's work, with F = I = W per stage and no communication, and the most microbatches that rank r keeps, in
+units of a rank's layers:
 
 | name | idle / work | kept at most | defined for |
 |---|---|---|---|
 | `gpipe` | (p-1) / m | m | any m |
 | `one_f_one_b` | (p-1) / m | min(m, p-r) | any m |
-| `interleaved` | (p-1) / (v m) | p + (p-1)/v - 2r/v | any m; the figures for m a multiple of p |
-| `zb_h1` | (p-1) / (3m) | p | any m; the idle time from m = p |
+| `interleaved` | (p-1) / (v m) | p + (p-1)/v - 2r/v | any m; the idle time from m = p, what is kept for m = 2p, 3p, ... |
+| `zb_h1` | (p-1) / (3m) | min(m, p) | any m; the idle time from m = p |
 | `zbv` | (p-1) / (6m) | p | any m; the figures from m = 2p-1 |
 | `dualpipe` | (p-2) / (3m) | p + 1, parameters twice | p even, m even, m >= 2p |
 | `dualpipe_v` | (p-1) / (3m) | p + 1/2 | m >= 2p |
@@ -16,62 +17,15 @@ work, with F = I = W per stage and no communication, and the most microbatches t
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Callable
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
 from hyper_parallel._base.whole_numbers import as_int
-from hyper_parallel.core.parallel.pipeline.actions import Action, Kind
 from hyper_parallel.core.parallel.pipeline.placement import Placement, in_a_loop, in_a_v, two_ways
+from hyper_parallel.core.parallel.pipeline.rank_list import RankList
 from hyper_parallel.core.parallel.pipeline.schedule import Schedule
 
 __all__ = ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zbv", "dualpipe", "dualpipe_v"]
-
-
-class _RankList:
-    """The list of one rank while it is written: every stage takes its microbatches in order, so no call names one."""
-
-    def __init__(self, first: dict[int, int] | None = None) -> None:
-        self.actions: list[Action] = []
-        self._first = first or {}  # microbatch that a stage begins with, if not 0
-        self._num_done: Counter[tuple[int, str]] = Counter()
-        self._weights_left: deque[Action] = deque()
-
-    def forward(self, stage: int) -> None:
-        self.actions.append(self._next(stage, Kind.FORWARD))
-
-    def backward(self, stage: int) -> None:
-        self.actions.append(self._next(stage, Kind.BACKWARD))
-
-    def input_grad(self, stage: int) -> None:
-        """Run the first half of a backward; `weight_grad` runs the second halves, oldest first."""
-        action = self._next(stage, Kind.INPUT_GRAD)
-        self.actions.append(action)
-        self._weights_left.append(action._replace(kind=Kind.WEIGHT_GRAD))
-
-    def weight_grad(self) -> None:
-        if self._weights_left:
-            self.actions.append(self._weights_left.popleft())
-
-    def weight_grad_of(self, stage: int) -> None:
-        """Run the oldest second half of this stage."""
-        action = next(action for action in self._weights_left if action.stage == stage)
-        self._weights_left.remove(action)
-        self.actions.append(action)
-
-    def pair(self, forward_stage: int, backward_stage: int) -> None:
-        self.actions.append(
-            Action.pair(self._next(forward_stage, Kind.FORWARD), self._next(backward_stage, Kind.BACKWARD))
-        )
-
-    def num_left(self, stage: int | None = None) -> int:
-        """Count the second halves that are still to be run, of one stage or of all."""
-        return sum(stage in (None, action.stage) for action in self._weights_left)
-
-    def _next(self, stage: int, kind: Kind) -> Action:
-        counter = (stage, "F" if kind is Kind.FORWARD else "B")
-        self._num_done[counter] += 1
-        return Action(stage, kind, self._first.get(stage, 0) + self._num_done[counter] - 1)
 
 
 def gpipe(p: int, m: int) -> Schedule:
@@ -93,7 +47,7 @@ def gpipe(p: int, m: int) -> Schedule:
     """
     p, m = _positive("p", p), _positive("m", m)
 
-    def write(rank: int, to: _RankList) -> None:
+    def write(rank: int, to: RankList) -> None:
         for _ in range(m):
             to.forward(rank)
         for _ in range(m):
@@ -103,7 +57,7 @@ def gpipe(p: int, m: int) -> Schedule:
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """A forward, a backward, by turns: as much idle time as `gpipe`, and rank r keeps p - r microbatches instead of all.
+    """A forward, a backward, by turns: idle as long as `gpipe`, but rank r keeps p - r microbatches instead of all.
 
     Args:
         p: ranks, each with one stage.
@@ -121,7 +75,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     """
     p, m = _positive("p", p), _positive("m", m)
 
-    def write(rank: int, to: _RankList) -> None:
+    def write(rank: int, to: RankList) -> None:
         num_ahead = min(m, p - 1 - rank)
         for _ in range(num_ahead):
             to.forward(rank)
@@ -134,13 +88,14 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
 
 def interleaved(p: int, m: int, v: int) -> Schedule:
-    """1F1B with v chunks of the model at every rank: a v-th of the idle time, for v times the sends and some more memory.
+    """1F1B with v chunks per rank: a v-th of the idle time, for v times the sends and some more memory.
 
     Microbatches go in rounds of p: all of a round at the first chunk, then at the next one.
 
     Args:
         p: ranks.
-        m: microbatches. Where it is not a multiple of p, rounds are a little longer; with fewer than p there is one, and it is shorter.
+        m: microbatches. Where it is not a multiple of p, rounds are a little longer; with fewer than p there is one,
+            and it is shorter.
         v: chunks per rank; stage s is on rank s % p.
 
     Raises:
@@ -148,8 +103,10 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
 
     Example:
         >>> import hyper_parallel as hp
-        >>> hp.schedules.interleaved(2, 2, 2).ranks[1][:4] == tuple(map(hp.Action.parse, ["1F0", "1F1", "3F0", "3B0"]))
-        True
+        >>> print(hp.schedules.interleaved(2, 2, 2))
+        interleaved: 2 ranks, 4 stages, 2 microbatches
+        rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+        rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
     """
     p, m, v = _positive("p", p), _positive("m", m), _positive("v", v)
     num_rounds = max(1, m // p)
@@ -157,7 +114,7 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
         m // num_rounds + (number < m % num_rounds) for number in range(num_rounds)
     ]  # microbatches of each; longer ones first
 
-    def write(rank: int, to: _RankList) -> None:
+    def write(rank: int, to: RankList) -> None:
         chunks = [rank + chunk * p for chunk in range(v)]
         forwards = [stage for size in rounds for stage in chunks for _ in range(size)]
         backwards = [stage for size in rounds for stage in reversed(chunks) for _ in range(size)]
@@ -173,7 +130,7 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """1F1B with weight gradients put off into what would be idle time; every rank keeps as much as the first one of 1F1B does.
+    """1F1B with weight gradients put off into idle time; every rank keeps as much as the first one of 1F1B.
 
     Args:
         p: ranks, each with one stage.
@@ -191,7 +148,7 @@ def zb_h1(p: int, m: int) -> Schedule:
     """
     p, m = _positive("p", p), _positive("m", m)
 
-    def write(rank: int, to: _RankList) -> None:
+    def write(rank: int, to: RankList) -> None:
         num_ahead = min(m, p - 1 - rank)
         for _ in range(num_ahead):
             to.forward(rank)
@@ -226,7 +183,7 @@ def zbv(p: int, m: int) -> Schedule:
     p, m = _positive("p", p), _positive("m", m)
     num_full = max(2 * p - 1, m)  # fewer do not fill the V: it is written for so many, and what is beyond m is left out
 
-    def write(rank: int, to: _RankList) -> None:
+    def write(rank: int, to: RankList) -> None:
         near, far = rank, 2 * p - 1 - rank
         num_begun = [0, 0]
 
@@ -267,13 +224,14 @@ def zbv(p: int, m: int) -> Schedule:
 
 
 def dualpipe(p: int, m: int) -> Schedule:
-    """Microbatches from both ends at once: every stage is at two ranks, and a forward runs beside a backward that goes the other way.
+    """Microbatches from both ends: every stage is at two ranks, and forwards run beside backwards of the other way.
 
     The pairs pay where they hide an exchange (experts); without that the idle time is that of `zb_h1` or more.
 
     Args:
         p: ranks, an even number. Rank r has the stages r and p - 1 - r.
-        m: microbatches, an even number of at least 2p; the first half begins at rank 0, the second one at the last rank.
+        m: microbatches, an even number of at least 2p; the first half begins at rank 0, the second one at the last
+            rank.
 
     Raises:
         ValueError: it is not defined for these; the nearest that work are named.
@@ -291,7 +249,7 @@ def dualpipe(p: int, m: int) -> Schedule:
     if m % 2:
         _refuse("dualpipe", "an even number of microbatches", f"m={m}", f"m={m - 1} or m={m + 1}")
 
-    def write(rank: int, to: _RankList) -> None:
+    def write(rank: int, to: RankList) -> None:
         there, back = (rank, p - 1 - rank)
         near, far = (there, back) if rank < p // 2 else (back, there)
         _write_dual(to, near, far, min(rank, p - 1 - rank), p // 2, m // 2)
@@ -320,17 +278,18 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     if m < 2 * p:
         _refuse("dualpipe_v", f"at least 2p = {2 * p} microbatches", f"m={m}", f"m={2 * p}, or the schedule zbv")
 
-    def write(rank: int, to: _RankList) -> None:
+    def write(rank: int, to: RankList) -> None:
         _write_dual(to, rank, 2 * p - 1 - rank, rank, p, m)
 
     return _written("dualpipe_v", in_a_v(p, m), write)
 
 
-def _write_dual(to: _RankList, near: int, far: int, depth: int, num_ranks: int, num_microbatches: int) -> None:
+def _write_dual(to: RankList, near: int, far: int, depth: int, num_ranks: int, num_microbatches: int) -> None:
     """Write one rank of both dual pipes, in the eight steps of DeepSeek's.
 
     Args:
-        near: the stage whose microbatches come early to this rank; `far`: that whose microbatches have been through more ranks.
+        near: the stage whose microbatches come early to this rank; `far`: that whose microbatches have been through
+            more ranks.
         depth: how far the rank is from where microbatches begin; the deepest is `num_ranks` - 1.
         num_microbatches: of each of the two stages.
     """
@@ -373,12 +332,12 @@ def _write_dual(to: _RankList, near: int, far: int, depth: int, num_ranks: int, 
 def _written(
     name: str,
     placement: Placement,
-    write: Callable[[int, _RankList], None],
+    write: Callable[[int, RankList], None],
     first: Callable[[int], dict[int, int]] = lambda rank: {},
 ) -> Schedule:
     lists = []
     for rank in range(placement.num_ranks):
-        to = _RankList(first(rank))
+        to = RankList(first(rank))
         write(rank, to)
         lists.append(tuple(to.actions))
     return Schedule(tuple(lists), placement, name)

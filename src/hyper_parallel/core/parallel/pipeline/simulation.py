@@ -1,8 +1,8 @@
 """When everything in a schedule happens, given what each action costs.
 
-A rank computes one action at a time, in the order of its list, and begins as soon as what the action needs is there. Beside the compute, and
-not in its way, run transfers (one at a time from a rank to a rank in a direction), gathers and reductions of parameters (one at a time per
-rank each). A receive that is posted costs nothing: its consumer waits.
+A rank computes one action at a time, in the order of its list, and begins as soon as what the action needs is there.
+Beside the compute, and not in its way, run transfers (one at a time from a rank to a rank in a direction), gathers and
+reductions of parameters (one at a time per rank each). A receive that is posted costs nothing: its consumer waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hyper_parallel.core.parallel.pipeline.actions import COMPUTE, SENDS, TRANSFERS, Action, Kind, partner
 from hyper_parallel.core.parallel.pipeline.keeping import Keeping
-from hyper_parallel.core.parallel.pipeline.play import Done, inputs_of
+from hyper_parallel.core.parallel.pipeline.play import Done, inputs_of, send_after
 
 if TYPE_CHECKING:
     from hyper_parallel.core.parallel.pipeline.schedule import Schedule
@@ -59,7 +59,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle time over the time that ranks compute: 0.25 means that a quarter more time passes than without waiting."""
+        """Idle time over the time that ranks compute: 0.25 means a quarter more time than without waiting."""
         busy = math.fsum(self.busy)
         return math.fsum(self.idle) / busy if busy else 0.0
 
@@ -103,7 +103,7 @@ class _Run:
         while self._positions[rank] < len(actions):
             action = actions[self._positions[rank]]
             if action.kind in COMPUTE:
-                needs = [need for need, _ in inputs_of(action, self._schedule.placement, self._has_transfers)]
+                needs = [need for need, _ in inputs_of(action, self._schedule.placement, has_transfers=True)]
                 for need in needs:
                     if need not in self._there:
                         self._waiting[need].append(rank)
@@ -129,6 +129,9 @@ class _Run:
         for part in action.parts or (action,):
             kind = Kind.INPUT_GRAD if part.kind is Kind.BACKWARD else part.kind
             woken += self._note((part.stage, kind, part.microbatch), end)
+            send = None if self._has_transfers else send_after(part, self._schedule.placement)
+            if send is not None:  # among compute actions alone it goes without saying
+                woken += self._send(rank, send, end)
         return woken
 
     def _send(self, rank: int, send: Action, now: float) -> list[int]:
