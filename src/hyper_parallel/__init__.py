@@ -67,6 +67,10 @@ _PUBLIC = {
     "Schedule": "hyper_parallel.core.parallel.pipeline.schedule",
     "ScheduleError": "hyper_parallel.core.parallel.pipeline.verdict",
     "schedules": "hyper_parallel.core.parallel.pipeline",
+    "PipelineStage": "hyper_parallel.core.parallel.pipeline.stage",
+    "split_stages": "hyper_parallel.core.parallel.pipeline.splitting",
+    "Pipeline": "hyper_parallel.core.parallel.pipeline.running",
+    "Microbatch": "hyper_parallel.core.parallel.pipeline.running",
     "HookCoordinator": "hyper_parallel.core.parallel.pipeline.coordinator",
     "overlap_forward_backward": "hyper_parallel.core.parallel.pipeline.coordinator",
 }

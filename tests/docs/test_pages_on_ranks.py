@@ -1,4 +1,4 @@
-"""The pages on distributed tensors say that their programs run under torchrun with two small changes: they do, and say what the pages say."""
+"""The pages on distributed tensors and pipelines say that their programs run under torchrun with two small changes: they do, and say what the pages say."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if not DOCS.is_dir():
     [
         ("distributed.md", '"cpu", (1, 1)', '"cpu", (1, 2)', ["1 collectives", "all_reduce"]),
         ("operator-rules.md", '"cpu", (1,)', '"cpu", (2,)', ["(Partial('sum'),)"]),
+        ("pipelines.md", "hp.schedules.zbv(p, 8)", "hp.schedules.zbv(2, 8)", ["complete, in order, free of deadlock"]),
     ],
 )
 def test_a_page_runs_on_two_ranks(page: str, one: str, two: str, said: list[str], tmp_path: Path) -> None:

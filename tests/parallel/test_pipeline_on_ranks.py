@@ -84,3 +84,61 @@ def test_a_step_leaves_nothing_to_the_collector(name: str) -> None:
     for counts in run(2, pipelines.objects_over_steps, name, 12):
         # A send that is not over yet may hold one tensor; a step that leaves one each would leave eight.
         assert max(counts[3:]) - min(counts[3:]) <= 2, counts
+
+
+REFUSED = {
+    "other stages": "The schedule places other stages here.\nExpected stages [0, 3] of 4, got stages [0] of 4",
+    "another number of ranks": "Expected 3 ranks, got 2",
+    "no stages": "A pipeline has stages",
+    "no schedule": "A pipeline follows a schedule",
+    "a schedule that cannot run": "ScheduleError",
+    "a tied weight that is not there": "Expected one of linear.weight, linear.bias, got weight; stage 0",
+    "a place outside": "got index 4 (int), num_stages 4 (int)",
+    "a batch that cannot be cut": "Expected a multiple of 4 micro batches, got 7",
+    "another number of microbatches": "Expected 4, got 1",
+    "weights of nothing": "Weights count something",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_on_every_rank_before_anything_is_sent(case: str) -> None:
+    said = run(2, programs.refused, case)
+    assert REFUSED[case] in said[0]
+    assert said[1] != "nothing was raised"
+
+
+def test_shapes_that_change_without_a_word_are_refused_by_the_rank_that_sends() -> None:
+    with pytest.raises(processes.RankError) as caught:
+        run(2, programs.other_lengths_without_saying_so)
+    assert "of another form than in the first step" in str(caught.value)
+    assert "dynamic_shapes=True" in str(caught.value)
+
+
+def test_after_a_step_that_failed_the_pipeline_says_so_and_runs_no_other() -> None:
+    first, _ = _failing(programs.a_step_after_one_that_failed)
+    assert first.startswith("A step of this pipeline failed")
+
+
+def _failing(function: Any) -> list[Any]:
+    """What the ranks return, though the second one is left waiting."""
+    try:
+        return run(2, function)
+    except processes.RankError as error:
+        return [error.results.get(rank) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("way", ["raises", "dies"])
+@pytest.mark.parametrize("name", ["one_f_one_b", "zbv"])
+def test_a_rank_that_fails_is_named_by_the_other(name: str, way: str, kind: str) -> None:
+    with pytest.raises(processes.RankError) as caught:
+        run(2, pipelines.fail_in, name, kind, 1, way)
+    failures = caught.value.failures
+    assert "on purpose" in failures[1] if way == "raises" else "3" in failures[1]
+    assert 0 in failures or way == "raises"
+
+
+def test_pairs_of_a_schedule_run_through_the_coordinator_with_a_layer_of_experts() -> None:
+    for wrong, num_pairs in run(2, programs.experts_in_pairs):
+        assert wrong == []
+        assert num_pairs > 0

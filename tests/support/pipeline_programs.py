@@ -234,3 +234,117 @@ def compare(title: str, name: str, num_steps: int = 3) -> list[str]:
             if key in expected[index] and not torch.allclose(gradient, expected[index][key], rtol=0, atol=1e-12)
         ]
     return wrong
+
+
+# -- what is refused, and what happens to the others ------------------------------------------------------------------
+
+
+def refused(case: str) -> str:
+    """What the error says that this rank raises."""
+    program, platform = PROGRAMS["the input itself"], hp.get_platform()
+    rank = platform.get_rank()
+    modules = modules_of(program)
+    schedule = schedule_of("zbv", 2)
+    stages = [PipelineStage(modules[index], index, 4) for index in schedule.placement.stages_on(rank)]
+    try:
+        if case == "other stages":
+            Pipeline([PipelineStage(modules[rank], rank, 4)], schedule)
+        elif case == "another number of ranks":
+            Pipeline(stages, SCHEDULES["gpipe"](3, 4))
+        elif case == "no stages":
+            Pipeline([modules[0]], schedule)
+        elif case == "no schedule":
+            Pipeline(stages, [])
+        elif case == "a schedule that cannot run":
+            broken = hp.Schedule.of([["0F0", "1F0", "0B0"], ["2F0", "3F0", "3B0", "2B0"]])
+            Pipeline([PipelineStage(modules[2 * rank], 2 * rank, 4), PipelineStage(modules[2 * rank + 1], 2 * rank + 1, 4)], broken)
+        elif case == "a tied weight that is not there":
+            PipelineStage(modules[0], 0, 4, tied={"weight": "w"})
+        elif case == "a place outside":
+            PipelineStage(modules[0], 4, 4)
+        else:
+            pipeline = Pipeline(stages, schedule, loss_fn=mean_square)
+            x = random(1, 8, WIDTH)
+            if case == "a batch that cannot be cut":
+                if rank == 0:  # only this one has the batch; the other would wait
+                    pipeline.step(x[:7], target=x[:7])
+                raise StopIteration
+            elif case == "another number of microbatches":
+                pipeline.step_of([Microbatch((x,), {}, x)])
+            elif case == "weights of nothing":
+                pipeline.step(x, target=x, weights=[0, 0, 0, 0])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def other_lengths_without_saying_so() -> None:
+    """In its second step the pipeline is given longer microbatches, and does not say that shapes are dynamic."""
+    program = PROGRAMS["other lengths in each step"]._replace(is_dynamic=False)
+    pipeline = pipeline_of(program, "zbv")
+    pipeline.step_of(program.microbatches(0))
+    pipeline.step_of(program.microbatches(1))
+
+
+def a_step_after_one_that_failed() -> str:
+    """One rank's stage fails; what the same rank says of a step after that."""
+    pipeline = pipeline_of(PROGRAMS["the input itself"], "zbv")
+    microbatches = PROGRAMS["the input itself"].microbatches(0)
+    if hp.get_platform().get_rank() == 0:
+        pipeline.stages[0].module.register_forward_pre_hook(lambda *_: 1 / 0)
+        for _ in range(2):
+            try:
+                pipeline.step_of(microbatches)
+            except ZeroDivisionError:
+                continue
+            except RuntimeError as error:
+                return str(error)
+    return ""
+
+
+class Experts(nn.Module):
+    """A layer of experts: what is sent away and fetched back is a sum here, and takes its time."""
+
+    def __init__(self, coordinator: hp.HookCoordinator, calls: list[str]) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.coordinator, self.calls = coordinator, calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def hook(y: torch.Tensor, name: str) -> torch.Tensor:
+            return hp.get_platform().differentiable_sync_hook(y, name, self.coordinator)
+
+        y = hook(torch.tanh(self.router(x)), "A")
+        self.calls.append("dispatch")
+        y = hook(y * 1.0, "B")
+        y = hook(torch.tanh(self.experts(y)), "C")
+        self.calls.append("combine")
+        return hook(y * 1.0, "D") + x
+
+
+def experts_in_pairs() -> tuple[list[str], int]:
+    """What differs from the plain loop where pairs of a schedule run at the same time, and how many pairs there were."""
+    coordinator, calls = hp.HookCoordinator(timeout=30.0), []
+
+    def stages() -> list[nn.Module]:
+        return [Experts(coordinator, calls) for _ in range(4)]
+
+    program = Program(stages, equal_batch, mean_square)
+    schedule = SCHEDULES["dualpipe_v"](2, 4)
+    modules = modules_of(program)
+    rank = hp.get_platform().get_rank()
+    numbers = schedule.placement.stages_on(rank)
+    pipeline = Pipeline(
+        [PipelineStage(modules[index], index, 4) for index in numbers], schedule, loss_fn=mean_square, coordinator=coordinator
+    )
+    num_pairs = sum(bool(action.parts) for action in schedule.ranks[rank])
+    found = [pipeline.step_of(program.microbatches(step)).item() for step in range(2)]
+    expected_losses, expected = plain(program, 2)
+    wrong = [f"loss {a}, expected {b}" for a, b in zip(found, expected_losses, strict=True) if abs(a - b) > 1e-12]
+    for index in numbers:
+        wrong += [
+            f"stage {index}, {name}"
+            for name, weight in modules[index].named_parameters()
+            if not torch.allclose(weight.grad, expected[index][name], rtol=0, atol=1e-12)
+        ]
+    return wrong, num_pairs

@@ -58,6 +58,12 @@ class ParallelBackend(Protocol):
 
     def stage(self, module: Module) -> StageBackend: ...
 
+    def in_sequence(self, model: Module) -> list[tuple[str, Module]] | None:
+        """The modules of a sequence by name, in order; None where the model is none."""
+
+    def sequence(self, modules: Sequence[tuple[str, Module]]) -> Module:
+        """Make a sequence of modules that keep their names."""
+
     def is_tensor(self, value: object) -> bool: ...
 
     def meta(self, tensor: Tensor) -> TensorMeta: ...

@@ -10,7 +10,7 @@ which they were sent. So nothing here waits for a send before the step is over, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,14 +69,14 @@ class Pipeline:
         dynamic_shapes: bool = False,
         coordinator: HookCoordinator | None = None,
     ) -> None:
-        given = [stages] if isinstance(stages, PipelineStage) else list(stages)
+        given = list(stages) if isinstance(stages, Iterable) else [stages]
         if not given or not all(isinstance(stage, PipelineStage) for stage in given):
             raise ArgumentTypeError("A pipeline has stages.", expected="PipelineStage objects", got=describe(stages))
         if not isinstance(schedule, Schedule):
             raise ArgumentTypeError(
                 "A pipeline follows a schedule.", expected="for example hp.schedules.one_f_one_b(p, m)", got=describe(schedule)
             )
-        self.stages = {stage.index: stage for stage in given}
+        self.stages = {stage.index: stage for stage in sorted(given, key=lambda stage: stage.index)}
         self.schedule = schedule
         self.loss_fn = loss_fn
         self.coordinator = coordinator
@@ -123,6 +123,26 @@ class Pipeline:
                 got=f"stages {list(got)} of {', '.join(map(str, sorted(sizes)))}",
                 where=f"rank {self._rank} of the pipeline",
             )
+
+    def parameters(self) -> list[Tensor]:
+        """The weights of this rank's stages that are trained, each once, for an optimizer."""
+        return [weight for _, _, weight in self._trained()]
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """The gradients of `parameters()`, as MindSpore's optimizers take them."""
+        return tuple(stage.gradient(name) for stage, name, _ in self._trained())
+
+    def zero_grad(self) -> None:
+        """Let go of the gradients of this rank's stages."""
+        for stage, name, _ in self._trained():
+            stage.set_gradient(name, None)
+
+    def _trained(self) -> list[tuple[PipelineStage, str, Tensor]]:
+        found: dict[int, tuple[PipelineStage, str, Tensor]] = {}
+        for stage in self.stages.values():
+            for name, weight in stage.trained():
+                found.setdefault(id(weight), (stage, name, weight))
+        return list(found.values())
 
     def step(self, *args: Any, target: Any = None, weights: Sequence[float] | None = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of one batch on all ranks; the loss, the same on each.

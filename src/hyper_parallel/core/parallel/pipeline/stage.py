@@ -70,11 +70,15 @@ class PipelineStage:
         """Give data to parameters that were made without, as their modules' own initialisers do."""
         platform_of(self.module).init_parameters(self.module, self.index)
 
+    def trained(self) -> list[tuple[str, Tensor]]:
+        """The weights that are trained, by name."""
+        return self._runs.weights()
+
     def weights(self) -> list[StageWeight]:
         """The weights that are trained, as other ranks have to know them."""
         return [
             StageWeight(name, id(weight), self.backend.meta(weight).shape, self.tied.get(name))
-            for name, weight in self._runs.weights()
+            for name, weight in self.trained()
         ]
 
     def gradient(self, name: str) -> Tensor | None:

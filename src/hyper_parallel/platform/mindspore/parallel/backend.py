@@ -6,6 +6,7 @@ A backward comes as a whole: the half that others wait for runs all of it, and n
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -86,6 +87,17 @@ class MindSporeParallel:
 
     def stage(self, module: nn.Cell) -> MindSporeStage:
         return MindSporeStage(module)
+
+    def in_sequence(self, model: nn.Cell) -> list[tuple[str, nn.Cell]] | None:
+        is_sequence = type(model).construct is nn.SequentialCell.construct  # a subclass may call them otherwise
+        return list(model._cells.items()) if is_sequence else None
+
+    def sequence(self, modules: Sequence[tuple[str, nn.Cell]]) -> nn.Cell:
+        names = [(name, weight.name) for name, cell in modules for weight in cell.get_parameters()]
+        made = nn.SequentialCell(OrderedDict(modules))
+        for weight, (_, name) in zip(made.get_parameters(), names, strict=True):
+            weight.name = name  # which MindSpore changes with each cell that a weight is put into
+        return made
 
     def is_tensor(self, value: object) -> bool:
         return isinstance(value, Tensor)

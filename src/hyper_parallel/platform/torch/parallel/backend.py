@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -69,6 +70,13 @@ class TorchParallel:
 
     def stage(self, module: nn.Module) -> TorchStage:
         return TorchStage(module)
+
+    def in_sequence(self, model: nn.Module) -> list[tuple[str, Any]] | None:
+        is_sequence = getattr(type(model), "forward", None) is nn.Sequential.forward  # a subclass may call them otherwise
+        return list(model._modules.items()) if is_sequence else None
+
+    def sequence(self, modules: Sequence[tuple[str, nn.Module]]) -> nn.Module:
+        return nn.Sequential(OrderedDict(modules))
 
     def is_tensor(self, value: object) -> bool:
         return isinstance(value, torch.Tensor)
