@@ -185,6 +185,21 @@ def test_what_is_no_schedule_is_refused_in_words(lists: object, words: str) -> N
         Schedule.of(lists)  # type: ignore[arg-type]
 
 
+def test_what_is_no_schedule_is_not_made_by_hand_either() -> None:
+    good = hp.schedules.gpipe(2, 2)
+    for parts in (
+        (list(good.ranks), good.placement),
+        (((3,),), good.placement),
+        (good.ranks, None),
+        (good.ranks, good.placement, 7),
+        ((), good.placement),
+    ):
+        with pytest.raises(TypeError, match="no lists of actions|no schedule"):
+            Schedule(*parts)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no routes of microbatches"):
+        replace(good.placement, routes=((0, 1), (0,)))
+
+
 def test_actions_are_written_as_they_are_read() -> None:
     for text in [
         "0F0",

@@ -156,6 +156,13 @@ def test_what_is_no_number_of_things_is_refused(name: str, wrong: object) -> Non
             getattr(hp.schedules, name)(*sizes)
 
 
+@pytest.mark.parametrize("name", [*ONE_EACH, "interleaved"])
+def test_a_schedule_that_no_memory_holds_is_refused(name: str) -> None:
+    for sizes in ((10**30, 4), (4, 2**62), (4_000, 4_000)):
+        with pytest.raises(ValueError, match="too large to be made"):
+            getattr(hp.schedules, name)(*sizes, *([2] if name == "interleaved" else []))
+
+
 # -- shapes --------------------------------------------------------------------------------------------------------------------------
 
 

@@ -49,6 +49,21 @@ class Schedule:
     placement: Placement
     name: str = ""
 
+    def __post_init__(self) -> None:
+        lists = self.ranks if isinstance(self.ranks, tuple) else ()
+        if not lists or not all(isinstance(actions, tuple) and {*map(type, actions)} <= {Action} for actions in lists):
+            raise ArgumentTypeError(
+                "These are no lists of actions.",
+                expected="a tuple of actions for each rank; Schedule.of takes lists and texts",
+                got=describe(self.ranks),
+            )
+        if not isinstance(self.placement, Placement) or not isinstance(self.name, str):
+            raise ArgumentTypeError(
+                "This is no schedule.",
+                expected="a Placement, and text as its name",
+                got=f"{describe(self.placement)}, {describe(self.name)}",
+            )
+
     @property
     def num_ranks(self) -> int:
         return len(self.ranks)

@@ -17,6 +17,7 @@ units of a rank's layers:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
@@ -26,6 +27,8 @@ from hyper_parallel.core.parallel.pipeline.rank_list import RankList
 from hyper_parallel.core.parallel.pipeline.schedule import Schedule
 
 __all__ = ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zbv", "dualpipe", "dualpipe_v"]
+
+_MOST = 4_000_000  # microbatches at stages: a thousand ranks with four thousand microbatches take a gigabyte
 
 
 def gpipe(p: int, m: int) -> Schedule:
@@ -45,7 +48,7 @@ def gpipe(p: int, m: int) -> Schedule:
         rank 0: 0F0 0F1 0B0 0B1
         rank 1: 1F0 1F1 1B0 1B1
     """
-    p, m = _positive("p", p), _positive("m", m)
+    p, m = _sizes(p=p, m=m)
 
     def write(rank: int, to: RankList) -> None:
         for _ in range(m):
@@ -73,7 +76,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
         rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
         rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
     """
-    p, m = _positive("p", p), _positive("m", m)
+    p, m = _sizes(p=p, m=m)
 
     def write(rank: int, to: RankList) -> None:
         num_ahead = min(m, p - 1 - rank)
@@ -108,7 +111,7 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
         rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
         rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
     """
-    p, m, v = _positive("p", p), _positive("m", m), _positive("v", v)
+    p, m, v = _sizes(p=p, m=m, v=v)
     num_rounds = max(1, m // p)
     rounds = [
         m // num_rounds + (number < m % num_rounds) for number in range(num_rounds)
@@ -146,7 +149,7 @@ def zb_h1(p: int, m: int) -> Schedule:
         rank 0: 0F0 0F1 0I0 0W0 0I1 0W1
         rank 1: 1F0 1I0 1F1 1I1 1W0 1W1
     """
-    p, m = _positive("p", p), _positive("m", m)
+    p, m = _sizes(p=p, m=m)
 
     def write(rank: int, to: RankList) -> None:
         num_ahead = min(m, p - 1 - rank)
@@ -180,7 +183,7 @@ def zbv(p: int, m: int) -> Schedule:
         zbv: 1 rank, 2 stages, 2 microbatches
         rank 0: 0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1
     """
-    p, m = _positive("p", p), _positive("m", m)
+    p, m = _sizes(p=p, m=m)
     num_full = max(2 * p - 1, m)  # fewer do not fill the V: it is written for so many, and what is beyond m is left out
 
     def write(rank: int, to: RankList) -> None:
@@ -241,7 +244,7 @@ def dualpipe(p: int, m: int) -> Schedule:
         >>> hp.schedules.dualpipe(2, 4).placement
         Placement(routes=((0, 1), (1, 0)), route_of=(0, 0, 1, 1))
     """
-    p, m = _positive("p", p), _positive("m", m)
+    p, m = _sizes(p=p, m=m)
     if p % 2:
         _refuse("dualpipe", "an even number of ranks", f"p={p}", f"p={p + 1}" if p == 1 else f"p={p - 1} or p={p + 1}")
     if m < 2 * p:
@@ -274,7 +277,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
         dualpipe_v: 1 rank, 2 stages, 2 microbatches
         rank 0: 0F0 1F0 0F1 1B0 (1F1;0B0)OVERLAP_F_B 1B1 0I1 0W1
     """
-    p, m = _positive("p", p), _positive("m", m)
+    p, m = _sizes(p=p, m=m)
     if m < 2 * p:
         _refuse("dualpipe_v", f"at least 2p = {2 * p} microbatches", f"m={m}", f"m={2 * p}, or the schedule zbv")
 
@@ -343,13 +346,22 @@ def _written(
     return Schedule(tuple(lists), placement, name)
 
 
-def _positive(name: str, value: int) -> int:
-    number = as_int(value)
-    if number is None:
-        raise ArgumentTypeError(f"{name} is a number of things.", expected="a whole number", got=describe(value))
-    if number < 1:
-        raise ArgumentError(f"{name} is a number of things.", expected="1 or more", got=describe(value))
-    return number
+def _sizes(**sizes: int) -> list[int]:
+    found = []
+    for name, value in sizes.items():
+        number = as_int(value)
+        if number is None:
+            raise ArgumentTypeError(f"{name} is a number of things.", expected="a whole number", got=describe(value))
+        if number < 1:
+            raise ArgumentError(f"{name} is a number of things.", expected="1 or more", got=describe(value))
+        found.append(number)
+    if math.prod(found) > _MOST:
+        raise ArgumentError(
+            "This schedule would be too large to be made.",
+            expected=f"{' x '.join(sizes)} of at most {_MOST}",
+            got=", ".join(f"{name}={describe(number)}" for name, number in zip(sizes, found, strict=True)),
+        )
+    return found
 
 
 def _refuse(name: str, expected: str, got: str, nearest: str) -> None:
