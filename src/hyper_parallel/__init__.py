@@ -64,6 +64,9 @@ _PUBLIC = {
     "explicit_communication": "hyper_parallel.core.shard.communication_log",
     "unknown_ops": "hyper_parallel.core.shard._op_dispatch",
     "NoRuleError": "hyper_parallel.core.shard._op_dispatch",
+    "Schedule": "hyper_parallel.core.parallel.pipeline.schedule",
+    "ScheduleError": "hyper_parallel.core.parallel.pipeline.verdict",
+    "schedules": "hyper_parallel.core.parallel.pipeline",
     "HookCoordinator": "hyper_parallel.core.parallel.pipeline.coordinator",
     "overlap_forward_backward": "hyper_parallel.core.parallel.pipeline.coordinator",
 }

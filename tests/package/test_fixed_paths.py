@@ -30,7 +30,7 @@ WITHOUT_FRAMEWORK = {
         plan_memory explain largest Largest MemoryPlan BudgetError
         DeviceMesh init_device_mesh Layout layout Shard Replicate Partial distribute_tensor ones zeros empty full rand randn
         DistributedOp EinsumRule StrategyRule shard_module ShardPlan custom_shard comm_debug explicit_communication unknown_ops NoRuleError
-        HookCoordinator overlap_forward_backward
+        HookCoordinator overlap_forward_backward Schedule ScheduleError schedules
     """,
     "hyper_parallel.platform": PLATFORM + "platform_of",
     "hyper_parallel.platform.platform": PLATFORM,

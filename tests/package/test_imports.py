@@ -49,6 +49,7 @@ LAZY = {
     ("cli.app", "cli.demo"): ANSWERS_AT_ONCE,
     ("cli.app", "cli.doctor.command"): ANSWERS_AT_ONCE,
     ("cli.app", "cli.plan"): ANSWERS_AT_ONCE,
+    ("cli.app", "cli.schedule"): ANSWERS_AT_ONCE,
     ("core.dtensor.mesh", "core.dtensor.layout"): OPENS,  # DeviceMesh.layout
     ("core.dtensor.mesh", "platform.torch.dtensor"): OPENS,  # DeviceMesh.to_torch, from_torch
     ("core.planner.plan.plan", "core.planner.plan.managed"): OPENS,  # MemoryPlan.run, apply(on_oom="replan")

@@ -243,5 +243,47 @@ def bench(
         show_bench(Console(highlight=False), rows)
 
 
+@app.command(epilog="Example: `hyper-parallel schedule zbv -p 4 -m 16 --draw page.html`")
+def schedule(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="gpipe, one_f_one_b, interleaved, zb_h1, zbv, dualpipe, dualpipe_v; or a CSV file of a schedule."
+        ),
+    ],
+    ranks: Annotated[int | None, typer.Option("-p", "--ranks", help="Ranks.")] = None,
+    microbatches: Annotated[int | None, typer.Option("-m", "--microbatches", help="Microbatches.")] = None,
+    chunks: Annotated[
+        int | None, typer.Option("-v", "--chunks", help="Chunks of the model per rank, for interleaved; 2 if not said.")
+    ] = None,
+    zero: Annotated[
+        int | None,
+        typer.Option(
+            help="Add sends, receives and, for parameters sharded by ZeRO 1, 2 or 3, gathers; 0: parameters are not sharded."
+        ),
+    ] = None,
+    cost: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND=TIME", help="What actions cost, such as F=1 or SEND_F=0.2. May be given several times."
+        ),
+    ] = None,
+    draw: Annotated[Path | None, typer.Option(help="Write a page with the picture here.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the schedule here, as PyTorch's CSV.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove a pipeline's schedule and show its idle time and what each rank keeps.
+
+    Exit code 0: it runs, free of deadlock. 1: it does not, or is not defined for these numbers; what works is named.
+    """
+    from hyper_parallel.cli.schedule import scheduled
+
+    found = scheduled(name, ranks, microbatches, chunks, zero, cost or [], draw, csv)
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        typer.echo(str(found))
+
+
 def _print_json(document: object) -> None:
     sys.stdout.write(json.dumps(document, indent=2) + "\n")

@@ -1,1 +1,1 @@
-"""Pipelines: so far the coordinator of a forward and a backward that run at the same time."""
+"""Pipelines: schedules as data, proved before they run; the coordinator of a forward beside a backward."""
