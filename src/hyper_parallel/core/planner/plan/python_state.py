@@ -17,6 +17,7 @@ containers of these. Everything else it knows weakly, and what is gone by then s
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import enum
@@ -498,6 +499,8 @@ def _saved_of(value: object, most_array_bytes: int) -> Saved | None:
     """For generators and arrays that are no framework's."""
     if isinstance(value, random.Random):
         return _PYTHON_GENERATOR
+    if isinstance(value, array.array):
+        return _ARRAY_OF_PYTHON if len(value) * value.itemsize <= most_array_bytes else None
     numpy = sys.modules.get("numpy")
     if numpy is None or not hasattr(numpy, "random"):
         return None
@@ -523,9 +526,13 @@ def _write_numpy_generator(generator: Any, state: Any) -> None:
     generator.bit_generator.state = state
 
 
-def _write_array(array: Any, numbers: Any) -> None:
-    if array.flags.writeable and array.shape == numbers.shape and array.dtype == numbers.dtype:
-        array[...] = numbers
+def _write_array(target: Any, numbers: Any) -> None:
+    if target.flags.writeable and target.shape == numbers.shape and target.dtype == numbers.dtype:
+        target[...] = numbers
+
+
+def _write_array_of_python(target: array.array[Any], numbers: array.array[Any]) -> None:
+    target[:] = numbers
 
 
 _PYTHON_GENERATOR = Saved(random.Random.getstate, random.Random.setstate)
@@ -535,6 +542,7 @@ _NUMPY_RANDOM_STATE = Saved(
     lambda generator, state: generator.set_state(state),
     _same_state,
 )
-_ARRAY = Saved(lambda array: array.copy(), _write_array, _same_state)
+_ARRAY = Saved(lambda numbers: numbers.copy(), _write_array, _same_state)
+_ARRAY_OF_PYTHON = Saved(lambda numbers: numbers[:], _write_array_of_python, _same_state)
 
 __all__ = ["Framework", "PythonState", "Saved", "as_then", "check_no_iterators", "is_iterator"]
