@@ -235,8 +235,12 @@ def test_an_error_at_any_hook_in_a_graph_ends_both_sides(
         before, now = Chunk(backend, 1, coordinator, log), Chunk(backend, 1, coordinator, log)
         loss = before()
         before.fail = now.fail = fail
-        with pytest.raises(kind, match="broken"):
+        with pytest.raises(kind, match="broken") as caught:
             overlap_forward_backward(now, lambda: backend.backward(loss), coordinator)
+    assert caught.value is error
+    other = "forward" if failing == "backward" else "backward"
+    if at < 3:  # after the last hook the other side may be through
+        assert any(f"The {other} side raised as well" in note for note in error.__notes__)
     again(backend, coordinator)
 
 
