@@ -161,8 +161,8 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def plainly() -> list[Any]:
+@pytest.fixture
+def plainly(on_disk: None) -> list[Any]:  # with as many threads as the test
     return trained(make(), Loss())
 
 
