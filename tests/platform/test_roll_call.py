@@ -67,7 +67,7 @@ def test_a_pair_names_its_other_rank_and_what_that_is_in() -> None:
 
 def test_of_what_gloo_says_only_what_happened_is_repeated() -> None:
     said = (
-        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:947: Connection reset by peer. "
+        "[/pytorch/third_party/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:947: Connection reset by peer. "
         "This is typically caused by a remote worker hanging or bugs in the application. GLHF! 🏖️"
     )
     error = explain(Failure("all_reduce", 2, 0, (0, 1)), {}, said)

@@ -170,7 +170,7 @@ def expected_gradients(backend: Backend, num_layers: int) -> list[np.ndarray]:
 def check_overlap(
     backend: Backend, num_forward: int, num_backward: int, pause: Callable[[], object] | None = None
 ) -> None:
-    """Parts of both sides are enqueued in the order of the hooks, and gradients are those of one side after the other."""
+    """Parts of both sides are enqueued in the order of the hooks; gradients are those of one side after the other."""
     coordinator, log = HookCoordinator(LONG), []  # type: tuple[Any, list[tuple[str, int]]]
     with backend.recording():
         before, now = (Chunk(backend, number, coordinator, log) for number in (num_backward, num_forward))

@@ -33,7 +33,8 @@ class HookCoordinator:
     call to call. The methods can be called by hand as well, from any two threads: the first two that call are the sides.
 
     Args:
-        timeout: seconds that a side waits for the other one at most: at a hook, and for its turn where one side works at a time.
+        timeout: seconds that a side waits for the other one at most: at a hook, and for its turn where one side works
+            at a time.
 
     Guarantees: no wait is longer than `timeout`; a side that fails, is interrupted or comes too late frees the other.
     """
