@@ -47,6 +47,7 @@ SHOWN = [
     Shown("a redistribution is wrong, or moves too much", "dtensor/test_redistribution.py", "test_every_pair_of_layouts_is_right_and_receives_nearly_the_fewest_bytes", "pairs of layouts on three meshes", "a share", "all"),
     Shown("ranks wait for one that is gone", "platform/test_missing_ranks.py", "test_the_others_name_the_rank_that_is_missing_on_pytorch", "stalls and kills"),
     Shown("the same on MindSpore", "platform/test_missing_ranks.py", "test_the_others_name_the_rank_that_is_missing_on_mindspore", "stalls and kills"),
+    Shown("a side of an overlap waits for ever", "parallel/test_coordinator.py", "test_a_failure_at_any_hook_ends_both_sides_with_one_to_eight_layers_on_either", "errors, interrupts and late sides at random hooks"),
     Shown("a checkpoint is torn", "platform/test_tensor_file.py", "test_a_save_killed_at_any_file_call_leaves_the_old_or_the_new_file", "every file call", "all", "all"),
     Shown("a checkpoint is damaged and nobody notices", "platform/test_tensor_file.py", "test_every_damaged_file_is_found", "bit flips and cuts", "1,000", "10,000"),
     Shown("something else than a plain file is replaced", "base/test_files.py", "test_what_is_no_plain_file_is_never_replaced", "devices, pipes and folders, by each writer", "all", "all"),

@@ -5,6 +5,7 @@ What is different on MindSpore is in `test_on_mindspore.py`; what cannot be ther
 
 from __future__ import annotations
 
+import array
 import collections
 import copy
 import functools
@@ -515,10 +516,10 @@ def moving(backend: Backend) -> Any:
             self.last = collections.deque([1.0], maxlen=3)
             self.schedule = types.SimpleNamespace(factor=1.0)
             self.python, self.numpy = random.Random(1), np.random.default_rng(1)
-            self.array = np.zeros(3)
+            self.array, self.tallies = np.zeros(3), array.array("d", [0.0])
 
         def state(self) -> list[Any]:
-            names = ("count", "word", "history", "table", "met", "last", "schedule", "array")
+            names = ("count", "word", "history", "table", "met", "last", "schedule", "array", "tallies")
             numbers = self.python.getstate(), self.numpy.bit_generator.state
             return [repr([getattr(self, name) for name in names]), self.second.count, *numbers]
 
@@ -533,9 +534,11 @@ def moving(backend: Backend) -> Any:
         self.last.append(float(self.count))
         self.schedule.factor *= 1.5
         self.array += 1
+        self.tallies[0] += 1
+        self.tallies.append(0.5)
         x = (x * self.schedule.factor).tanh() / self.count**0.5 * sum(self.history) * len(self.word) * self.second.count
         x = x * self.table["step"] * sum(self.table["inner"]["seen"]) * len(self.met) * sum(self.last)
-        x = x * (float(self.array[1]) * self.python.random() * float(self.numpy.random()))
+        x = x * (float(self.array[1]) * sum(self.tallies) * self.python.random() * float(self.numpy.random()))
         x = x.sin() if self.count % 2 else x.cos()
         return getattr(kind, name)(self, x.tanh())
 

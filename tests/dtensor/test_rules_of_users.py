@@ -5,6 +5,7 @@ On PyTorch, in one process and in four.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,21 @@ def test_a_built_in_name_is_taken_and_can_be_overridden(mesh: hp.DeviceMesh) -> 
     assert seen == [([x.layout], [])]
     x.exp()
     assert len(seen) == 1, "decided once"
+
+
+@pytest.mark.parametrize("framework", ["torch", "mindspore"])
+def test_the_dispatcher_is_given_a_dict_of_keywords(monkeypatch: pytest.MonkeyPatch, framework: str) -> None:
+    pytest.importorskip(framework)
+    monkeypatch.setenv("HYPER_PARALLEL_PLATFORM", framework)
+    try:
+        x = hp.ones((4,), hp.init_device_mesh("cpu", (1,)))
+        tensors = importlib.import_module(f"hyper_parallel.platform.{framework}.dtensor.tensor")
+        dispatch, given = tensors._dispatch, []
+        monkeypatch.setattr(tensors, "_dispatch", lambda *call: given.append(call[2:]) or dispatch(*call))
+        assert (x + x).sum().to_local() == 8
+    finally:
+        selection._forget()
+    assert given == [({},), ({},)]
 
 
 def test_an_operator_without_a_rule_gets_one(mesh: hp.DeviceMesh) -> None:

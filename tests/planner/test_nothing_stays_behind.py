@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import random
 from collections.abc import Callable
@@ -66,6 +67,7 @@ class Restless(nn.Module):
         self.recent: Any = collections.deque(maxlen=2)
         self.log = Log()
         self.bias = np.zeros(WIDTH, dtype=np.float32)
+        self.tallies = array.array("d", [0.0])
         self.generators = [random.Random(0), np.random.default_rng(0), torch.Generator().manual_seed(0)]
 
     def forward(self, ids: Any) -> Any:
@@ -80,6 +82,7 @@ class Restless(nn.Module):
         self.set.add(number)
         self.recent.append(number)
         self.bias += 0.1
+        self.tallies.append(1.0)
         draws = random.random() + np.random.random() + self.generators[0].random() + self.generators[1].random()
         noise = torch.rand(WIDTH, generator=self.generators[2])
         x = self.norm(self.blocks(self.words(ids)))
@@ -90,7 +93,7 @@ class Restless(nn.Module):
         mean.parts.append(x.detach().mean())
         self.history.add_(mean.sum / mean.count)
         self.last = x * 2  # with its history
-        return x / (1 + self.dict["steps"] + len(self.recent)) ** 0.5 + self.history.mean()
+        return x / (1 + self.dict["steps"] + len(self.recent) + len(self.tallies)) ** 0.5 + self.history.mean()
 
 
 def make() -> Any:
@@ -158,8 +161,8 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def plainly() -> list[Any]:
+@pytest.fixture
+def plainly(on_disk: None) -> list[Any]:  # with as many threads as the test
     return trained(make(), Loss())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import itertools
 import random
@@ -69,6 +70,7 @@ class Restless(nn.Cell):
         self.recent: Any = collections.deque(maxlen=2)
         self.log = Log()
         self.bias = np.zeros(WIDTH, dtype=np.float32)
+        self.tallies = array.array("d", [0.0])
         self.generators = [random.Random(0), np.random.default_rng(0)]
         self.generator = mindspore.Generator()
         self.set_train()
@@ -86,6 +88,7 @@ class Restless(nn.Cell):
         self.set.add(number)
         self.recent.append(number)
         self.bias += 0.1
+        self.tallies.append(1.0)
         self.generator._step(Tensor(1))
         draws = random.random() + np.random.random() + self.generators[0].random() + float(self.generators[1].random())
         x = self.norm(self.blocks(x)) * self.clipped * self.indexed * self.replaced
@@ -95,7 +98,10 @@ class Restless(nn.Cell):
         self.log.parts.append(number)
         self.history[0] = self.history[0] + self.log.count
         self.scalar = self.scalar * 2
-        return x / (1 + self.dict["steps"] + len(self.recent)) ** 0.5 + self.history.mean() * self.scalar
+        return (
+            x / (1 + self.dict["steps"] + len(self.recent) + len(self.tallies)) ** 0.5
+            + self.history.mean() * self.scalar
+        )
 
 
 class Loss:

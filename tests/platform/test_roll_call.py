@@ -65,6 +65,16 @@ def test_a_pair_names_its_other_rank_and_what_that_is_in() -> None:
     assert "rank 0 does not answer" in str(explain(failure, {}, "Timed out"))
 
 
+def test_of_what_gloo_says_only_what_happened_is_repeated() -> None:
+    said = (
+        "[/pytorch/third_party/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:947: Connection reset by peer. "
+        "This is typically caused by a remote worker hanging or bugs in the application. GLHF! 🏖️"
+    )
+    error = explain(Failure("all_reduce", 2, 0, (0, 1)), {}, said)
+    assert str(error).splitlines()[1].endswith("got on rank 0: Read error [127.0.0.1]:947: Connection reset by peer.")
+    assert "no reason given" in str(explain(Failure("barrier", 1, 0, (0, 1)), {}, " \n"))
+
+
 def test_a_store_that_is_silent_names_the_rank_that_holds_it() -> None:
     failure = Failure("barrier", 1, 2, (0, 2))
     assert "rank 0, which holds the store, does not answer" in str(explain(failure, None, "x", silent_holder=0))

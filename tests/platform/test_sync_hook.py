@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -166,17 +167,18 @@ def expected_gradients(backend: Backend, num_layers: int) -> list[np.ndarray]:
     return chunk.gradients()
 
 
-@covers(NAME)
-@pytest.mark.parametrize(("num_forward", "num_backward"), [(1, 1), (2, 2), (3, 1), (1, 3), (2, 0), (0, 2)])
-def test_an_overlap_takes_turns_and_gives_the_gradients_of_one_after_the_other(
-    backend: Backend, platform: Any, num_forward: int, num_backward: int
+def check_overlap(
+    backend: Backend, num_forward: int, num_backward: int, pause: Callable[[], object] | None = None
 ) -> None:
+    """Parts of both sides are enqueued in the order of the hooks; gradients are those of one side after the other."""
     coordinator, log = HookCoordinator(LONG), []  # type: tuple[Any, list[tuple[str, int]]]
     with backend.recording():
         before, now = (Chunk(backend, number, coordinator, log) for number in (num_backward, num_forward))
         wanted = expected_gradients(backend, num_backward), expected_gradients(backend, num_forward)
         loss = before() if num_backward else None
         log.clear()
+        if pause is not None:
+            before.fail = now.fail = lambda side, at: pause()
         next_loss, result = overlap_forward_backward(
             now, lambda: backend.backward(loss) if num_backward else "none", coordinator
         )
@@ -192,6 +194,24 @@ def test_an_overlap_takes_turns_and_gives_the_gradients_of_one_after_the_other(
             backend.backward(next_loss)
     for chunk, gradients in zip((before, now), wanted, strict=True):
         assert all(np.array_equal(got, want) for got, want in zip(chunk.gradients(), gradients, strict=True))
+
+
+@covers(NAME)
+@pytest.mark.parametrize(
+    ("num_forward", "num_backward"),
+    [*((number, number) for number in range(1, 9)), (3, 1), (1, 3), (8, 5), (5, 8), (1, 8), (8, 1), (2, 0), (0, 2)],
+)
+def test_an_overlap_takes_turns_and_gives_the_gradients_of_one_after_the_other(
+    backend: Backend, platform: Any, num_forward: int, num_backward: int
+) -> None:
+    check_overlap(backend, num_forward, num_backward)
+
+
+@pytest.mark.parametrize("seed", share(10_000, 4))
+def test_an_overlap_takes_turns_whatever_the_delays(backend: Backend, platform: Any, seed: int) -> None:
+    draw = random.Random(seed)
+    pause = lambda: time.sleep(draw.choice((0, 0, 1e-5, 1e-4)))  # noqa: E731 - an argument
+    check_overlap(backend, draw.randint(0, 8), draw.randint(0, 8), pause)
 
 
 class Stop(BaseException):
@@ -215,42 +235,41 @@ def test_an_error_at_any_hook_in_a_graph_ends_both_sides(
         before, now = Chunk(backend, 1, coordinator, log), Chunk(backend, 1, coordinator, log)
         loss = before()
         before.fail = now.fail = fail
-        with pytest.raises(kind, match="broken"):
+        with pytest.raises(kind, match="broken") as caught:
             overlap_forward_backward(now, lambda: backend.backward(loss), coordinator)
+    assert caught.value is error
+    other = "forward" if failing == "backward" else "backward"
+    if at < 3:  # after the last hook the other side may be through
+        assert any(f"The {other} side raised as well" in note for note in error.__notes__)
     again(backend, coordinator)
 
 
 @covers(NAME)
-@pytest.mark.parametrize(("late", "at"), [("forward", 0), ("forward", 2), ("backward", 1), ("backward", 3)])
+@pytest.mark.parametrize(("late", "at"), [(side, at) for side in ("forward", "backward") for at in range(4)])
 def test_a_side_that_is_late_at_a_hook_in_a_graph_is_named(backend: Backend, platform: Any, late: str, at: int) -> None:
-    coordinator, gave_up = HookCoordinator(timeout=0.05), threading.Event()
+    coordinator = HookCoordinator(timeout=0.3)
 
     def stay(side: str, now: int) -> None:
         if (side, now) == (late, at):
-            gave_up.wait(LONG)
-
-    def until_its_end(name: str, function: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            try:
-                return function()
-            finally:
-                if name != late:
-                    gave_up.set()
-
-        return run
+            wait_for_failure(coordinator)
 
     with backend.recording():
         before, now = Chunk(backend, 1, coordinator, []), Chunk(backend, 1, coordinator, [])
         loss = before()
         before.fail = now.fail = stay
         with pytest.raises(TimeoutError, match=f"(?s)for the {late} side.*hook . of "):
-            overlap_forward_backward(
-                until_its_end("forward", now), until_its_end("backward", lambda: backend.backward(loss)), coordinator
-            )
+            overlap_forward_backward(now, lambda: backend.backward(loss), coordinator)
     again(backend, coordinator)
 
 
-@covers(NAME)
+def wait_for_failure(coordinator: Any, other_has_ended: threading.Event | None = None) -> None:
+    end = time.monotonic() + LONG
+    while coordinator._run.failure is None and time.monotonic() < end:
+        if other_has_ended is not None and other_has_ended.is_set():
+            return
+        time.sleep(1e-3)
+
+
 @pytest.mark.parametrize("seed", share(300, 3))
 def test_a_failure_at_any_hook_in_graphs_of_one_to_eight_layers_leaves_the_coordinator_as_new(
     backend: Backend, platform: Any, seed: int
@@ -268,7 +287,7 @@ def test_a_failure_at_any_hook_in_graphs_of_one_to_eight_layers_leaves_the_coord
         was_met.append(side)
         if kind is not None:
             raise kind("broken")
-        gave_up.wait(LONG)
+        wait_for_failure(coordinator, gave_up)
 
     def until_its_end(name: str, function: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:

@@ -20,6 +20,7 @@ note that holds all puts the very same objects back.
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import enum
@@ -518,6 +519,8 @@ def _saved_of(value: object, most_array_bytes: int) -> Saved | None:
     """Find how the state of a generator or an array is saved that is no framework's."""
     if isinstance(value, random.Random):
         return _PYTHON_GENERATOR
+    if isinstance(value, array.array):
+        return _ARRAY_OF_PYTHON if len(value) * value.itemsize <= most_array_bytes else None
     numpy = sys.modules.get("numpy")
     if numpy is None or not hasattr(numpy, "random"):
         return None
@@ -543,9 +546,13 @@ def _write_numpy_generator(generator: Any, state: Any) -> None:
     generator.bit_generator.state = state
 
 
-def _write_array(array: Any, numbers: Any) -> None:
-    if array.flags.writeable and array.shape == numbers.shape and array.dtype == numbers.dtype:
-        array[...] = numbers
+def _write_array(target: Any, numbers: Any) -> None:
+    if target.flags.writeable and target.shape == numbers.shape and target.dtype == numbers.dtype:
+        target[...] = numbers
+
+
+def _write_array_of_python(target: array.array[Any], numbers: array.array[Any]) -> None:
+    target[:] = numbers
 
 
 _PYTHON_GENERATOR = Saved(random.Random.getstate, random.Random.setstate)
@@ -555,6 +562,7 @@ _NUMPY_RANDOM_STATE = Saved(
     lambda generator, state: generator.set_state(state),
     _same_state,
 )
-_ARRAY = Saved(lambda array: array.copy(), _write_array, _same_state)
+_ARRAY = Saved(lambda numbers: numbers.copy(), _write_array, _same_state)
+_ARRAY_OF_PYTHON = Saved(lambda numbers: numbers[:], _write_array_of_python, _same_state)
 
 __all__ = ["Framework", "PythonState", "Saved", "as_then", "check_no_iterators", "is_iterator"]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, CommunicationError, HyperParallelError
+
+# Of gloo's texts: the line of its source, and what it guesses of other ranks, which are named beside it.
+_WITHOUT_NEWS = re.compile(r"^\[[^\]]*\.cc:\d+\] |This is typically caused by .*")
 
 
 class Answer(NamedTuple):
@@ -177,5 +181,5 @@ def _now(answer: Answer) -> str:
 
 
 def _first_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines[0] if lines else "no reason given").rstrip(".")
+    lines = [_WITHOUT_NEWS.sub("", line).strip() for line in text.splitlines()]
+    return next((line for line in lines if line), "no reason given").rstrip(".")

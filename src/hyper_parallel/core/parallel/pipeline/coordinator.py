@@ -37,7 +37,8 @@ class HookCoordinator:
     first two that call are the sides.
 
     Args:
-        timeout: seconds that a side waits for the other one at a hook, at most.
+        timeout: seconds that a side waits for the other one at most: at a hook, and for its turn where one side works
+            at a time.
 
     Guarantees: no wait is longer than `timeout`; a side that fails, is interrupted or comes too late frees the other.
     """
@@ -205,17 +206,21 @@ class HookCoordinator:
                 self._condition.notify_all()
 
     def _take_turn(self, run: _Run, side: Side) -> None:
-        """Wait, where one thread at a time may work, until the other side waits at a hook or has ended (rule 7)."""
+        """Wait, where one thread at a time may work, until the other side waits at a hook or has ended (rule 7).
+
+        After a failure a side that does neither must not keep this one from raising.
+        """
         with self._condition:
-            # Without a deadline as long as all is well: who works now comes to a hook, where it waits with one, or
-            # ends. After a failure a side that does neither must not keep this one from raising.
-            deadline = None
+            deadline, has_failed = time.monotonic() + self._timeout, False
             while run.turn is not None and run.turn is not side:
-                if run.failure is not None:
-                    deadline = deadline or time.monotonic() + self._timeout
-                    if time.monotonic() >= deadline:
+                if run.failure is not None and not has_failed:
+                    deadline, has_failed = time.monotonic() + self._timeout, True
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    if has_failed:
                         return
-                self._condition.wait(None if deadline is None else deadline - time.monotonic())
+                    raise self._too_late(side)
+                self._condition.wait(remaining)
             run.begin_turn(side)
 
     def _join(self, job: Job | None) -> None:
@@ -258,16 +263,19 @@ class HookCoordinator:
             self._condition.notify_all()
 
     def _too_late(self, side: Side) -> HyperParallelError:
+        """The failure of a side whose wait has lasted too long; the other side is told."""
         run = self._run
         other = run.meeting.other(side)
         waits_for = "its communication is enqueued" if side.is_held else "it comes to its next hook or ends"
-        return SideTimeoutError(
+        error = SideTimeoutError(
             f"The {side.name} side has waited too long for the {other.name} side.",
             expected=f"that {waits_for} within {self._timeout:g} s",
             got=f"nothing; the {other.name} side is {run.place_of(other)}",
             where=run.where(),
             do="Look for what holds that side up, or give HookCoordinator a longer timeout.",
         )
+        self._fail(error)
+        return error
 
 
 def overlap_forward_backward(
