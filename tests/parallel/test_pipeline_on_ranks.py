@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 
-from support import processes
-from support.schedule_names import SCHEDULES
-
-torch = pytest.importorskip("torch")
-
 from support import pipeline_programs as programs
-from support import pipelines
+from support import pipelines, processes
+from support.schedule_names import SCHEDULES
 
 DEADLINE_S = 120
 LARGEST = {"torch": 1e-12, "mindspore": 1e-6}  # float64; float32, whose sums dualpipe takes in another order
@@ -48,7 +44,9 @@ def test_four_ranks_train_as_one_process(name: str, framework: str) -> None:
         assert wrong == []
 
 
-@pytest.mark.parametrize(("name", "num"), [("gpipe", 1), ("one_f_one_b", 1), ("one_f_one_b", 3), ("interleaved", 3), ("zbv", 1)])
+@pytest.mark.parametrize(
+    ("name", "num"), [("gpipe", 1), ("one_f_one_b", 1), ("one_f_one_b", 3), ("interleaved", 3), ("zbv", 1)]
+)
 def test_few_microbatches_and_odd_numbers_of_them_train_as_well(name: str, num: int) -> None:
     for error, wrong in run(2, pipelines.train, name, 2, num):
         assert error <= 1e-12

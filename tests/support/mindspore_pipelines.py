@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
-from mindspore.common.initializer import initializer
+from mindspore import Tensor, nn, ops
 
 import hyper_parallel as hp
 from hyper_parallel.core.parallel.pipeline.running import Pipeline
@@ -71,7 +70,9 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def batch(num_microbatches: int, step: int) -> tuple[Tensor, Tensor]:
-    words = np.random.RandomState(step).randint(0, NUM_WORDS, (2, num_microbatches * BATCH_PER_MICROBATCH)).astype(np.int32)
+    words = (
+        np.random.RandomState(step).randint(0, NUM_WORDS, (2, num_microbatches * BATCH_PER_MICROBATCH)).astype(np.int32)
+    )
     return Tensor(words[0]), Tensor(words[1])
 
 
@@ -91,7 +92,9 @@ def plain(num_stages: int, num_microbatches: int, num_steps: int) -> tuple[list[
     step_of = ms.value_and_grad(forward, None, ms.ParameterTuple(weights))
     for step in range(num_steps):
         total = np.float32(0)
-        for words, target in zip(*(ops.chunk(part, num_microbatches) for part in batch(num_microbatches, step)), strict=True):
+        for words, target in zip(
+            *(ops.chunk(part, num_microbatches) for part in batch(num_microbatches, step)), strict=True
+        ):
             loss, gradients = step_of(words, target)
             total += loss.asnumpy()
             sums = [before + gradient.asnumpy() for before, gradient in zip(sums, gradients, strict=True)]

@@ -42,7 +42,9 @@ class Program(NamedTuple):
 class Stage(nn.Module):
     """A linear layer, and what a function makes of it."""
 
-    def __init__(self, function: Callable[..., Any], *, num_in: int = WIDTH, num_out: int = WIDTH, bias: bool = True) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *, num_in: int = WIDTH, num_out: int = WIDTH, bias: bool = True
+    ) -> None:
         super().__init__()
         self.linear = nn.Linear(num_in, num_out, bias=bias)
         self.function = function
@@ -102,7 +104,13 @@ def tied() -> list[nn.Module]:
 
 
 def gives_dict(linear: nn.Linear, x: torch.Tensor) -> dict[str, Any]:
-    return {"hidden": torch.tanh(linear(x)), "count": 3, "none": None, "ids": torch.arange(4), "unused": linear(x).exp()}
+    return {
+        "hidden": torch.tanh(linear(x)),
+        "count": 3,
+        "none": None,
+        "ids": torch.arange(4),
+        "unused": linear(x).exp(),
+    }
 
 
 def takes_dict(linear: nn.Linear, given: dict[str, Any]) -> torch.Tensor:
@@ -124,7 +132,8 @@ def adds_keyword(linear: nn.Linear, x: torch.Tensor, scale: torch.Tensor) -> tor
 
 def lengths(step: int) -> list[Microbatch]:
     return [
-        Microbatch((random(10 * step + i, 1 + i + step, WIDTH),), {}, random(99 + i, 1 + i + step, WIDTH)) for i in range(4)
+        Microbatch((random(10 * step + i, 1 + i + step, WIDTH),), {}, random(99 + i, 1 + i + step, WIDTH))
+        for i in range(4)
     ]
 
 
@@ -257,7 +266,10 @@ def refused(case: str) -> str:
             Pipeline(stages, [])
         elif case == "a schedule that cannot run":
             broken = hp.Schedule.of([["0F0", "1F0", "0B0"], ["2F0", "3F0", "3B0", "2B0"]])
-            Pipeline([PipelineStage(modules[2 * rank], 2 * rank, 4), PipelineStage(modules[2 * rank + 1], 2 * rank + 1, 4)], broken)
+            Pipeline(
+                [PipelineStage(modules[2 * rank], 2 * rank, 4), PipelineStage(modules[2 * rank + 1], 2 * rank + 1, 4)],
+                broken,
+            )
         elif case == "a tied weight that is not there":
             PipelineStage(modules[0], 0, 4, tied={"weight": "w"})
         elif case == "a place outside":
@@ -269,7 +281,7 @@ def refused(case: str) -> str:
                 if rank == 0:  # only this one has the batch; the other would wait
                     pipeline.step(x[:7], target=x[:7])
                 raise StopIteration
-            elif case == "another number of microbatches":
+            if case == "another number of microbatches":
                 pipeline.step_of([Microbatch((x,), {}, x)])
             elif case == "weights of nothing":
                 pipeline.step(x, target=x, weights=[0, 0, 0, 0])
@@ -335,7 +347,10 @@ def experts_in_pairs() -> tuple[list[str], int]:
     rank = hp.get_platform().get_rank()
     numbers = schedule.placement.stages_on(rank)
     pipeline = Pipeline(
-        [PipelineStage(modules[index], index, 4) for index in numbers], schedule, loss_fn=mean_square, coordinator=coordinator
+        [PipelineStage(modules[index], index, 4) for index in numbers],
+        schedule,
+        loss_fn=mean_square,
+        coordinator=coordinator,
     )
     num_pairs = sum(bool(action.parts) for action in schedule.ranks[rank])
     found = [pipeline.step_of(program.microbatches(step)).item() for step in range(2)]

@@ -23,6 +23,7 @@ WIDTH = 8
 BATCH_PER_MICROBATCH = 3
 LENGTH = 4
 
+
 class Block(nn.Module):
     """Norm, attention, a residual, a weight that is used twice, a bias that is not trained."""
 
@@ -183,7 +184,9 @@ def like_pytorch(name: str) -> list[str]:
         expected, found = gradients_of(modules[index]), gradients_of(ours.stages[index].module)
         wrong += [f"stage {index}: {sorted(expected.keys() ^ found.keys())}"] if expected.keys() != found.keys() else []
         wrong += [
-            f"stage {index}, {key}" for key in expected if not torch.allclose(expected[key], found[key], rtol=0, atol=1e-12)
+            f"stage {index}, {key}"
+            for key in expected
+            if not torch.allclose(expected[key], found[key], rtol=0, atol=1e-12)
         ]
     return wrong
 

@@ -27,7 +27,9 @@ class StageBackend(Protocol):
     """One stage of a model, as a framework runs it. It lives as long as the stage, and keeps nothing from call to call."""
 
     device: Device
-    undeferred: set[str]  # names of weights whose gradients came with those of the inputs, though they were to come later
+    undeferred: set[
+        str
+    ]  # names of weights whose gradients came with those of the inputs, though they were to come later
 
     def weights(self) -> list[tuple[str, Tensor]]:
         """The weights that are trained, by name."""

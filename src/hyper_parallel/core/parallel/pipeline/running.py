@@ -74,7 +74,9 @@ class Pipeline:
             raise ArgumentTypeError("A pipeline has stages.", expected="PipelineStage objects", got=describe(stages))
         if not isinstance(schedule, Schedule):
             raise ArgumentTypeError(
-                "A pipeline follows a schedule.", expected="for example hp.schedules.one_f_one_b(p, m)", got=describe(schedule)
+                "A pipeline follows a schedule.",
+                expected="for example hp.schedules.one_f_one_b(p, m)",
+                got=describe(schedule),
             )
         self.stages = {stage.index: stage for stage in sorted(given, key=lambda stage: stage.index)}
         self.schedule = schedule
@@ -161,7 +163,8 @@ class Pipeline:
         cut_args, cut_kwargs = self._cut(args if has_first else (), kwargs)
         targets, _ = self._cut_target((target if has_last else None,))
         return self.step_of(
-            [Microbatch(tuple(a), k, t) for a, k, (t,) in zip(cut_args, cut_kwargs, targets, strict=True)], weights=weights
+            [Microbatch(tuple(a), k, t) for a, k, (t,) in zip(cut_args, cut_kwargs, targets, strict=True)],
+            weights=weights,
         )
 
     def step_of(self, microbatches: Sequence[Microbatch], *, weights: Sequence[float] | None = None) -> Tensor:
@@ -245,7 +248,9 @@ class _Step:
                 self._do(backward)
             else:
                 overlap_forward_backward(
-                    functools.partial(self._do, forward), functools.partial(self._do, backward), self._pipeline.coordinator
+                    functools.partial(self._do, forward),
+                    functools.partial(self._do, backward),
+                    self._pipeline.coordinator,
                 )
         elif number is None:
             pass  # leases and reductions of sharded parameters: those of these stages are whole
@@ -283,7 +288,9 @@ class _Step:
 
     def _handed_on(self, output: object) -> tuple[tuple[Form, list[Tensor]], list[Tensor]]:
         form, tensors = form_of(self._backend, output)
-        differentiable = [tensor for tensor, meta in zip(tensors, form.metas, strict=True) if meta and meta.requires_grad]
+        differentiable = [
+            tensor for tensor, meta in zip(tensors, form.metas, strict=True) if meta and meta.requires_grad
+        ]
         return (form, [self._backend.as_sent(tensor) for tensor in tensors]), differentiable
 
     def _loss_of(self, number: int, output: object) -> tuple[None, list[Tensor]]:
@@ -341,5 +348,7 @@ def _factors(weights: Sequence[float] | None, num: int) -> list[float]:
         raise ArgumentError("Each microbatch has one weight.", expected=str(num), got=str(len(weights)))
     total = float(sum(weights))
     if not (total > 0 and all(weight >= 0 for weight in weights)):
-        raise ArgumentError("Weights count something.", expected="numbers from 0, at least one above", got=describe(weights))
+        raise ArgumentError(
+            "Weights count something.", expected="numbers from 0, at least one above", got=describe(weights)
+        )
     return [float(weight) / total for weight in weights]

@@ -73,7 +73,9 @@ def _begins(names: list[str], num: int, by: object) -> list[int]:
         size, more = divmod(len(names), num)
         return [stage * size + min(stage, more) for stage in range(num)]
     if by == "cost":
-        raise ComesLaterError("Stages by measured cost come later.", do='Take by="layers", or name the modules that stages begin with.')
+        raise ComesLaterError(
+            "Stages by measured cost come later.", do='Take by="layers", or name the modules that stages begin with.'
+        )
     if isinstance(by, str) or not isinstance(by, Sequence):
         raise ArgumentError("`by` says where stages begin.", expected='"layers" or a list of names', got=describe(by))
     unknown = [name for name in by if name not in names]

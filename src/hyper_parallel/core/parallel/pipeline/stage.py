@@ -36,7 +36,7 @@ class PipelineStage:
                 expected="index from 0 to num_stages - 1",
                 got=f"index {describe(index)}, num_stages {describe(num_stages)}",
             )
-        self.module = module
+        self.module: Any = module
         self.index = at
         self.num_stages = num
         self.backend = parallel_of(module, "PipelineStage")
@@ -152,7 +152,9 @@ class StageRun:
         """Run the other half."""
         left = self._in_flight.pop(microbatch).weights_left
         if left is None:
-            raise StateError("The gradients of a stage's inputs come before those of its weights.", where=repr(self._stage))
+            raise StateError(
+                "The gradients of a stage's inputs come before those of its weights.", where=repr(self._stage)
+            )
         left()
 
 
@@ -160,5 +162,7 @@ def _pairs(alive: InFlight, gradients: Sequence[Tensor | None] | None) -> tuple[
     """The outputs that have a gradient, and the gradients. None: the output is a loss, whose gradient is 1."""
     if gradients is None:
         return alive.outputs, [None] * len(alive.outputs)
-    there = [(output, gradient) for output, gradient in zip(alive.outputs, gradients, strict=True) if gradient is not None]
+    there = [
+        (output, gradient) for output, gradient in zip(alive.outputs, gradients, strict=True) if gradient is not None
+    ]
     return [output for output, _ in there], [gradient for _, gradient in there]

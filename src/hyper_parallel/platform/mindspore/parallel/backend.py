@@ -17,6 +17,7 @@ from mindspore.graph.api import _no_grad, _pynative_executor
 
 from hyper_parallel.core.parallel.backend import ParallelBackend, TensorMeta
 from hyper_parallel.platform.mindspore.dtypes import to_dtype
+from hyper_parallel.platform.opaque import Device
 
 
 @contextmanager
@@ -35,7 +36,7 @@ class MindSporeStage:
 
     def __init__(self, cell: nn.Cell) -> None:
         self._cell = cell
-        self.device = "CPU"
+        self.device: Device = "CPU"
         self.undeferred: set[str] = set()
 
     def weights(self) -> list[tuple[str, Tensor]]:
