@@ -97,7 +97,7 @@ class Schedule:
             2
         """
         try:
-            lists = tuple(tuple(_action(each) for each in actions) for actions in ranks)
+            lists = tuple(tuple(_action(action) for action in actions) for actions in ranks)
         except TypeError as error:
             if isinstance(error, ArgumentTypeError):
                 raise
