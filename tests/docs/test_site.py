@@ -186,7 +186,7 @@ def test_the_tests_that_the_page_of_combinations_names_are_there() -> None:
     named = set(re.findall(r"`(\w+\.py)`", (DOCS / "combinations.md").read_text(encoding="utf-8")))
     there = {
         path.name
-        for folder in ("tests/activation", "tests/planner", "benchmarks")
+        for folder in ("tests/activation", "tests/planner", "tests/parallel", "benchmarks")
         for path in (ROOT / folder).glob("*.py")
     }
     assert len(named) > 10

@@ -259,7 +259,7 @@ def schedule(
     zero: Annotated[
         int | None,
         typer.Option(
-            help="Add sends, receives and, for parameters sharded by ZeRO 1, 2 or 3, gathers; 0: parameters are not sharded."
+            help="Add sends, receives and, for parameters sharded by ZeRO 1, 2 or 3, gathers; 0: none sharded."
         ),
     ] = None,
     cost: Annotated[

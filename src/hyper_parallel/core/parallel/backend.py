@@ -1,6 +1,6 @@
-"""What parallel training asks of a framework. Each framework has one object that does it: `BACKEND` in its folder `parallel`.
+"""What parallel training asks of a framework. Each has one object that does it: `BACKEND` in its folder `parallel`.
 
-Example: `parallel_of(module, "PipelineStage").stage(module).forward(args, kwargs)` calls the module, recorded for gradients.
+Example: `parallel_of(module, "PipelineStage").stage(module).weights()` are the trained weights of a module by name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TensorMeta(NamedTuple):
 
 
 class StageBackend(Protocol):
-    """One stage of a model, as a framework runs it. It lives as long as the stage, and keeps nothing from call to call."""
+    """One stage of a model, as a framework runs it. Lives as long as the stage, keeps nothing from call to call."""
 
     device: Device
     undeferred: set[
@@ -50,7 +50,10 @@ class StageBackend(Protocol):
     def backward_of_inputs(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], Callable[[], object]]:
-        """Run the half of a backward that others wait for: the gradients of `inputs`, and the call that runs the other half."""
+        """Run the half of a backward that others wait for.
+
+        Returns: the gradients of `inputs`, and the call that runs the other half.
+        """
 
 
 class ParallelBackend(Protocol):

@@ -49,7 +49,7 @@ def _error(schedule: Schedule, problems: Sequence[Problem]) -> ScheduleError:
     return ScheduleError("\n".join(lines), problems, where=schedule.name or None)
 
 
-# -- what is there ------------------------------------------------------------------------------------------------------------------
+# -- what is there ----------------------------------------------------------------------------------------------------
 
 
 def _misplaced(schedule: Schedule) -> Iterator[Problem]:

@@ -1,14 +1,14 @@
 """Weights that are at several places of a pipeline, and have one gradient: the sum of all.
 
-Two reasons for a copy. `dualpipe` sends half of the microbatches the other way, so each stage is on two ranks. And a weight may be tied:
-an embedding in the first stage that is the head's weight in the last one.
+Two reasons for a copy. `dualpipe` sends half of the microbatches the other way, so each stage is on two ranks. And a
+weight may be tied: an embedding in the first stage that is the head's weight in the last one.
 
-Example: `tied={"embedding.weight": "words"}` at stage 0, `tied={"head.weight": "words"}` at stage 3. After the last backward of a step the
-rank of stage 3 sends its gradient to that of stage 0, which adds it to its own and sends the sum back. Both copies take the same step
-of an optimizer then, and stay equal to the bit.
+Example: `tied={"embedding.weight": "words"}` at stage 0, `tied={"head.weight": "words"}` at stage 3. After the last
+backward of a step the rank of stage 3 sends its gradient to that of stage 0, which adds it to its own and sends the sum
+back. Both copies take the same step of an optimizer then, and stay equal to the bit.
 
-Order: all ranks go through the copies in the same order. The first rank of each collects from the others in order, and gives all the sum.
-Who waits there waits for a rank that has come as far, or will: nobody waits in a ring.
+Order: all ranks go through the copies in the same order. The first rank of each collects from the others in order, and
+gives all the sum. Who waits there waits for a rank that has come as far, or will: nobody waits in a ring.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Copies:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Around a step: gradients of earlier ones are put aside, since they are sums of all copies already, and added again."""
+        """Put gradients of earlier steps aside, which are sums of all copies already, and add them again afterwards."""
         before = {owner: self._gradient(owner) for owner in self._mine()}
         for owner in before:
             self._stages[owner.stage].set_gradient(owner.name, None)

@@ -1,10 +1,11 @@
-"""What stages hand to each other during a step: put by the one, taken by the other, sent in between where they are on two ranks.
+"""What stages hand to each other in a step: put by the one, taken by the other, sent in between from rank to rank.
 
-Example: stage 0 puts the result of microbatch 3; `0SEND_F3` begins to send it; on the other rank `1RECV_F3` begins to receive, and the
-forward of stage 1 takes it, waiting until it is there. Two stages of one rank put and take without the other two.
+Example: stage 0 puts the result of microbatch 3; `0SEND_F3` begins to send it; on the other rank `1RECV_F3` begins to
+receive, and the forward of stage 1 takes it, waiting until it is there. Two stages of one rank put and take without the
+other two.
 
-The first time, and each time with `is_dynamic`, the form of a message goes ahead of it. Both ranks remember it by the same name, and
-the one that sends holds every later message against it.
+The first time, and each time with `is_dynamic`, the form of a message goes ahead of it. Both ranks remember it by the
+same name, and the one that sends holds every later message against it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["Exchange", "Name"]
 
 
 class Name(NamedTuple):
-    """Of a message: what `stage` gives for a microbatch, its result (FORWARD) or the gradients of its inputs (BACKWARD)."""
+    """Which message: what a stage gives for a microbatch, a result (FORWARD) or gradients of inputs (BACKWARD)."""
 
     kind: Kind
     stage: int
@@ -41,7 +42,7 @@ class _Message(NamedTuple):
 
 
 class Exchange:
-    """All messages of one rank. Lives as long as its pipeline, for the forms; a step that has ended has left no message."""
+    """All messages of one rank. Lives as long as its pipeline, for the forms; a step that ends leaves no message."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Exchange:
         self._group = group
         self._world_ranks = world_ranks
         self._is_dynamic = is_dynamic
-        # Where sends and receives of two ranks stand in one queue, as on NCCL and on MindSpore, one that waits holds up the next.
+        # Where sends and receives stand in one queue, as on NCCL and on MindSpore, one that waits holds up the next.
         self._is_ahead = platform.get_backend(group) == "gloo" if len(world_ranks) > 1 else False
         self._forms: dict[Hashable, Form] = {}
         self._there: dict[Name, _Message] = {}
@@ -87,7 +88,7 @@ class Exchange:
         self._there[name] = self._launch_receive(name, self._placement.rank_of(name.stage, name.microbatch))
 
     def may_receive_ahead(self, action: Action) -> bool:
-        """Whether a receive can be begun before its turn: it holds nothing else up, and nothing has to be learned first."""
+        """Tell whether a receive can be begun before its turn: it holds nothing up, and its form is known."""
         return self._is_ahead and not self._is_dynamic and _received(action) in self._forms
 
     def send_gradient(self, name: Hashable, to: int, gradient: Tensor | None) -> None:

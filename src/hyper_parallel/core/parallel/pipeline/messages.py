@@ -1,8 +1,8 @@
 """What one stage gives to the next: any nesting of tensors and plain values, as a form and the tensors in it.
 
-Example: a stage returns `{"hidden": h, "length": 7}`, with `h` of float32[2, 8]. Its form is
-`{"hidden": Place(0), "length": 7}` with the meta of one tensor; what is sent at each step is `h` alone. The form goes ahead of it the
-first time, and each time where shapes are said to be dynamic.
+Example: a stage returns `{"hidden": h, "length": 7}`, with `h` of float32[2, 8]. In its form `Place(0)` stands for `h`,
+with the meta of one tensor; what is sent at each step is `h` alone. The form goes ahead of it the first
+time, and each time where shapes are said to be dynamic.
 """
 
 from __future__ import annotations

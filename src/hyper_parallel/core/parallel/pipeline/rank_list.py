@@ -10,7 +10,7 @@ __all__ = ["RankList"]
 
 
 class RankList:
-    """What one rank does, as far as it is written. Every stage takes its microbatches in order, so no call names one."""
+    """What one rank does, as far as it is written. Stages take microbatches in order, so no call names one."""
 
     def __init__(self, first: dict[int, int] | None = None) -> None:
         self.actions: list[Action] = []

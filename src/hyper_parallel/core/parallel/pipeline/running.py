@@ -1,10 +1,12 @@
 """A schedule, carried out: each rank goes through its own list of actions.
 
-Example, rank 1 of `one_f_one_b(2, 2)`: `1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1`. The first action begins to receive,
-`1F0` waits for it and runs the stage, `1B0` runs backward from the loss, `1SEND_B0` begins to send the gradient of what was received.
+Example, rank 1 of `one_f_one_b(2, 2)`: `1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1`. The first action begins
+to receive, `1F0` waits for it and runs the stage, `1B0` runs backward from the loss, `1SEND_B0` begins to send the
+gradient of what was received.
 
-The schedule was proved to end even if each send waits for its receive, and messages from one rank to another arrive in the order in
-which they were sent. So nothing here waits for a send before the step is over, and receives need no numbers.
+The schedule was proved to end even if each send waits for its receive, and messages from one rank to another arrive in
+the order in which they were sent. So nothing here waits for a send before the step is over, and receives need no
+numbers.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Pipeline:
     Args:
         stages: this rank's `PipelineStage`s, as `schedule.placement` places them; a single one needs no list.
         schedule: for example `hp.schedules.one_f_one_b(p, m)`. All ranks give the same one.
-        loss_fn: makes a loss of the last stage's output and the target. Without it the output is the loss, or has one as `.loss`.
+        loss_fn: makes a loss of the last stage's output and the target. Without it the output is the loss, or has one
+            as `.loss`.
         mesh: whose ranks along `axis` are the pipeline's, in order; without it all ranks of the world are.
         axis: the name of that axis.
         args_batch_dim: the dim along which each argument is cut, as in `platform.micro_batch`; 0 without.
@@ -53,7 +56,7 @@ class Pipeline:
         ValueError: the schedule cannot run, or places other stages on this rank.
 
     Example:
-        `Pipeline(PipelineStage(my_half, rank, 2), hp.schedules.one_f_one_b(2, 8), loss_fn=cross_entropy).step(tokens, target=labels)`
+        `Pipeline(PipelineStage(half, rank, 2), hp.schedules.one_f_one_b(2, 8), loss_fn=loss_fn).step(x, target=y)`
     """
 
     def __init__(
@@ -149,14 +152,14 @@ class Pipeline:
     def step(self, *args: Any, target: Any = None, weights: Sequence[float] | None = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of one batch on all ranks; the loss, the same on each.
 
-        Gradients are added to those that are there, as in a loop of `loss.backward()`: weights of a stage have the gradients that one
-        process has for the whole batch.
+        Gradients are added to those that are there, as in a loop of `loss.backward()`: weights of a stage have the
+        gradients that one process has for the whole batch.
 
         Args:
             args: what the first stage takes; ranks without that stage may leave them out.
             target: what `loss_fn` takes beside the last stage's output; ranks without that stage may leave it out.
-            weights: what each microbatch counts, for example its number of valid tokens; equal without. The loss is the sum of weight times
-                loss over the sum of weights, on all ranks.
+            weights: what each microbatch counts, for example its number of valid tokens; equal without. The loss is the
+                sum of weight times loss over the sum of weights, on all ranks.
             kwargs: what each stage of this rank takes.
         """
         has_first, has_last = 0 in self.stages, self.schedule.num_stages - 1 in self.stages
@@ -206,7 +209,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one microbatch brings: positional arguments of the first stage, keywords of every stage, the target of the loss."""
+    """What one microbatch brings: arguments of the first stage, keywords of every stage, the target of the loss."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -8,7 +8,7 @@ units of a rank's layers:
 |---|---|---|---|
 | `gpipe` | (p-1) / m | m | any m |
 | `one_f_one_b` | (p-1) / m | min(m, p-r) | any m |
-| `interleaved` | (p-1) / (v m) | p + (p-1)/v - 2r/v | any m; the idle time from m = p, what is kept for m = 2p, 3p, ... |
+| `interleaved` | (p-1) / (v m) | p + (p-1)/v - 2r/v | any m; idle time from m = p, kept for m = 2p, 3p, ... |
 | `zb_h1` | (p-1) / (3m) | min(m, p) | any m; the idle time from m = p |
 | `zbv` | (p-1) / (6m) | p | any m; the figures from m = 2p-1 |
 | `dualpipe` | (p-2) / (3m) | p + 1, parameters twice | p even, m even, m >= 2p |

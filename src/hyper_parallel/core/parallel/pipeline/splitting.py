@@ -1,7 +1,7 @@
 """A model that is a sequence of modules, cut into stages.
 
-Example: of `nn.Sequential(embedding, *six_blocks, head)` two stages are the first four modules and the last four. Parameters keep the
-names that they have in the whole model: the second stage's first block is still "4".
+Example: of `nn.Sequential(embedding, *six_blocks, head)` two stages are the first four modules and the last four.
+Parameters keep the names that they have in the whole model: the second stage's first block is still "4".
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def split_stages(model: Module, num: int, *, by: str | Sequence[str] = "layers")
     A weight that is in several stages is tied: in a `Pipeline` its copies have one gradient.
 
     Args:
-        model: an `nn.Sequential` (MindSpore: `nn.SequentialCell`), in which each module takes what the one before it gives.
+        model: an `nn.Sequential` or `nn.SequentialCell`: each module takes what the one before it gives.
         num: how many stages, as many as the schedule has.
-        by: "layers" gives all stages as many modules as can be, the first ones one more; or the names of the modules that stages 1, 2, ...
-            begin with.
+        by: "layers" gives all stages as many modules as can be, the first ones one more; or the names of the modules
+            that stages 1, 2, ... begin with.
 
     Raises:
         TypeError: the model is no sequence. Give `PipelineStage`s of your own then.
@@ -34,9 +34,9 @@ def split_stages(model: Module, num: int, *, by: str | Sequence[str] = "layers")
 
     Example:
         >>> import torch, hyper_parallel as hp
-        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(5)))
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(5)))
         >>> [list(dict(stage.module.named_parameters())) for stage in hp.split_stages(model, 2)]
-        [['0.weight', '0.bias', '1.weight', '1.bias', '2.weight', '2.bias'], ['3.weight', '3.bias', '4.weight', '4.bias']]
+        [['0.weight', '1.weight', '2.weight'], ['3.weight', '4.weight']]
     """
     backend = parallel_of(model, "split_stages")
     children = backend.in_sequence(model)

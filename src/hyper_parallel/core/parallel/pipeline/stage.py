@@ -88,7 +88,10 @@ class PipelineStage:
         self._runs.set_gradient(name, gradient)
 
     def undeferred(self) -> tuple[str, ...]:
-        """The weights whose gradients a schedule wanted later, and that came with those of the inputs. Empty before a step has run."""
+        """Name the weights whose gradients a schedule wanted later, and that came with those of the inputs.
+
+        Empty before a step has run.
+        """
         return tuple(sorted(self._runs.undeferred))
 
 

@@ -1,4 +1,4 @@
-"""Parallel training's MindSpore part, as the core asks for it: a stage's forward and backward, and tensors that cross ranks.
+"""Parallel training's MindSpore part: a stage's forward and backward, and tensors that cross ranks.
 
 Gradients are those of the tape: they are added to `parameter._grad`, where `platform.clip_grad_norm_` finds them.
 A backward comes as a whole: the half that others wait for runs all of it, and nothing is left for the other one.

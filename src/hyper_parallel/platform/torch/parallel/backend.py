@@ -1,4 +1,4 @@
-"""Parallel training's PyTorch part, as the core asks for it: a stage's forward and backward, and tensors that cross ranks."""
+"""Parallel training's PyTorch part: a stage's forward and backward, and tensors that cross ranks."""
 
 from __future__ import annotations
 

@@ -6,16 +6,17 @@ Example, a stage `linear2(relu(linear1(x)))`. Autograd's graph, from the result 
       │                  │
     w2, b2             w1, b1
 
-The *path* is what leads to an input: addmm 2, relu, addmm 1. An edge that leaves the path is a *branch*: from addmm 2 to w2.
-`backward_of_inputs` runs the path, and notes what arrives at each node that has branches. `DeferredWeights.run` runs these nodes
-once more, from what was noted, for their branches alone. Nothing that a node does for an input is done twice.
+The *path* is what leads to an input: addmm 2, relu, addmm 1. An edge that leaves the path is a *branch*: from addmm 2
+to w2. `backward_of_inputs` runs the path, and notes what arrives at each node that has branches. `DeferredWeights.run`
+runs these nodes once more, from what was noted, for their branches alone. Nothing that a node does for an input is done
+twice.
 
-Two kinds of weights get their gradients in the first part: one that several branches lead to (it is used twice), since a node that
-runs again for one of the branches would count what lies below it as well; and one of an output that does not depend on any input.
+Two kinds of weights get their gradients in the first part: one that several branches lead to (it is used twice), since
+a node that runs again for one of the branches would count what lies below it as well; and one of an output that does
+not depend on any input.
 
-Guarantees: both parts together add to each weight's `grad` what one backward adds, and its hooks run once. After an exception no
-hook stays.
-Assumes: the graph is not changed between the two parts.
+Guarantees: both parts together add to each weight's `grad` what one backward adds, and its hooks run once. After an
+exception no hook stays. Assumes: the graph is not changed between the two parts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 class DeferredWeights:
-    """The second part of one backward. It lives from the first part until `run`, and holds the graph with its activations."""
+    """The second part of one backward. It lives from the first part until `run`, and holds the graph with its
+    activations."""
 
     def __init__(self, branching: list[_Branching], done: list[torch.Tensor]) -> None:
         self._branching = branching
@@ -70,8 +72,8 @@ def backward_of_inputs(
 
 
 class _Branching:
-    """A node on the path with branches to weights that no other branch leads to. Invariant: after the first part `arrived` is
-    what the node was run with, None where it was not run.
+    """A node on the path with branches to weights that no other branch leads to. Invariant: after the first part
+    `arrived` is what the node was run with, None where it was not run.
     """
 
     def __init__(self, node: Node, weights: list[torch.Tensor]) -> None:
@@ -95,8 +97,8 @@ class _Branching:
 def _split(
     roots: list[Node], ends: set[Node], leaves: dict[Node, torch.Tensor]
 ) -> tuple[list[_Branching], list[torch.Tensor]]:
-    """The nodes on the path that have branches which can wait, in the order in which backward comes to them; and the weights
-    that cannot wait.
+    """The nodes on the path that have branches which can wait, in the order in which backward comes to them; and the
+    weights that cannot wait.
     """
     below = _in_order(roots)
     leads_to_input: dict[Node, bool] = {}
