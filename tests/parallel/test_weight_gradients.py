@@ -128,6 +128,30 @@ def test_of_a_block_of_a_transformer_all_weights_wait_and_every_bit_is_the_same(
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+def test_a_function_of_the_users_own_runs_once() -> None:
+    calls = []
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, gradient):
+            calls.append(ctx.needs_input_grad)
+            x, weight = ctx.saved_tensors
+            return gradient * weight, (gradient * x).sum(0)
+
+    layer, scale = nn.Linear(4, 4), torch.randn(4, requires_grad=True)
+    x = torch.randn(2, 4, requires_grad=True)
+    left = backward_of_inputs([Scale.apply(layer(x), scale).sum()], [None], [x], [*layer.parameters(), scale])
+    assert [weight is scale for weight in left.done] == [True]
+    assert len(left.weights) == 2
+    left.run()
+    assert len(calls) == 1
+
+
 def test_hooks_of_weights_run_once_when_their_gradient_is_there() -> None:
     layer, seen = nn.Linear(4, 4), []
     layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))

@@ -11,9 +11,9 @@ to w2. `backward_of_inputs` runs the path, and notes what arrives at each node t
 runs these nodes once more, from what was noted, for their branches alone. Nothing that a node does for an input is done
 twice.
 
-Two kinds of weights get their gradients in the first part: one that several branches lead to (it is used twice), since
-a node that runs again for one of the branches would count what lies below it as well; and one of an output that does
-not depend on any input.
+Three kinds of weights get their gradients in the first part: one that several branches lead to (it is used twice), since
+a node that runs again for one of the branches would count what lies below it as well; one of a user's own
+`autograd.Function`, which computes all its gradients whenever it runs; and one of an output that depends on no input.
 
 Guarantees: both parts together add to each weight's `grad` what one backward adds, and its hooks run once. After an
 exception no hook stays. Assumes: the graph is not changed between the two parts.
@@ -26,6 +26,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
@@ -117,6 +118,10 @@ def _split(
     num_branches: dict[Node, int] = dict.fromkeys(leaves, 0)
     for leaf in (leaf for root in roots if not leads_to_input[root] for leaf in leads_to[root]):
         num_branches[leaf] = 2  # at least: this output is off the path as a whole
+    for leaf in (
+        leaf for node in branches if isinstance(node, BackwardCFunction) for leaf in frozenset().union(*branches[node])
+    ):
+        num_branches[leaf] = 2  # at least: a function of Python's would do all of its work a second time
     for found in branches.values():
         for leaf in (leaf for branch in found for leaf in branch):
             num_branches[leaf] += 1
