@@ -88,6 +88,7 @@ REFUSED = {
     "other stages": "The schedule places other stages here.\nExpected stages [0, 3] of 4, got stages [0] of 4",
     "another number of ranks": "Expected 3 ranks, got 2",
     "no stages": "A pipeline has stages",
+    "another schedule on one rank": "All ranks of a pipeline follow one schedule",
     "no schedule": "A pipeline follows a schedule",
     "a schedule that cannot run": "ScheduleError",
     "a tied weight that is not there": "Expected one of linear.weight, linear.bias, got weight; stage 0",
@@ -112,6 +113,11 @@ def test_shapes_that_change_without_a_word_are_refused_by_the_rank_that_sends() 
     assert "dynamic_shapes=True" in str(caught.value)
 
 
+def test_an_output_that_is_written_over_before_it_was_sent_is_an_error() -> None:
+    first, _ = _failing(programs.an_output_that_is_written_over)
+    assert first.startswith("The result of stage 0 for microbatch 0 was written over")
+
+
 def test_after_a_step_that_failed_the_pipeline_says_so_and_runs_no_other() -> None:
     first, _ = _failing(programs.a_step_after_one_that_failed)
     assert first.startswith("A step of this pipeline failed")
@@ -120,7 +126,7 @@ def test_after_a_step_that_failed_the_pipeline_says_so_and_runs_no_other() -> No
 def _failing(function: Any) -> list[Any]:
     """What the ranks return, though the second one is left waiting."""
     try:
-        return run(2, function)
+        return processes.pool("torch", 2).run(function, deadline_s=10)
     except processes.RankError as error:
         return [error.results.get(rank) for rank in range(2)]
 

@@ -154,6 +154,9 @@ PROGRAMS: dict[str, Program] = {
         four(gives_dict, takes_dict), equal_batch, mean_square
     ),
     "two outputs that are views": Program(four(gives_two, takes_two), equal_batch, mean_square),
+    "one output twice": Program(
+        four(lambda linear, x: (y := linear(x), y), lambda linear, a, b: linear(a) * b), equal_batch, mean_square
+    ),
     "the input itself": Program(four(simple, lambda linear, x: x), equal_batch, mean_square),
     "a stage without parameters": Program(
         lambda: [Stage(simple), Plain(torch.tanh), Plain(lambda x: x[:]), Stage(simple)], equal_batch, mean_square
@@ -262,6 +265,8 @@ def refused(case: str) -> str:
             Pipeline(stages, SCHEDULES["gpipe"](3, 4))
         elif case == "no stages":
             Pipeline([modules[0]], schedule)
+        elif case == "another schedule on one rank":
+            Pipeline(stages, schedule if rank else SCHEDULES["dualpipe_v"](2, 4))
         elif case == "no schedule":
             Pipeline(stages, [])
         elif case == "a schedule that cannot run":
@@ -312,6 +317,30 @@ def a_step_after_one_that_failed() -> str:
             except RuntimeError as error:
                 return str(error)
     return ""
+
+
+def an_output_that_is_written_over() -> str:
+    """A stage gives its own buffer, and writes to it for the next microbatch while the first one is on its way."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(2, WIDTH, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.last.copy_(x)
+            return self.last
+
+    rank = hp.get_platform().get_rank()
+    schedule = SCHEDULES["gpipe"](2, 4)
+    module = modules_of(PROGRAMS["the input itself"])[0] if rank else Writes()
+    pipeline = Pipeline(PipelineStage(module, rank, 2), schedule, loss_fn=mean_square)
+    try:
+        pipeline.step_of(equal_batch(0))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
 
 
 class Experts(nn.Module):

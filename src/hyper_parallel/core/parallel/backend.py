@@ -73,6 +73,9 @@ class ParallelBackend(Protocol):
 
     def meta(self, tensor: Tensor) -> TensorMeta: ...
 
+    def version(self, tensor: Tensor) -> int:
+        """How often a tensor was written to, as far as the framework counts."""
+
     def empty(self, meta: TensorMeta, device: Device) -> Tensor:
         """A tensor to receive into."""
 

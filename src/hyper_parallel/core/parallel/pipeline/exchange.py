@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
+from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.parallel.backend import ParallelBackend
 from hyper_parallel.core.parallel.pipeline.actions import Action, Kind
 from hyper_parallel.core.parallel.pipeline.messages import Form
@@ -39,6 +40,16 @@ class _Message(NamedTuple):
     form: Form
     tensors: Sequence[Tensor]
     handles: Sequence[Any] = ()  # to wait for before the tensors are read
+    versions: Sequence[int] = ()  # of the tensors when they were put; none of what was received
+
+
+class _Sending(NamedTuple):
+    """One tensor on its way."""
+
+    handle: Any
+    name: Hashable
+    tensor: Tensor
+    version: int
 
 
 class Exchange:
@@ -66,22 +77,24 @@ class Exchange:
         self._is_ahead = platform.get_backend(group) == "gloo" if len(world_ranks) > 1 else False
         self._forms: dict[Hashable, Form] = {}
         self._there: dict[Name, _Message] = {}
-        self._on_their_way: list[Any] = []
+        self._on_their_way: list[_Sending] = []
 
     def put(self, name: Name, form: Form, tensors: Sequence[Tensor]) -> None:
-        self._there[name] = _Message(form, tensors)
+        self._there[name] = _Message(form, tensors, versions=[self._backend.version(tensor) for tensor in tensors])
 
     def take(self, name: Name) -> tuple[Form, Sequence[Tensor]]:
-        form, tensors, handles = self._there.pop(name)
+        form, tensors, handles, versions = self._there.pop(name)
         for handle in handles:
             handle.wait()
+        for tensor, version in zip(tensors, versions, strict=bool(versions)):
+            self._check_unwritten(name, tensor, version)
         return form, tensors
 
     def launch_send(self, action: Action) -> None:
         name = Name(Kind.FORWARD if action.kind is Kind.SEND_F else Kind.BACKWARD, action.stage, action.microbatch or 0)
-        form, tensors, _ = self._there.pop(name)
+        form, tensors, _, versions = self._there.pop(name)
         stage = name.stage + (1 if name.kind is Kind.FORWARD else -1)
-        self._launch_send(name, self._placement.rank_of(stage, name.microbatch), form, tensors)
+        self._launch_send(name, self._placement.rank_of(stage, name.microbatch), form, tensors, versions)
 
     def launch_receive(self, action: Action) -> None:
         name = _received(action)
@@ -95,24 +108,28 @@ class Exchange:
         """Begin to send a gradient of a weight, or that there is none."""
         tensors = [] if gradient is None else [gradient]
         form = Form(None, tuple(map(self._backend.meta, tensors)) or (None,))
-        self._launch_send(name, to, form, tensors)
+        self._launch_send(name, to, form, tensors, [self._backend.version(tensor) for tensor in tensors])
 
     def receive_gradient(self, name: Hashable, source: int) -> Tensor | None:
         """Receive what another rank gave to `send_gradient` under this name."""
-        _, tensors, handles = self._launch_receive(name, source)
+        _, tensors, handles, _ = self._launch_receive(name, source)
         for handle in handles:
             handle.wait()
         return tensors[0] if tensors else None
 
-    def _launch_send(self, name: Hashable, rank: int, form: Form, tensors: Sequence[Tensor]) -> None:
+    def _launch_send(
+        self, name: Hashable, rank: int, form: Form, tensors: Sequence[Tensor], versions: Sequence[int]
+    ) -> None:
         known, to = None if self._is_dynamic else self._forms.get(name), self._world_ranks[rank]
         if known is None:
             self._forms[name] = form
             self._platform.send_object_list([form], to, self._group)
         else:
             form.check_same(known, str(name))
-        self._on_their_way = [handle for handle in self._on_their_way if not handle.is_completed()]
-        self._on_their_way += [self._platform.isend(tensor, to, self._group) for tensor in tensors]
+        self._let_go(is_end=False)
+        for tensor, version in zip(tensors, versions, strict=True):
+            sending = _Sending(self._platform.isend(tensor, to, self._group), name, tensor, version)
+            self._on_their_way.append(sending)
 
     def _launch_receive(self, name: Hashable, rank: int) -> _Message:
         form, source = None if self._is_dynamic else self._forms.get(name), self._world_ranks[rank]
@@ -125,8 +142,26 @@ class Exchange:
 
     def join(self) -> None:
         """Wait until all that was sent is there. At the end of a step."""
-        while self._on_their_way:
-            self._on_their_way.pop(0).wait()
+        self._let_go(is_end=True)
+
+    def _let_go(self, *, is_end: bool) -> None:
+        """Let go of what has been sent; at the end, wait for all of it."""
+        left = []
+        for sending in self._on_their_way:
+            if is_end:
+                sending.handle.wait()
+            elif not sending.handle.is_completed():
+                left.append(sending)
+                continue
+            self._check_unwritten(sending.name, sending.tensor, sending.version)
+        self._on_their_way = left
+
+    def _check_unwritten(self, name: Hashable, tensor: Tensor, version: int) -> None:
+        if self._backend.version(tensor) != version:
+            raise StateError(
+                f"{name} was written over before it was where it was to go.",
+                do="Let the stage give a tensor that it does not write to later, for example `x.clone()`.",
+            )
 
     def forget(self) -> None:
         """Let go of what a step that failed has left."""

@@ -105,17 +105,26 @@ class Pipeline:
             world_ranks=self._ranks,
             is_dynamic=check_flag(dynamic_shapes, "dynamic_shapes"),
         )
-        self._copies = Copies(self._exchange, self.stages, self._rank, self._weights_everywhere())
+        everywhere = self._weights_everywhere(is_dynamic=dynamic_shapes)
+        self._copies = Copies(self._exchange, self.stages, self._rank, everywhere)
         self._loss_meta: TensorMeta | None = None
         self._is_broken = False
 
-    def _weights_everywhere(self) -> list[dict[int, list[StageWeight]]]:
-        """The trained weights of each rank's stages. All ranks have to call it."""
-        mine = {stage.index: stage.weights() for stage in self.stages.values()}
+    def _weights_everywhere(self, *, is_dynamic: bool) -> list[dict[int, list[StageWeight]]]:
+        """Ask all ranks for the trained weights of their stages, and hold their schedules against this rank's."""
+        mine = (self.schedule.ranks, is_dynamic, {stage.index: stage.weights() for stage in self.stages.values()})
         found = [mine] * len(self._ranks)
         if len(self._ranks) > 1:
             self._platform.all_gather_object(found, mine, self._group)
-        return found
+        others = [str(rank) for rank, answer in enumerate(found) if answer[:2] != mine[:2]]
+        if others:
+            raise ArgumentError(
+                "All ranks of a pipeline follow one schedule.",
+                expected="the same schedule and `dynamic_shapes` on all ranks",
+                got=f"another one on rank {', '.join(others)} of the pipeline",
+                where=f"rank {self._rank}",
+            )
+        return [weights for _, _, weights in found]
 
     def _check_placement(self, given: Sequence[PipelineStage]) -> None:
         expected = self.schedule.placement.stages_on(self._rank)

@@ -106,6 +106,9 @@ class MindSporeParallel:
     def meta(self, tensor: Tensor) -> TensorMeta:
         return TensorMeta(tuple(tensor.shape), str(tensor.dtype).lower(), bool(tensor._requires_grad))
 
+    def version(self, tensor: Tensor) -> int:
+        return 0  # MindSpore counts no writes on the CPU; there what is sent has been sent when the call returns
+
     def empty(self, meta: TensorMeta, device: object) -> Tensor:
         return self.zeros(meta, device)
 

@@ -86,6 +86,9 @@ class TorchParallel:
     def meta(self, tensor: torch.Tensor) -> TensorMeta:
         return TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
 
+    def version(self, tensor: torch.Tensor) -> int:
+        return tensor._version
+
     def empty(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
         return torch.empty(meta.shape, dtype=to_dtype(meta.dtype), device=device)
 
