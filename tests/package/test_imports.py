@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 import hyper_parallel
 from support.interpreter import run_fresh
-
-SOURCE = Path(hyper_parallel.__file__).parent
+from support.sources import SOURCE, modules
 
 # The floors of the house, from the ground up, and from left to right on each. A module imports its own room, those to the left of it and the floors
 # below; imports inside of functions count. A module is in the room of the longest path that it begins with; `FW` stands for a framework.
@@ -83,16 +80,6 @@ class Import(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.module} imports {self.target}" + (" inside of a function" if self.is_inside else "")
-
-
-@functools.cache
-def modules() -> dict[str, ast.Module]:
-    """Read every module once; who changes one makes a copy."""
-    found = {}
-    for path in SOURCE.rglob("*.py"):
-        parts = path.relative_to(SOURCE).with_suffix("").parts
-        found[".".join(parts)] = ast.parse(path.read_text(), str(path))
-    return found
 
 
 def room_of(module: str) -> str:

@@ -12,17 +12,14 @@ retire a word: rename it, then add a row to RETIRED.
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-import hyper_parallel
+from support.sources import modules
 
-SOURCE = Path(hyper_parallel.__file__).parent
 FRAMEWORKS = ("torch", "mindspore")
 
 EVERYWHERE = ("",)
@@ -123,15 +120,6 @@ def in_words(uses: list[Use]) -> str:
         f"{module}: `{name}` is retired there; write {now} (line {', '.join(map(str, sorted(set(found))))})"
         for (module, name, now), found in lines.items()
     )
-
-
-@functools.cache
-def modules(source: Path = SOURCE) -> dict[str, ast.Module]:
-    """Every module of a source tree, by its path with dots."""
-    return {
-        ".".join(path.relative_to(source).with_suffix("").parts): ast.parse(path.read_text(), str(path))
-        for path in sorted(source.rglob("*.py"))
-    }
 
 
 def names_in(module: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
