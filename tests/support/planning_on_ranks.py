@@ -123,5 +123,5 @@ def steps_that_one_rank_wants() -> int:
         )
         for each in "012"
     ]
-    profiled._overheads(regions, list(map(recompute_all, regions)), 1.0, 2.0 if dist.get_rank() == 0 else 1.0)
+    profiled._host_cost(regions, list(map(recompute_all, regions)), 1.0, 2.0 if dist.get_rank() == 0 else 1.0)
     return len(taken)

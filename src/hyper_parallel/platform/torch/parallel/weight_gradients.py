@@ -11,8 +11,8 @@ to w2. `backward_of_inputs` runs the path, and notes what arrives at each node t
 runs these nodes once more, from what was noted, for their branches alone. Nothing that a node does for an input is done
 twice.
 
-Three kinds of weights get their gradients in the first part: one that several branches lead to (it is used twice), since
-a node that runs again for one of the branches would count what lies below it as well; one of a user's own
+Three kinds of weights get their gradients in the first part: one that several branches lead to (it is used twice),
+since a node that runs again for one of the branches would count what lies below it as well; one of a user's own
 `autograd.Function`, which computes all its gradients whenever it runs; and one of an output that depends on no input.
 
 Guarantees: both parts together add to each weight's `grad` what one backward adds, and its hooks run once. After an
