@@ -77,6 +77,11 @@ def test_only_a_weight_that_is_used_twice_gets_its_gradient_with_the_inputs() ->
     assert second == {1: ("twice.weight",), 2: ("twice.weight",)}
 
 
+@pytest.mark.parametrize("name", FOUR_STAGES_ON_TWO_RANKS)
+def test_a_weight_of_the_loss_gets_its_gradient(name: str) -> None:
+    assert sorted(run(2, programs.weight_of_the_loss, name), key=str) == [None, True]
+
+
 @pytest.mark.parametrize("name", ["one_f_one_b", "zbv"])
 def test_a_step_leaves_nothing_to_the_collector(name: str) -> None:
     for counts in run(2, pipelines.objects_over_steps, name, 12):

@@ -57,11 +57,8 @@ class RandomProgram:
     def grads(self) -> list[torch.Tensor | None]:
         return [leaf.grad for leaf in (*self.inputs, *self.weights)]
 
-    def trained(self) -> list[torch.Tensor]:
-        return [weight for weight in self.weights if weight.requires_grad]
-
     def in_two(self) -> DeferredWeights:
-        return backward_of_inputs(self.outputs, self.gradients, self.inputs, self.trained())
+        return backward_of_inputs(self.outputs, self.gradients, self.inputs)
 
 
 def same(left: list[torch.Tensor | None], right: list[torch.Tensor | None]) -> bool:
@@ -120,7 +117,7 @@ def test_of_a_block_of_a_transformer_all_weights_wait_and_every_bit_is_the_same(
     expected = [x.grad, *(weight.grad for weight in block.parameters())]
     x.grad = None
     block.zero_grad()
-    left = backward_of_inputs([block(x)], [gradient], [x], block.parameters())
+    left = backward_of_inputs([block(x)], [gradient], [x])
     assert left.done == []
     assert len(left.weights) == len(list(block.parameters()))
     left.run()
@@ -145,18 +142,31 @@ def test_a_function_of_the_users_own_runs_once() -> None:
 
     layer, scale = nn.Linear(4, 4), torch.randn(4, requires_grad=True)
     x = torch.randn(2, 4, requires_grad=True)
-    left = backward_of_inputs([Scale.apply(layer(x), scale).sum()], [None], [x], [*layer.parameters(), scale])
+    left = backward_of_inputs([Scale.apply(layer(x), scale).sum()], [None], [x])
     assert [weight is scale for weight in left.done] == [True]
     assert len(left.weights) == 2
     left.run()
     assert len(calls) == 1
 
 
+def test_what_is_no_weight_of_the_module_gets_its_gradient_as_well() -> None:
+    """For example a weight of the loss, and a keyword that needs a gradient."""
+    layer = nn.Linear(4, 4)
+    of_loss, keyword = (torch.randn(4, requires_grad=True) for _ in range(2))
+    x = torch.randn(2, 4, requires_grad=True)
+    expected = torch.autograd.grad((layer(x) * keyword * of_loss).sum(), [of_loss, keyword])
+    left = backward_of_inputs([(layer(x) * keyword * of_loss).sum()], [None], [x])
+    assert of_loss.grad is keyword.grad is None
+    left.run()
+    assert torch.equal(of_loss.grad, expected[0])
+    assert torch.equal(keyword.grad, expected[1])
+
+
 def test_hooks_of_weights_run_once_when_their_gradient_is_there() -> None:
     layer, seen = nn.Linear(4, 4), []
     layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
     x = torch.randn(2, 4, requires_grad=True)
-    left = backward_of_inputs([layer(x).sum()], [None], [x], layer.parameters())
+    left = backward_of_inputs([layer(x).sum()], [None], [x])
     assert seen == []
     left.run()
     assert len(seen) == 1
@@ -168,7 +178,7 @@ def test_gradients_that_are_there_are_added_to() -> None:
     x = torch.randn(2, 4, requires_grad=True)
     layer(x).sum().backward()
     once = layer.weight.grad.clone()
-    backward_of_inputs([layer(x).sum()], [None], [x], layer.parameters()).run()
+    backward_of_inputs([layer(x).sum()], [None], [x]).run()
     assert torch.equal(layer.weight.grad, once + once)
 
 
@@ -185,7 +195,7 @@ def test_an_exception_in_backward_leaves_no_hook() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
     output = nn.functional.linear(Fails.apply(x), layer.weight)
     with pytest.raises(ValueError, match="on purpose") as caught:
-        backward_of_inputs([output.sum()], [None], [x], layer.parameters())
+        backward_of_inputs([output.sum()], [None], [x])
     del caught
     gc.collect()
     # A hook that stayed on a node of `output` would hold what it notes for.
@@ -211,7 +221,7 @@ def test_the_graph_goes_with_the_second_part_without_the_collector() -> None:
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
             output = layers(x).sum()
-        left = backward_of_inputs([output], [None], [x], layers.parameters())
+        left = backward_of_inputs([output], [None], [x])
         del output
         assert any(packed() is not None for packed in kept)
         left.run()

@@ -145,6 +145,29 @@ def with_keyword(step: int) -> list[Microbatch]:
     return [Microbatch(m.args, {"scale": random(i, 1, WIDTH)}, m.target) for i, m in enumerate(equal_batch(step))]
 
 
+class TrainedLoss(nn.Module):
+    """A loss with a weight of its own, which is no stage's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(random(7, WIDTH))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mean_square(output * self.scale, target)
+
+
+def weight_of_the_loss(name: str) -> bool | None:
+    """Whether a weight of the loss gets the plain loop's gradient; None where this rank makes no loss."""
+    loss_fn, expected = TrainedLoss(), TrainedLoss()
+    program = Program(four(), equal_batch, loss_fn)
+    pipeline = pipeline_of(program, name)
+    pipeline.step_of(equal_batch(0))
+    plain(program._replace(loss_fn=expected), 1)
+    if loss_fn.scale.grad is None:
+        return False if 3 in pipeline.stages else None
+    return torch.allclose(loss_fn.scale.grad, expected.scale.grad, rtol=0, atol=1e-12)
+
+
 def own_loss(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return linear(x).square().mean()
 

@@ -48,8 +48,7 @@ class TorchStage:
     ) -> tuple[list[torch.Tensor | None], Callable[[], object]]:
         if not outputs or not inputs:  # nobody waits for this stage: all of its backward is the half for the weights
             return _gradients_of(inputs), lambda: self.backward(outputs, gradients, ())
-        weights = [weight for weight in self._module.parameters() if weight.requires_grad]
-        deferred = backward_of_inputs(outputs, gradients, inputs, weights)
+        deferred = backward_of_inputs(outputs, gradients, inputs)
         if deferred.done:
             done = {id(weight) for weight in deferred.done}
             self.undeferred.update(name for name, weight in self._module.named_parameters() if id(weight) in done)

@@ -11,9 +11,10 @@ to w2. `backward_of_inputs` runs the path, and notes what arrives at each node t
 runs these nodes once more, from what was noted, for their branches alone. Nothing that a node does for an input is done
 twice.
 
-Three kinds of weights get their gradients in the first part: one that several branches lead to (it is used twice),
-since a node that runs again for one of the branches would count what lies below it as well; one of a user's own
-`autograd.Function`, which computes all its gradients whenever it runs; and one of an output that depends on no input.
+A weight is any leaf that is no input. Three kinds of weights get their gradients in the first part: one that several
+branches lead to (it is used twice), since a node that runs again for one of the branches would count what lies below it
+as well; one of a user's own `autograd.Function`, which computes all its gradients whenever it runs; and one of an
+output that depends on no input.
 
 Guarantees: both parts together add to each weight's `grad` what one backward adds, and its hooks run once. After an
 exception no hook stays. Assumes: the graph is not changed between the two parts.
@@ -21,13 +22,15 @@ exception no hook stays. Assumes: the graph is not changed between the two parts
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+_AccumulateGrad = torch._C._functions.AccumulateGrad
 
 
 class DeferredWeights:
@@ -53,18 +56,17 @@ def backward_of_inputs(
     outputs: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
     inputs: Sequence[torch.Tensor],
-    weights: Iterable[torch.Tensor],
 ) -> DeferredWeights:
     """Add the gradients of `inputs` to their `grad`, and give the rest of the backward to run later.
 
     Args:
         outputs: what backward begins at, with `gradients` of theirs (None: 1, for a loss).
         inputs: leaves; at least one, else there is no path to run first.
-        weights: the other leaves whose gradients are wanted. Those that cannot wait get theirs now.
+
+    All other leaves that the outputs lead to are weights: those of a stage, of a loss, a keyword that needs a gradient.
     """
-    leaves = {get_gradient_edge(weight).node: weight for weight in weights}
     ends = {get_gradient_edge(value).node for value in inputs}
-    branching, now = _split([get_gradient_edge(value).node for value in outputs], ends, leaves)
+    branching, now = _split([get_gradient_edge(value).node for value in outputs], ends)
     with ExitStack() as hooks:
         for node in branching:
             hooks.callback(node.listen())
@@ -95,13 +97,14 @@ class _Branching:
             torch.autograd.backward(edges, [gradient for _, gradient in there], inputs=self.weights)
 
 
-def _split(
-    roots: list[Node], ends: set[Node], leaves: dict[Node, torch.Tensor]
-) -> tuple[list[_Branching], list[torch.Tensor]]:
+def _split(roots: list[Node], ends: set[Node]) -> tuple[list[_Branching], list[torch.Tensor]]:
     """The nodes on the path that have branches which can wait, in the order in which backward comes to them; and the
     weights that cannot wait.
     """
     below = _in_order(roots)
+    leaves: dict[Node, torch.Tensor] = {
+        node: node.variable for node in below if isinstance(node, _AccumulateGrad) and node not in ends
+    }
     leads_to_input: dict[Node, bool] = {}
     leads_to: dict[Node, frozenset[Node]] = {}  # of a node off the path: the leaves below it
     for node in reversed(below):  # what is below a node comes before it
