@@ -173,6 +173,37 @@ def test_hooks_of_weights_run_once_when_their_gradient_is_there() -> None:
     assert torch.equal(seen[0], layer.weight.grad)
 
 
+def test_hooks_of_a_result_inside_count_once() -> None:
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.seen = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.zeros(2, 4)
+
+        def double(self, gradient: torch.Tensor) -> torch.Tensor:
+            self.seen += gradient
+            return gradient * 2
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second = self.layers
+            self.hidden = first(x)
+            self.hidden.register_hook(self.double)
+            self.hidden.retain_grad()
+            return second(torch.tanh(self.hidden)).sum()
+
+    torch.manual_seed(0)
+    stage, x = Hooked(), torch.randn(2, 4, requires_grad=True)
+    grads = []
+    for is_whole in (True, False):
+        stage.zero_grad()
+        stage.seen, x.grad = torch.zeros(2, 4), None
+        if is_whole:
+            stage(x).backward()
+        else:
+            backward_of_inputs([stage(x)], [None], [x]).run()
+        grads.append([x.grad, stage.seen, stage.hidden.grad, *(weight.grad for weight in stage.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
 def test_gradients_that_are_there_are_added_to() -> None:
     layer = nn.Linear(4, 4)
     x = torch.randn(2, 4, requires_grad=True)

@@ -16,8 +16,9 @@ branches lead to (it is used twice), since a node that runs again for one of the
 as well; one of a user's own `autograd.Function`, which computes all its gradients whenever it runs; and one of an
 output that depends on no input.
 
-Guarantees: both parts together add to each weight's `grad` what one backward adds, and its hooks run once. After an
-exception no hook stays. Assumes: the graph is not changed between the two parts.
+Guarantees: both parts together add to each weight's `grad` what one backward adds, and its hooks run once. Hooks of a
+result inside (`register_hook`, `retain_grad`) run in both parts, with zeros in the second one, and what they make of a
+gradient counts once. After an exception no hook stays. Assumes: the graph is not changed between the two parts.
 """
 
 from __future__ import annotations
@@ -94,7 +95,13 @@ class _Branching:
         there = [(number, gradient) for number, gradient in enumerate(self.arrived) if gradient is not None]
         if there:
             edges = [GradientEdge(self.node, number) for number, _ in there]
-            torch.autograd.backward(edges, [gradient for _, gradient in there], inputs=self.weights)
+            # Hooks of the node's results ran before what arrived was noted. They get zeros now, the node what it got.
+            hook = self.node.register_prehook(lambda _: self.arrived)
+            try:
+                zeros = [torch.zeros_like(gradient) for _, gradient in there]
+                torch.autograd.backward(edges, zeros, inputs=self.weights)
+            finally:
+                hook.remove()
 
 
 def _split(roots: list[Node], ends: set[Node]) -> tuple[list[_Branching], list[torch.Tensor]]:
