@@ -77,6 +77,10 @@ def test_only_a_weight_that_is_used_twice_gets_its_gradient_with_the_inputs() ->
     assert second == {1: ("twice.weight",), 2: ("twice.weight",)}
 
 
+def test_one_tensor_in_two_stages_of_a_rank_counts_once_though_nobody_tied_it() -> None:
+    assert all(max(wrong) <= 1e-12 for wrong in run(2, programs.one_tensor_in_two_stages_of_each_rank))
+
+
 @pytest.mark.parametrize("name", FOUR_STAGES_ON_TWO_RANKS)
 def test_a_weight_of_the_loss_gets_its_gradient(name: str) -> None:
     assert sorted(run(2, programs.weight_of_the_loss, name), key=str) == [None, True]

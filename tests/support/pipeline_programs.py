@@ -271,6 +271,32 @@ def compare(title: str, name: str, num_steps: int = 3) -> list[str]:
     return wrong
 
 
+def one_tensor_in_two_stages_of_each_rank() -> list[float]:
+    """By how much gradients are off where both ranks have both stages, whose weight is one tensor."""
+
+    class Shares(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.linear(x))
+
+    def stages() -> list[nn.Module]:
+        linear = nn.Linear(WIDTH, WIDTH)
+        return [Shares(linear), Shares(linear)]
+
+    program = Program(stages, equal_batch, mean_square, ties=())
+    modules = modules_of(program)
+    Pipeline(
+        [PipelineStage(module, index, 2) for index, module in enumerate(modules)],
+        SCHEDULES["dualpipe"](2, 4),
+        loss_fn=mean_square,
+    ).step_of(equal_batch(0))
+    _, (expected, _) = plain(program, 1)
+    return [(w.grad - expected[name]).abs().max().item() for name, w in modules[0].named_parameters()]
+
+
 # -- what is refused, and what happens to the others ------------------------------------------------------------------
 
 

@@ -51,12 +51,19 @@ class Copies:
         self._stages = stages
         self._rank = rank
         # One tensor that two stages of a rank share is one copy: autograd adds up there.
+        called = {
+            (at, weight.identity): weight.tied_as
+            for at, its_stages in enumerate(everywhere)
+            for weights in its_stages.values()
+            for weight in weights
+            if weight.tied_as is not None
+        }
         found: dict[str, dict[tuple[int, int], _Owner]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for at, its_stages in enumerate(everywhere):
             for stage, weights in sorted(its_stages.items()):
                 for weight in weights:
-                    key = weight.tied_as or f"stage {stage}: {weight.name}"
+                    key = weight.tied_as or called.setdefault((at, weight.identity), f"stage {stage}: {weight.name}")
                     found.setdefault(key, {}).setdefault((at, weight.identity), _Owner(at, stage, weight.name))
                     if shapes.setdefault(key, weight.shape) != weight.shape:
                         raise ArgumentError(
