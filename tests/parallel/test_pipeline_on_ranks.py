@@ -82,6 +82,11 @@ def test_one_tensor_in_two_stages_of_a_rank_counts_once_though_nobody_tied_it() 
 
 
 @pytest.mark.parametrize("name", FOUR_STAGES_ON_TWO_RANKS)
+def test_weights_that_were_frozen_when_the_pipeline_was_made_can_be_trained_and_stay_tied(name: str) -> None:
+    assert run(2, programs.thawed, name) == [[], []]
+
+
+@pytest.mark.parametrize("name", FOUR_STAGES_ON_TWO_RANKS)
 def test_a_weight_of_the_loss_gets_its_gradient(name: str) -> None:
     assert sorted(run(2, programs.weight_of_the_loss, name), key=str) == [None, True]
 

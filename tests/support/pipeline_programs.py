@@ -297,6 +297,22 @@ def one_tensor_in_two_stages_of_each_rank() -> list[float]:
     return [(w.grad - expected[name]).abs().max().item() for name, w in modules[0].named_parameters()]
 
 
+def thawed(name: str) -> list[str]:
+    """What differs from the plain loop where all weights were frozen when the pipeline was made."""
+    program = PROGRAMS["a tied weight"]
+    pipeline = pipeline_of(program._replace(stages=lambda: [module.requires_grad_(False) for module in tied()]), name)
+    for stage in pipeline.stages.values():
+        stage.module.requires_grad_(True)
+    pipeline.step_of(program.microbatches(0))
+    _, expected = plain(program, 1)
+    return [
+        f"stage {index}, {key}"
+        for index, stage in pipeline.stages.items()
+        for key, w in stage.module.named_parameters()
+        if w.grad is None or not torch.allclose(w.grad, expected[index][key], rtol=0, atol=1e-12)
+    ]
+
+
 # -- what is refused, and what happens to the others ------------------------------------------------------------------
 
 

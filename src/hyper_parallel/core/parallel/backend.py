@@ -1,6 +1,6 @@
 """What parallel training asks of a framework. Each has one object that does it: `BACKEND` in its folder `parallel`.
 
-Example: `parallel_of(module, "PipelineStage").stage(module).weights()` are the trained weights of a module by name.
+Example: `parallel_of(module, "PipelineStage").stage(module).weights()` are the weights of a module by name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StageBackend(Protocol):
     ]  # names of weights whose gradients came with those of the inputs, though they were to come later
 
     def weights(self) -> list[tuple[str, Tensor]]:
-        """The weights that are trained, by name."""
+        """The weights by name, those that are not trained as well."""
 
     def gradient(self, name: str) -> Tensor | None:
         """What backwards have added to a weight's gradient, None if nothing."""

@@ -37,7 +37,7 @@ class Copies:
     """The weights with copies, as all ranks know them, and this rank's part in adding up their gradients.
 
     Args:
-        everywhere: for each rank, the trained weights of each of its stages.
+        everywhere: for each rank, the weights of each of its stages.
     """
 
     def __init__(

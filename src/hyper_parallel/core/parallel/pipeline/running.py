@@ -111,7 +111,7 @@ class Pipeline:
         self._is_broken = False
 
     def _weights_everywhere(self, *, is_dynamic: bool) -> list[dict[int, list[StageWeight]]]:
-        """Ask all ranks for the trained weights of their stages, and hold their schedules against this rank's."""
+        """Ask all ranks for the weights of their stages, and hold their schedules against this rank's."""
         mine = (self.schedule.ranks, is_dynamic, {stage.index: stage.weights() for stage in self.stages.values()})
         found = [mine] * len(self._ranks)
         if len(self._ranks) > 1:

@@ -45,7 +45,7 @@ class PipelineStage:
         unknown = sorted(self.tied.keys() - {weight.name for weight in self.weights()})
         if unknown:
             raise ArgumentError(
-                "A tied weight is a trained weight of its stage.",
+                "A tied weight is a weight of its stage.",
                 expected="one of " + ", ".join(weight.name for weight in self.weights()),
                 got=", ".join(unknown),
                 where=f"stage {at}",
@@ -72,13 +72,14 @@ class PipelineStage:
 
     def trained(self) -> list[tuple[str, Tensor]]:
         """The weights that are trained, by name."""
-        return self._runs.weights()
+        named: list[tuple[str, Any]] = self._runs.weights()
+        return [(name, weight) for name, weight in named if weight.requires_grad]
 
     def weights(self) -> list[StageWeight]:
-        """The weights that are trained, as other ranks have to know them."""
+        """All weights, as other ranks have to know them: one that is not trained now may be later."""
         return [
             StageWeight(name, id(weight), self.backend.meta(weight).shape, self.tied.get(name))
-            for name, weight in self.trained()
+            for name, weight in self._runs.weights()
         ]
 
     def gradient(self, name: str) -> Tensor | None:
@@ -96,7 +97,7 @@ class PipelineStage:
 
 
 class StageWeight(NamedTuple):
-    """A weight that is trained. Two of one rank with the same `identity` are one tensor."""
+    """A weight. Two of one rank with the same `identity` are one tensor."""
 
     name: str
     identity: int

@@ -40,7 +40,7 @@ class MindSporeStage:
         self.undeferred: set[str] = set()
 
     def weights(self) -> list[tuple[str, Tensor]]:
-        return [(weight.name, weight) for weight in self._cell.trainable_params()]
+        return [(weight.name, weight) for weight in self._cell.get_parameters()]
 
     def gradient(self, name: str) -> Tensor | None:
         return dict(self.weights())[name]._grad

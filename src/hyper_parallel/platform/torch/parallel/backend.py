@@ -24,7 +24,7 @@ class TorchStage:
         self.undeferred: set[str] = set()
 
     def weights(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, weight) for name, weight in self._module.named_parameters() if weight.requires_grad]
+        return list(self._module.named_parameters())
 
     def gradient(self, name: str) -> torch.Tensor | None:
         return self._module.get_parameter(name).grad
