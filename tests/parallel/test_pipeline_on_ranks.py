@@ -127,6 +127,11 @@ def test_shapes_that_change_without_a_word_are_refused_by_the_rank_that_sends() 
     assert "dynamic_shapes=True" in str(caught.value)
 
 
+def test_weights_may_get_their_data_after_they_became_a_stage() -> None:
+    first, second = run(2, programs.made_without_data)
+    assert first == second > 0
+
+
 def test_an_output_that_is_written_over_before_it_was_sent_is_an_error() -> None:
     first, _ = _failing(programs.an_output_that_is_written_over)
     assert first.startswith("The result of stage 0 for microbatch 0 was written over")

@@ -313,6 +313,16 @@ def thawed(name: str) -> list[str]:
     ]
 
 
+def made_without_data() -> float:
+    """The loss of stages whose weights had no data when they were made stages."""
+    with torch.device("meta"):
+        module = Stage(simple).double()
+    rank = hp.get_platform().get_rank()
+    stage = PipelineStage(module, rank, 2)
+    stage.init_parameters()
+    return Pipeline(stage, SCHEDULES["one_f_one_b"](2, 4), loss_fn=mean_square).step_of(equal_batch(0)).item()
+
+
 # -- what is refused, and what happens to the others ------------------------------------------------------------------
 
 

@@ -26,10 +26,13 @@ class TensorMeta(NamedTuple):
 class StageBackend(Protocol):
     """One stage of a model, as a framework runs it. Lives as long as the stage, keeps nothing from call to call."""
 
-    device: Device
     undeferred: set[
         str
     ]  # names of weights whose gradients came with those of the inputs, though they were to come later
+
+    @property
+    def device(self) -> Device:
+        """Where its weights are now."""
 
     def weights(self) -> list[tuple[str, Tensor]]:
         """The weights by name, those that are not trained as well."""

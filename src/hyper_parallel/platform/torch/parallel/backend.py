@@ -19,9 +19,12 @@ class TorchStage:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        tensors = [*module.parameters(), *module.buffers()]
-        self.device = tensors[0].device if tensors else torch.get_default_device()
         self.undeferred: set[str] = set()
+
+    @property
+    def device(self) -> torch.device:
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        return tensors[0].device if tensors else torch.get_default_device()
 
     def weights(self) -> list[tuple[str, torch.Tensor]]:
         return list(self._module.named_parameters())
