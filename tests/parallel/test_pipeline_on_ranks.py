@@ -127,6 +127,12 @@ def test_shapes_that_change_without_a_word_are_refused_by_the_rank_that_sends() 
     assert "dynamic_shapes=True" in str(caught.value)
 
 
+def test_an_object_whose_contents_change_without_a_word_is_refused_as_well() -> None:
+    with pytest.raises(processes.RankError) as caught:
+        run(2, programs.same_object_with_other_contents)
+    assert "The result of stage 0 for microbatch 0 is of another form than in the first step" in str(caught.value)
+
+
 def test_weights_may_get_their_data_after_they_became_a_stage() -> None:
     first, second = run(2, programs.made_without_data)
     assert first == second > 0

@@ -323,6 +323,32 @@ def made_without_data() -> float:
     return Pipeline(stage, SCHEDULES["one_f_one_b"](2, 4), loss_fn=mean_square).step_of(equal_batch(0)).item()
 
 
+class Box:
+    """A value that is equal to itself alone."""
+
+    number = 1
+
+
+def same_object_with_other_contents() -> list[int]:
+    """What the second stage reads in an object of the first one's, which writes to it before its second step."""
+    rank, box, read = hp.get_platform().get_rank(), Box(), []
+
+    def gives(linear: nn.Linear, x: torch.Tensor) -> dict[str, Any]:
+        return {"hidden": linear(x), "box": box}
+
+    def takes(linear: nn.Linear, given: dict[str, Any]) -> torch.Tensor:
+        read.append(given["box"].number)
+        return linear(given["hidden"])
+
+    module = Stage(takes if rank else gives).double()
+    pipeline = Pipeline(PipelineStage(module, rank, 2), SCHEDULES["gpipe"](2, 4), loss_fn=mean_square)
+    pipeline.step_of(equal_batch(0))
+    pipeline.step_of(equal_batch(1))
+    box.number = 2
+    pipeline.step_of(equal_batch(2))
+    return read
+
+
 # -- what is refused, and what happens to the others ------------------------------------------------------------------
 
 

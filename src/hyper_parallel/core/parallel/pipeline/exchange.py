@@ -10,6 +10,7 @@ same name, and the one that sends holds every later message against it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -122,7 +123,8 @@ class Exchange:
     ) -> None:
         known, to = None if self._is_dynamic else self._forms.get(name), self._world_ranks[rank]
         if known is None:
-            self._forms[name] = form
+            if not self._is_dynamic:
+                self._forms[name] = copy.deepcopy(form)  # as the other rank has it, whatever happens to a value in it
             self._platform.send_object_list([form], to, self._group)
         else:
             form.check_same(known, str(name))
