@@ -110,6 +110,7 @@ REFUSED = {
     "a batch that cannot be cut": "Expected a multiple of 4 micro batches, got 7",
     "another number of microbatches": "Expected 4, got 1",
     "weights of nothing": "Weights count something",
+    "a weight without bound": "Expected finite numbers from 0",
 }
 
 

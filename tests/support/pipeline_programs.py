@@ -391,6 +391,8 @@ def refused(case: str) -> str:
                 pipeline.step_of([Microbatch((x,), {}, x)])
             elif case == "weights of nothing":
                 pipeline.step(x, target=x, weights=[0, 0, 0, 0])
+            elif case == "a weight without bound":
+                pipeline.step(x, target=x, weights=[1, 0, 0, float("inf")])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"

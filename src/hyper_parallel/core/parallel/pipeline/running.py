@@ -12,6 +12,7 @@ numbers.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -359,8 +360,8 @@ def _factors(weights: Sequence[float] | None, num: int) -> list[float]:
     if len(weights) != num:
         raise ArgumentError("Each microbatch has one weight.", expected=str(num), got=str(len(weights)))
     total = float(sum(weights))
-    if not (total > 0 and all(weight >= 0 for weight in weights)):
+    if not (0 < total < math.inf and all(weight >= 0 for weight in weights)):
         raise ArgumentError(
-            "Weights count something.", expected="numbers from 0, at least one above", got=describe(weights)
+            "Weights count something.", expected="finite numbers from 0, at least one above", got=describe(weights)
         )
     return [float(weight) / total for weight in weights]
