@@ -172,3 +172,8 @@ def test_pairs_of_a_schedule_run_through_the_coordinator_with_a_layer_of_experts
     for wrong, num_pairs in run(2, programs.experts_in_pairs):
         assert wrong == []
         assert num_pairs > 0
+
+
+def test_a_loss_that_depends_on_no_weight_is_an_error() -> None:
+    (said,) = run(1, programs.a_loss_of_nothing)
+    assert said.startswith("The loss depends on no weight")

@@ -422,6 +422,18 @@ def a_step_after_one_that_failed() -> str:
     return ""
 
 
+def a_loss_of_nothing() -> str:
+    """The loss function lets go of the output's graph."""
+    schedule = SCHEDULES["one_f_one_b"](1, 4)
+    module = modules_of(PROGRAMS["the input itself"])[0]
+    pipeline = Pipeline(PipelineStage(module, 0, 1), schedule, loss_fn=lambda output, _: output.detach().mean())
+    try:
+        pipeline.step_of(equal_batch(0))
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
 def an_output_that_is_written_over() -> str:
     """A stage gives its own buffer, and writes to it for the next microbatch while the first one is on its way."""
 

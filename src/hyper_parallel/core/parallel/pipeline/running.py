@@ -294,7 +294,8 @@ class _Step:
             given = rebuilt(form, leaves)
             args = given if isinstance(given, tuple) else (given,)
         if place.is_last:
-            self._runs[stage].forward(number, args, microbatch.kwargs, inputs, functools.partial(self._loss_of, number))
+            loss_of = functools.partial(self._loss_of, number, is_trained=bool(inputs or place.trained()))
+            self._runs[stage].forward(number, args, microbatch.kwargs, inputs, loss_of)
         else:
             form, tensors = self._runs[stage].forward(number, args, microbatch.kwargs, inputs, self._handed_on)
             self._exchange.put(Name(Kind.FORWARD, stage, number), form, tensors)
@@ -306,7 +307,7 @@ class _Step:
         ]
         return (form, [self._backend.as_sent(tensor) for tensor in tensors]), differentiable
 
-    def _loss_of(self, number: int, output: object) -> tuple[None, list[Tensor]]:
+    def _loss_of(self, number: int, output: object, *, is_trained: bool) -> tuple[None, list[Tensor]]:
         if self._pipeline.loss_fn is not None:
             loss = self._pipeline.loss_fn(output, self._microbatches[number].target)
         else:
@@ -321,7 +322,16 @@ class _Step:
             )
         scaled = self._backend.scaled(loss, self._factors[number])
         self.loss = self._backend.add(self.loss, scaled)
-        return None, [scaled] if self._backend.meta(scaled).requires_grad else []
+        if self._backend.meta(scaled).requires_grad:
+            return None, [scaled]
+        if is_trained:
+            raise ArgumentError(
+                "The loss depends on no weight, so that nothing would be trained.",
+                expected="a loss made of the last stage's output",
+                got="one without a gradient",
+                where=f"microbatch {number}",
+            )
+        return None, []
 
     def _gradients(self, stage: int, number: int) -> list[Tensor | None] | None:
         """What comes back from the next stage, None for what did not need a gradient there; of the last stage, None."""
