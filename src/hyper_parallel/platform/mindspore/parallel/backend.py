@@ -94,10 +94,10 @@ class MindSporeParallel:
         return list(model._cells.items()) if is_sequence else None
 
     def sequence(self, modules: Sequence[tuple[str, nn.Cell]]) -> nn.Cell:
-        names = [(name, weight.name) for name, cell in modules for weight in cell.get_parameters()]
+        names = {id(weight): weight.name for _, cell in modules for weight in cell.get_parameters()}
         made = nn.SequentialCell(OrderedDict(modules))
-        for weight, (_, name) in zip(made.get_parameters(), names, strict=True):
-            weight.name = name  # which MindSpore changes with each cell that a weight is put into
+        for weight in made.get_parameters():
+            weight.name = names[id(weight)]  # which MindSpore changes with each cell that a weight is put into
         return made
 
     def is_tensor(self, value: object) -> bool:
