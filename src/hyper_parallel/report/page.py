@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hyper_parallel._base import files
 from hyper_parallel._base.files import checked_path
+from hyper_parallel._base.page_frame import framed
 from hyper_parallel.core.planner.plan.table import (
     gap_words,
     host_words,
@@ -60,7 +61,7 @@ def page(numbers: Numbers, notes: list[tuple[str, str]]) -> str:
         f'<script type="application/json" id="plan">{_json(numbers)}</script>',
         f"<script>{_text('page.js')}</script>",
     ]
-    return _FRAME.format(title=escape(f"Memory plan: {name}"), style=_text("page.css"), body="\n".join(body))
+    return framed(f"Memory plan: {name}", _text("page.css"), "\n".join(body))
 
 
 def _text(name: str) -> str:
@@ -453,12 +454,3 @@ def _unit(top: float) -> tuple[float, str]:
         if top >= 1024**power:
             return float(1024**power), name
     return 1.0, "B"
-
-
-_FRAME = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title><style>{style}</style></head><body><main>
-{body}
-</main></body></html>
-"""

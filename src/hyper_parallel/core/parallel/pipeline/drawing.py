@@ -12,6 +12,7 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from hyper_parallel._base.page_frame import framed
 from hyper_parallel.core.parallel.pipeline.actions import Action
 from hyper_parallel.core.parallel.pipeline.simulation import Bar, Timeline
 from hyper_parallel.core.parallel.pipeline.verdict import counted
@@ -23,11 +24,8 @@ __all__ = ["page"]
 
 _ROW, _BAR, _KEPT = 62, 28, 20  # heights in a row, in pixels: the row, its bars, what is kept below them
 _AXIS = 22
-_NARROWEST, _LEAST_WIDTH, _MOST_WIDTH = (
-    20.0,
-    1000.0,
-    30_000.0,
-)  # a number fits into the narrowest bar, as long as the page is not endless
+# A number fits into the narrowest bar, as long as the page is not endless.
+_NARROWEST, _LEAST_WIDTH, _MOST_WIDTH = 20.0, 1000.0, 30_000.0
 _KINDS = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradient of the weights"}
 _SHADES = 4  # of chunks
 
@@ -56,7 +54,7 @@ def page(schedule: Schedule, timeline: Timeline) -> str:
         _plot(schedule, timeline),
         _table(schedule, timeline),
     ]
-    return _FRAME.format(title=escape(f"Schedule: {name}"), style=_style(), body="\n".join(body))
+    return framed(f"Schedule: {name}", _style(), "\n".join(body))
 
 
 def _style() -> str:
@@ -199,12 +197,3 @@ def _table(schedule: Schedule, timeline: Timeline) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
-
-
-_FRAME = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title><style>{style}</style></head><body><main>
-{body}
-</main></body></html>
-"""
