@@ -26,9 +26,8 @@ class TensorMeta(NamedTuple):
 class StageBackend(Protocol):
     """One stage of a model, as a framework runs it. Lives as long as the stage, keeps nothing from call to call."""
 
-    undeferred: set[
-        str
-    ]  # names of weights whose gradients came with those of the inputs, though they were to come later
+    # Names of weights whose gradients came with those of the inputs, though they were to come later.
+    undeferred: set[str]
 
     @property
     def device(self) -> Device:

@@ -45,7 +45,8 @@ class Kind(str, Enum):
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.OVERLAP})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-TRANSFERS = frozenset({*SENDS, Kind.RECV_F, Kind.RECV_B})
+RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+TRANSFERS = SENDS | RECEIVES
 OF_A_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE})  # of all microbatches: they name none
 
 _WORDS = {

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.parallel.backend import ParallelBackend
-from hyper_parallel.core.parallel.pipeline.actions import Action, Kind
+from hyper_parallel.core.parallel.pipeline.actions import Action, Kind, partner
 from hyper_parallel.core.parallel.pipeline.messages import Form
 from hyper_parallel.core.parallel.pipeline.placement import Placement
 from hyper_parallel.platform.interface import Platform
@@ -85,25 +85,24 @@ class Exchange:
 
     def take(self, name: Name) -> tuple[Form, Sequence[Tensor]]:
         form, tensors, handles, versions = self._there.pop(name)
-        for handle in handles:
-            handle.wait()
+        _wait_for(handles)
         for tensor, version in zip(tensors, versions, strict=bool(versions)):
             self._check_unwritten(name, tensor, version)
         return form, tensors
 
     def launch_send(self, action: Action) -> None:
-        name = Name(Kind.FORWARD if action.kind is Kind.SEND_F else Kind.BACKWARD, action.stage, action.microbatch or 0)
+        name = _sent_by(action)
         form, tensors, _, versions = self._there.pop(name)
-        stage = name.stage + (1 if name.kind is Kind.FORWARD else -1)
-        self._launch_send(name, self._placement.rank_of(stage, name.microbatch), form, tensors, versions)
+        self._launch_send(name, self._rank_at(partner(action)), form, tensors, versions)
 
     def launch_receive(self, action: Action) -> None:
-        name = _received(action)
-        self._there[name] = self._launch_receive(name, self._placement.rank_of(name.stage, name.microbatch))
+        send = partner(action)
+        name = _sent_by(send)
+        self._there[name] = self._launch_receive(name, self._rank_at(send))
 
     def may_receive_ahead(self, action: Action) -> bool:
         """Tell whether a receive can be begun before its turn: it holds nothing up, and its form is known."""
-        return self._is_ahead and not self._is_dynamic and _received(action) in self._forms
+        return self._is_ahead and not self._is_dynamic and _sent_by(partner(action)) in self._forms
 
     def send_gradient(self, name: Hashable, to: int, gradient: Tensor | None) -> None:
         """Begin to send a gradient of a weight, or that there is none."""
@@ -114,8 +113,7 @@ class Exchange:
     def receive_gradient(self, name: Hashable, source: int) -> Tensor | None:
         """Receive what another rank gave to `send_gradient` under this name."""
         _, tensors, handles, _ = self._launch_receive(name, source)
-        for handle in handles:
-            handle.wait()
+        _wait_for(handles)
         return tensors[0] if tensors else None
 
     def _launch_send(
@@ -138,7 +136,9 @@ class Exchange:
         if form is None:
             found: list[Any] = [None]
             self._platform.recv_object_list(found, source, self._group)
-            form = self._forms[name] = found[0]
+            form = found[0]
+            if not self._is_dynamic:
+                self._forms[name] = form
         tensors = [self._backend.empty(meta, self._device) for meta in form.metas if meta is not None]
         return _Message(form, tensors, [self._platform.irecv(tensor, source, self._group) for tensor in tensors])
 
@@ -165,14 +165,19 @@ class Exchange:
                 do="Let the stage give a tensor that it does not write to later, for example `x.clone()`.",
             )
 
+    def _rank_at(self, transfer: Action) -> int:
+        return self._placement.rank_of(transfer.stage, transfer.microbatch or 0)
+
     def forget(self) -> None:
         """Let go of what a step that failed has left."""
         self._there.clear()
         self._on_their_way.clear()
 
 
-def _received(action: Action) -> Name:
-    """The message that a receive is for."""
-    if action.kind is Kind.RECV_F:
-        return Name(Kind.FORWARD, action.stage - 1, action.microbatch or 0)
-    return Name(Kind.BACKWARD, action.stage + 1, action.microbatch or 0)
+def _sent_by(send: Action) -> Name:
+    return Name(Kind.FORWARD if send.kind is Kind.SEND_F else Kind.BACKWARD, send.stage, send.microbatch or 0)
+
+
+def _wait_for(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.wait()

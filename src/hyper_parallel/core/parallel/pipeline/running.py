@@ -20,7 +20,7 @@ from typing import Any
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.parallel.backend import TensorMeta
-from hyper_parallel.core.parallel.pipeline.actions import Action, Kind
+from hyper_parallel.core.parallel.pipeline.actions import RECEIVES, Action, Kind
 from hyper_parallel.core.parallel.pipeline.coordinator import HookCoordinator, overlap_forward_backward
 from hyper_parallel.core.parallel.pipeline.copies import Copies
 from hyper_parallel.core.parallel.pipeline.exchange import Exchange, Name
@@ -34,7 +34,6 @@ from hyper_parallel.platform.opaque import Tensor
 
 __all__ = ["Microbatch", "Pipeline"]
 
-_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _NUM_AHEAD = 2  # receives that are begun before their turn, so that what is sent meanwhile has somewhere to go
 
 
@@ -92,7 +91,6 @@ class Pipeline:
         self._ranks = _world_ranks(self._platform, mesh, axis, schedule.num_ranks)
         self._rank = self._ranks.index(self._platform.get_rank())
         self._check_placement(given)
-        schedule.check()
         self._actions = schedule.lower().ranks[self._rank]
         self._cut = self._platform.micro_batch(schedule.num_microbatches, args_batch_dim, kwargs_batch_dim)
         self._cut_target = self._platform.micro_batch(schedule.num_microbatches)
@@ -239,16 +237,16 @@ class _Step:
         self.loss: Tensor | None = None
 
     def run(self, actions: Sequence[Action]) -> None:
-        receives = [action for action in actions if action.kind in _RECEIVES]
+        receives = [action for action in actions if action.kind in RECEIVES]
         num_begun = num_due = 0
         for action in actions:
-            num_due += action.kind in _RECEIVES
+            num_due += action.kind in RECEIVES
             while num_begun < min(num_due + _NUM_AHEAD, len(receives)):
                 if num_begun >= num_due and not self._exchange.may_receive_ahead(receives[num_begun]):
                     break
                 self._exchange.launch_receive(receives[num_begun])
                 num_begun += 1
-            if action.kind not in _RECEIVES:
+            if action.kind not in RECEIVES:
                 self._do(action)
         self._exchange.join()
 

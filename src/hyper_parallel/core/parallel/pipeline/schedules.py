@@ -113,9 +113,8 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
     """
     p, m, v = _sizes(p=p, m=m, v=v)
     num_rounds = max(1, m // p)
-    rounds = [
-        m // num_rounds + (number < m % num_rounds) for number in range(num_rounds)
-    ]  # microbatches of each; longer ones first
+    # Microbatches of each round; longer ones first.
+    rounds = [m // num_rounds + (number < m % num_rounds) for number in range(num_rounds)]
 
     def write(rank: int, to: RankList) -> None:
         chunks = [rank + chunk * p for chunk in range(v)]
@@ -308,9 +307,8 @@ def _write_dual(to: RankList, near: int, far: int, depth: int, num_ranks: int, n
         to.forward(far)
     for turn in range(num_microbatches - 2 * num_ranks + depth + 1):
         if turn == 0 and num_beyond == 0:
-            to.forward(
-                near
-            )  # not a pair: the backward's gradient goes on later, and what waits for the forward goes on earlier
+            # Not a pair: the backward's gradient goes on later, and what waits for the forward goes on earlier.
+            to.forward(near)
             to.backward(far)
         else:
             to.pair(near, far)

@@ -85,9 +85,8 @@ class _Run:
         self._clock = [0.0] * num_ranks
         self._there: dict[Done, float] = {}  # when what was done is at hand for those who need it
         self._waiting: dict[Done, list[int]] = defaultdict(list)
-        self._free: dict[tuple[object, ...], float] = defaultdict(
-            float
-        )  # when a line, or a rank's gathers, are free again
+        # When a line, or a rank's gathers, are free again.
+        self._free: dict[tuple[object, ...], float] = defaultdict(float)
         self._unsharded: dict[tuple[int, int], float] = {}  # (rank, stage): when its parameters are whole
         self.bars: list[list[Bar]] = [[] for _ in range(num_ranks)]
         self.time = 0.0

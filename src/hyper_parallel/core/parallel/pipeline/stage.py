@@ -122,10 +122,6 @@ class StageRun:
         self._runs = stage._runs
         self._in_flight: dict[int, InFlight] = {}
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
     def forward(
         self,
         microbatch: int,

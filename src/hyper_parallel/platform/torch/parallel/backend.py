@@ -74,9 +74,8 @@ class TorchParallel:
         return TorchStage(module)
 
     def in_sequence(self, model: nn.Module) -> list[tuple[str, Any]] | None:
-        is_sequence = (
-            getattr(type(model), "forward", None) is nn.Sequential.forward
-        )  # a subclass may call them otherwise
+        # A subclass may call them otherwise.
+        is_sequence = getattr(type(model), "forward", None) is nn.Sequential.forward
         return list(model._modules.items()) if is_sequence else None
 
     def sequence(self, modules: Sequence[tuple[str, nn.Module]]) -> nn.Module:

@@ -23,6 +23,7 @@ gradient counts once. After an exception no hook stays. Assumes: the graph is no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -125,22 +126,20 @@ def _split(roots: list[Node], ends: set[Node]) -> tuple[list[_Branching], list[t
         for node in below
         if leads_to_input[node]
     }
-    num_branches: dict[Node, int] = dict.fromkeys(leaves, 0)
-    for leaf in (leaf for root in roots if not leads_to_input[root] for leaf in leads_to[root]):
-        num_branches[leaf] = 2  # at least: this output is off the path as a whole
-    for leaf in (
-        leaf for node in branches if isinstance(node, BackwardCFunction) for leaf in frozenset().union(*branches[node])
-    ):
-        num_branches[leaf] = 2  # at least: a function of Python's would do all of its work a second time
-    for found in branches.values():
-        for leaf in (leaf for branch in found for leaf in branch):
-            num_branches[leaf] += 1
+    num_branches = Counter(leaf for found in branches.values() for branch in found for leaf in branch)
+    now = {leaf for leaf, number in num_branches.items() if number > 1}
+    for root in roots:
+        if not leads_to_input[root]:  # this output is off the path as a whole
+            now |= leads_to[root]
+    for node, found in branches.items():
+        if isinstance(node, BackwardCFunction):  # a function of Python's would do all of its work a second time
+            now.update(*found)
     result = []
     for node, found in branches.items():
-        weights = [leaves[leaf] for branch in found for leaf in branch if num_branches[leaf] == 1]
+        weights = [leaves[leaf] for branch in found for leaf in branch if leaf not in now]
         if weights:
             result.append(_Branching(node, weights))
-    return result, [weight for leaf, weight in leaves.items() if num_branches[leaf] > 1]
+    return result, [weight for leaf, weight in leaves.items() if leaf in now]
 
 
 def _children(node: Node) -> list[Node]:
