@@ -81,13 +81,13 @@ def refused_by_one_rank(way: str) -> str:
 def trained_under_a_plan(way: str) -> dict[str, Any]:
     """What each rank chose, whether the gradients are those of the plain step, and what it met that was not planned."""
     model, batch = _made(way)
-    plan = hp.plan_memory(model, batch, loss_fn=_loss, budget="70%", progress=False, regions=_regions(way))
+    # What a rank sends is let go by a thread of the transport's own: a peak is one such tensor higher in some steps.
+    plan = hp.plan_memory(model, batch, loss_fn=_loss, budget="85%", progress=False, regions=_regions(way))
     wanted = _gradients(model, batch)
     plan.apply(model)
     got = _gradients(model, batch)
     stats = plan.stats(model)
-    plan.verify(model, batch)
-    plan.remove(model)
+    plan.verify(model, batch).remove(model)
     names = [[op.key for op in region.ops] for region in plan.profile.regions]
     return {
         "chosen": str((plan.decision, names)),

@@ -39,6 +39,7 @@ _ON_MISMATCH = ("error", "recompute")
 _ON_OOM = ("error", "replan")
 _COMPARED = ("framework", "model", "parameters", "device", "batch")  # of an identity; the first difference is told
 _MADE_FOR = {"batch": "batch", "device": "device", "framework": "framework"}  # what it begins with -> what differs then
+_APPLY_FIRST = "Call `plan.apply(model)` first; after `plan.verify` go on with the plan that it gave."
 _PLAN_AGAIN = "Plan again, and save the new plan."
 
 
@@ -309,7 +310,7 @@ class MemoryPlan:
         except TypeError:  # what cannot be a key is no model
             is_on = False
         if not is_on:
-            raise StateError("The plan is not applied to this model.", do="Call `plan.apply(model)` first.")
+            raise StateError("The plan is not applied to this model.", do=_APPLY_FIRST)
         return current
 
     def attach(self, model: Module, on_mismatch: str) -> Applied:
@@ -350,7 +351,7 @@ class MemoryPlan:
         except TypeError:  # what cannot be a key is no model
             found = None
         if found is None:
-            raise StateError("The plan is not applied to this model.", do="Call `plan.apply(model)` first.")
+            raise StateError("The plan is not applied to this model.", do=_APPLY_FIRST)
         return found
 
     def detach(self, model: Module) -> None:
@@ -410,7 +411,8 @@ class MemoryPlan:
     def verify(self, model: Module, batch: object, *, loss_fn: Callable[[Any], Any] | None = None) -> MemoryPlan:
         """Run steps under the plan and give it with what they took; solved again if that was above the budget.
 
-        The model is left as it was, with the plan applied only if it was before.
+        Go on with the plan that comes back: `plan = plan.verify(model, batch)`. If a plan was applied before, that one
+        is applied now. Else the model is left as it was.
         """
         from hyper_parallel.core.planner.plan.proof import verified
 
