@@ -1,0 +1,127 @@
+"""Sharded data parallel's PyTorch part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hyper_parallel._base.errors import ArgumentError, StateError
+from hyper_parallel.core.parallel.sharding.backend import DataAxes, ShardingBackend
+from hyper_parallel.core.parallel.sharding.precision import MixedPrecision
+from hyper_parallel.core.parallel.sharding.unit import Unit
+from hyper_parallel.platform.torch.dtypes import to_dtype
+from hyper_parallel.platform.torch.parallel.sharding.hooks import UnitHooks, gradient_hook, units_in
+from hyper_parallel.platform.torch.parallel.sharding.memory import TorchUnitMemory
+from hyper_parallel.platform.torch.parallel.sharding.parameters import (
+    UnitParameter,
+    found_parameters,
+    sharded_spec,
+)
+
+# Of which unit's memory a parameter is: shards, and the parameters that they were made of, which other modules may hold.
+_memory_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_unit_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by memory
+
+
+class TorchSharding:
+    """See `ShardingBackend`."""
+
+    folder: ClassVar[str] = ShardingBackend.folder
+
+    def memory(
+        self, modules: Sequence[nn.Module], axes: DataAxes, precision: MixedPrecision
+    ) -> tuple[TorchUnitMemory, tuple[Unit, ...]]:
+        names = [""] if len(modules) == 1 else [f"{number}" for number in range(len(modules))]
+        own, given, borrowed = [], [], []
+        device = _device(axes)
+        for name, parameter, places in found_parameters(modules, names):
+            memory = _memory_of.get(parameter)
+            if memory is None:
+                _check_has_no_hooks(name, parameter)
+                spec, part = sharded_spec(name, parameter, axes.mesh, axes.axis)
+                own.append(UnitParameter(name, parameter, places, spec, part))
+                given.append(parameter)
+                continue
+            owner = next(other for other in memory.parameters if other.is_of(parameter))
+            added = [place for place in places if not any(place.is_same(known) for known in owner.places)]
+            if added:
+                owner.places += added
+                owner.show(owner.shard)
+                borrowed.append(_unit_of[memory])
+        made = TorchUnitMemory(_name(modules), own, given, axes.mesh, axes.axis, axes.replicate_axis, precision, device)
+        for parameter, old in zip(own, given, strict=True):
+            _memory_of[parameter.shard] = _memory_of[old] = made
+            parameter.show(parameter.shard)
+        for module in modules:
+            _move_buffers(module, device)
+        return made, tuple(dict.fromkeys(borrowed))
+
+    def follow(self, unit: Unit, modules: Sequence[nn.Module], precision: MixedPrecision) -> None:
+        memory: Any = unit.memory
+        _unit_of[memory] = unit
+        memory.on_gradient = gradient_hook(unit)
+        UnitHooks(unit, modules, precision)
+
+    def units_in(self, module: nn.Module) -> list[Unit]:
+        return units_in(module)
+
+    def is_sharded(self, module: nn.Module) -> bool:
+        hooks = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+        return any(isinstance(each, UnitHooks) and each.unit is not None for each in hooks)
+
+    def name_of(self, module: nn.Module) -> str:
+        return type(module).__name__
+
+    def native(
+        self, module: nn.Module, axes: DataAxes, precision: MixedPrecision, *, zero: int, prefetch: int
+    ) -> nn.Module:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+        from torch.distributed.fsdp import fully_shard as native
+
+        if zero == 1:
+            raise ArgumentError(
+                'engine="fsdp2" sends gradients after each microbatch.', expected="zero=2 or zero=3", got="zero=1"
+            )
+        names = [name for name in (axes.replicate_axis, axes.axis) if name is not None]
+        dtypes = [None if name is None else to_dtype(name) for name in vars(precision).values()]
+        native(
+            module,
+            mesh=axes.mesh[tuple(names)].to_torch(),
+            reshard_after_forward=zero == 3,
+            mp_policy=MixedPrecisionPolicy(*dtypes),
+        )
+        return module
+
+
+def _device(axes: DataAxes) -> torch.device:
+    kind = axes.mesh.device_type
+    if kind == "cpu" or not torch.accelerator.is_available():
+        return torch.device(kind)
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def _name(modules: Sequence[nn.Module]) -> str:
+    return ", ".join(type(module).__name__ for module in modules)
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for inner in module.modules():
+        for name, buffer in inner._buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                inner._buffers[name] = buffer.to(device)
+
+
+def _check_has_no_hooks(name: str, parameter: nn.Parameter) -> None:
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise StateError(
+            "A parameter has hooks, which its shard would not have.",
+            where=name,
+            do="Call `hp.fully_shard` first, and register hooks on the shards: they are called with the shard's gradient.",
+        )
+
+
+BACKEND: ShardingBackend = TorchSharding()

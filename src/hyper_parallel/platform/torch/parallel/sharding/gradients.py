@@ -1,0 +1,218 @@
+"""Gradients of a unit on PyTorch: from what backward leaves on this rank to sums over all ranks, given to the shards.
+
+One message for a unit. For each rank it has that rank's part of every gradient, and at its end one number for each
+parameter: how many ranks had a gradient for it. So a parameter that one rank did not use gets the others' gradient, and
+one that nobody used gets none, as in one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+
+from hyper_parallel._base.errors import StateError
+from hyper_parallel.core.parallel.sharding.cutting import offsets
+from hyper_parallel.platform.communication.reductions import Reduction
+from hyper_parallel.platform.communication.transport import Transport
+from hyper_parallel.platform.torch.parallel.sharding.parameters import UnitParameter
+
+__all__ = ["UnitGradients"]
+
+_SMALL = (torch.bfloat16, torch.float16)  # sums of them are taken in float32
+
+
+class UnitGradients:
+    """The gradients of one unit.
+
+    Args:
+        parameters: all of the unit; those that need a gradient now are asked each time.
+        group: the ranks among which parameters are cut, and `rank` this one's place.
+        replicas: the ranks that have the same part, if there are several, and how many.
+        wire_dtype: what gradients are sent in; None: their own dtype.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[UnitParameter],
+        transport: Transport,
+        group: Any,
+        num_parts: int,
+        rank: int,
+        replicas: tuple[Any, int] | None,
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        self._parameters = parameters
+        self._transport = transport
+        self._group = group
+        self._num_parts = num_parts
+        self._rank = rank
+        self._replicas = replicas
+        self._wire_dtype = wire_dtype
+        self._aside: dict[str, torch.Tensor] = {}
+        self._handle: Any = None
+        self._on_its_way: Any = None
+        self._of: tuple[str, ...] = ()  # whose gradients are in the message, and in the sums
+        self._present: set[str] = set()  # of which this rank had a gradient in this step
+        self._sums: torch.Tensor | None = None
+
+    # -- what backward left --------------------------------------------------------------------------------------------
+
+    def trained(self) -> list[UnitParameter]:
+        return [parameter for parameter in self._parameters if parameter.shard.requires_grad]
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._aside) or any(parameter.whole_local.grad is not None for parameter in self._parameters)
+
+    @property
+    def has_sums(self) -> bool:
+        return self._sums is not None
+
+    @torch.no_grad()
+    def put_aside(self, weight: float | None) -> None:
+        for parameter in self.trained():
+            grad = _taken(parameter)
+            if grad is None:
+                continue
+            if weight is not None:
+                grad = grad * weight if weight else torch.zeros_like(grad)
+            earlier = self._aside.get(parameter.name)
+            self._aside[parameter.name] = grad if earlier is None else earlier + grad
+
+    def drop(self) -> None:
+        for parameter in self._parameters:
+            parameter.whole_local.grad = None
+        self._aside, self._sums, self._present = {}, None, set()
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = self._on_its_way = None
+
+    # -- sent ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin_reduce(self, weight: float | None) -> None:
+        trained = self.trained()
+        self._of = self._checked(tuple(parameter.name for parameter in trained))
+        rows, flags = [], []
+        for parameter in trained:
+            grad = _taken(parameter)
+            aside = self._aside.pop(parameter.name, None)
+            if aside is not None:
+                grad = aside if grad is None else grad + aside
+            flags.append(float(grad is not None))
+            if grad is None:
+                grad = torch.zeros_like(parameter.whole_local)
+            else:
+                self._present.add(parameter.name)
+            rows.append(self._rows(parameter, grad))
+        device = rows[0].device
+        rows.append(torch.tensor(flags, device=device).repeat(self._num_parts))
+        wire = self._wire_dtype or reduce(torch.promote_types, (row.dtype for row in rows[:-1]))
+        message = torch._chunk_cat([row.to(wire) for row in rows], 0, self._num_parts).flatten()
+        if weight == 0:  # what has no weight may be no number: the mean over nothing
+            message.zero_()
+        elif weight is not None:
+            message.mul_(weight)
+        self._send(message)
+
+    def _checked(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        if self._sums is not None and names != self._of:
+            raise StateError(
+                "Parameters were frozen, or not any more, between two microbatches of one step.",
+                expected=", ".join(self._of),
+                got=", ".join(names),
+                do="Change `requires_grad` between steps.",
+            )
+        return names
+
+    def _rows(self, parameter: UnitParameter, grad: torch.Tensor) -> torch.Tensor:
+        """Lay a gradient so that chunks of its dim 0 are the ranks' parts."""
+        dim = parameter.part.dim
+        if grad.is_complex():
+            grad = torch.view_as_real(grad)
+        if dim is None:
+            return grad.reshape(1, -1).expand(self._num_parts, -1).contiguous()
+        return grad.movedim(dim, 0).contiguous() if dim else grad
+
+    def _send(self, message: torch.Tensor) -> None:
+        transport, group = self._transport, self._group
+        if message.dtype in _SMALL:
+            splits = (message.shape[0] // self._num_parts,) * self._num_parts
+            start = transport.launch_equal_exchange
+            self._on_its_way, self._handle = transport.launch(
+                "all_to_all_single", group, start, message, splits, splits, group
+            )
+            return
+        self._on_its_way, self._handle = transport.launch(
+            "reduce_scatter_tensor", group, transport.launch_reduce_scatter, message, Reduction.SUM, group
+        )
+
+    @torch.no_grad()
+    def end_reduce(self) -> None:
+        self._handle.wait()
+        total, self._handle, self._on_its_way = self._on_its_way, None, None
+        if total.dtype in _SMALL:
+            total = total.view(self._num_parts, -1).sum(0, dtype=torch.float32)
+        if self._replicas is not None:
+            transport, (group, _) = self._transport, self._replicas
+            _, handle = transport.launch("all_reduce", group, transport.launch_all_reduce, total, Reduction.SUM, group)
+            handle.wait()
+        self._sums = total if self._sums is None else self._sums.add_(total)
+
+    # -- given ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def give(self, divisor: Any) -> None:
+        sums, present = self._sums, self._present
+        self._sums, self._present = None, set()
+        if sums is None:
+            return
+        trained = [parameter for parameter in self._parameters if parameter.name in self._of]
+        num_values = sums.shape[0] - len(trained)
+        if any(parameter.name not in present for parameter in trained):
+            counts = sums[num_values:].tolist()
+            present = {parameter.name for parameter, count in zip(trained, counts, strict=True) if count}
+        values = sums[:num_values].div_(divisor)
+        starts, _ = offsets(_room(parameter) for parameter in trained)
+        for parameter, start in zip(trained, starts, strict=True):
+            if parameter.name in present:
+                self._give_one(parameter, self._shard_of(parameter, values, start))
+
+    def _shard_of(self, parameter: UnitParameter, values: torch.Tensor, start: int) -> torch.Tensor:
+        part, dtype = parameter.part, parameter.dtype
+        shape = part.shape_of(self._rank)
+        dim = part.dim or 0
+        if dim:
+            shape = (shape[dim], *shape[:dim], *shape[dim + 1 :])
+        if dtype.is_complex:
+            pairs = values[start : start + 2 * math.prod(shape)].view(*shape, 2)
+            found = torch.view_as_complex(pairs).to(dtype)
+        else:
+            found = values[start : start + math.prod(shape)].view(shape).to(dtype)
+        return found.movedim(0, dim).contiguous() if dim else found
+
+    def _give_one(self, parameter: UnitParameter, grad: torch.Tensor) -> None:
+        local = parameter.local
+        for hook in (local._backward_hooks or {}).values():
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        if local.grad is None:
+            local.grad = grad
+        else:
+            local.grad += grad
+        for hook in (getattr(local, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(local)
+
+
+def _taken(parameter: UnitParameter) -> torch.Tensor | None:
+    grad = parameter.whole_local.grad
+    parameter.whole_local.grad = None
+    return grad
+
+
+def _room(parameter: UnitParameter) -> int:
+    return parameter.part.room * (2 if parameter.dtype.is_complex else 1)

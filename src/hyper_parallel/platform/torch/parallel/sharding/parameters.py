@@ -1,0 +1,153 @@
+"""One parameter of a unit: its shard, the whole tensor, and where modules hold it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hyper_parallel._base.errors import ArgumentTypeError, StateError, describe
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.mesh import DeviceMesh
+from hyper_parallel.core.parallel.sharding.cutting import Cut, cut
+from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform.torch.dtensor.tensor import DTensor, wrapped
+
+__all__ = ["Place", "UnitParameter", "found_parameters", "sharded_spec"]
+
+
+class Place(NamedTuple):
+    """Where a module holds a parameter."""
+
+    module: nn.Module
+    name: str
+
+    def is_same(self, other: Place) -> bool:
+        return self.module is other.module and self.name == other.name
+
+
+class UnitParameter:
+    """A parameter of a unit. `shard` is what everybody sees outside of forward, `whole` what modules compute with.
+
+    Both are the same objects from the first step to the last: optimizers, hooks and graphs keep them.
+
+    Args:
+        name: for errors, and in the order of which gradients are sent.
+        given: the parameter as the module had it.
+        places: the modules that hold it.
+        spec: layout and shape of the shard.
+        part: its cut over the data axis; `part.shape` is what modules compute with.
+    """
+
+    def __init__(self, name: str, given: nn.Parameter, places: Sequence[Place], spec: Spec, part: Cut) -> None:
+        self.name = name
+        self.places = list(places)
+        self.spec = spec
+        self.part = part
+        self.inner_spec: Spec | None = given._spec if isinstance(given, DTensor) else None
+        self.dtype: torch.dtype = given.dtype
+        self._given = weakref.ref(given)
+        self.shard: Any = None
+        self.whole: Any = None
+        self.whole_local: torch.Tensor = torch.empty(0)
+        self.is_followed = False  # whether the unit is told of its gradients
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part of the shard, as plain memory."""
+        local: torch.Tensor = self.shard._local
+        return local
+
+    def is_of(self, parameter: nn.Parameter) -> bool:
+        """Whether this is the shard, or the parameter that it was made of."""
+        return parameter is self.shard or parameter is self._given()
+
+    def set_shard(self, local: torch.Tensor, like: nn.Parameter) -> None:
+        """Make the shard of memory, with what was noted on the parameter that it follows."""
+        shard = nn.Parameter(wrapped(local, self.spec), like.requires_grad)
+        for name, value in vars(like).items():
+            if not name.startswith(("_local", "_spec", "_values", "_origin", "_ties", "_view_of", "_is_param")):
+                setattr(shard, name, value)
+        self.shard = shard
+
+    def set_whole(self, local: torch.Tensor, *, requires_grad: bool) -> None:
+        given = local if self.inner_spec is None else wrapped(local, self.inner_spec)
+        self.whole = nn.Parameter(given, requires_grad)
+        self.is_followed = False
+        self.whole_local = self.whole if self.inner_spec is None else self.whole._local
+
+    def show(self, parameter: nn.Parameter) -> None:
+        for module, name in self.places:
+            module._parameters[name] = parameter
+
+    def check_place(self) -> None:
+        """Take over a shard that was put in place of the own one, as `load_state_dict(assign=True)` does.
+
+        Raises:
+            StateError: it is no shard of the same tensor.
+        """
+        module, name = self.places[0]
+        current: Any = module._parameters.get(name)
+        if current is self.shard or current is self.whole:
+            return
+        if not (isinstance(current, DTensor) and current._spec is self.spec):
+            raise StateError(
+                "A sharded parameter was replaced by something else.",
+                expected=f"a parameter that is a DTensor {self.spec}",
+                got=describe(current),
+                where=self.name,
+                do="Write into the parameter, or call `hp.fully_shard` after the replacement.",
+            )
+        self.shard = current
+
+
+def found_parameters(
+    modules: Sequence[nn.Module], names: Sequence[str]
+) -> Iterator[tuple[str, nn.Parameter, list[Place]]]:
+    """Give every parameter of some modules once, with all places in them."""
+    found: dict[int, tuple[str, nn.Parameter, list[Place]]] = {}
+    seen: set[tuple[int, str]] = set()
+    for module, prefix in zip(modules, names, strict=True):
+        for path, inner in module.named_modules(prefix=prefix, remove_duplicate=False):
+            for name, parameter in inner._parameters.items():
+                if parameter is None or (id(inner), name) in seen:
+                    continue
+                seen.add((id(inner), name))
+                full = f"{path}.{name}" if path else name
+                found.setdefault(id(parameter), (full, parameter, []))[2].append(Place(inner, name))
+    yield from found.values()
+
+
+def sharded_spec(name: str, given: nn.Parameter, mesh: DeviceMesh, axis: str) -> tuple[Spec, Cut]:
+    """Say how a parameter lies on the mesh when the data axis cuts it as well, innermost.
+
+    Raises:
+        TypeError: it is a tensor of a class whose parts nobody knows, or lies on another mesh.
+    """
+    num_ranks = mesh.size(axis)
+    if isinstance(given, DTensor):
+        axes, inner = given._spec.layout.axes_per_dim, given._spec.layout.mesh
+        if not set(inner.axis_names) <= set(mesh.axis_names) or any(axis in names for names in axes):
+            raise ArgumentTypeError(
+                "A parameter that is distributed already lies on other axes of the same mesh.",
+                expected=f"a layout on axes of {mesh} other than {axis!r}",
+                got=repr(given._spec),
+                where=name,
+            )
+        part = cut(tuple(given._local.shape), num_ranks)
+    elif type(given.data) is not torch.Tensor:
+        raise ArgumentTypeError(
+            "Only plain parameters can be sharded, and distributed tensors of this library.",
+            expected="a torch.nn.Parameter of a plain tensor",
+            got=describe(given),
+            where=name,
+            do="Turn PyTorch's own DTensors with `hp.DTensor.from_torch`; leave other classes out.",
+        )
+    else:
+        axes = ((),) * given.ndim
+        part = cut(tuple(given.shape), num_ranks)
+    dims = tuple((*names, axis) if dim == part.dim else names for dim, names in enumerate(axes))
+    return Spec(Layout(mesh, dims), tuple(given.shape)), part
