@@ -218,8 +218,9 @@ class TorchTransport(Transport):
         work = dist.all_reduce(tensor, _NATIVE[op], group=group, async_op=True)
         return tensor, _work(work, tensor), None
 
-    def launch_all_gather(self, tensor: torch.Tensor, group: Any) -> Launched:
-        output = tensor.new_empty((tensor.shape[0] * dist.get_world_size(group), *tensor.shape[1:]))
+    def launch_all_gather(self, tensor: torch.Tensor, group: Any, output: torch.Tensor | None = None) -> Launched:
+        if output is None:
+            output = tensor.new_empty((tensor.shape[0] * dist.get_world_size(group), *tensor.shape[1:]))
         sent, received = _sendable(tensor, group), _sendable(output, group)
         work = _all_gather(received, sent, group=group, async_op=True)
         return output, _work(work, tensor), None
@@ -227,25 +228,30 @@ class TorchTransport(Transport):
     def launch_reduce_scatter(self, tensor: torch.Tensor, op: Reduction, group: Any) -> Launched:
         _check_reducible(tensor, op, group)
         num_ranks = dist.get_world_size(group)
-        output = tensor.new_empty((tensor.shape[0] // num_ranks, *tensor.shape[1:]))
         if tensor.device.type != "cpu":
+            output = tensor.new_empty((tensor.shape[0] // num_ranks, *tensor.shape[1:]))
             work = _reduce_scatter(output, tensor, _NATIVE[op], group=group, async_op=True)
             return output, work, None
         # gloo's own is an all-reduce of which most is thrown away: twice the bytes. This adds up in the order of the
         # ranks, too.
         received = torch.empty_like(tensor)
-        work = dist.all_to_all_single(received, tensor, group=group, async_op=True)
+        work = _work(dist.all_to_all_single(received, tensor, group=group, async_op=True), tensor)
+        if num_ranks == 1:
+            return received, work, None
+        output = tensor.new_empty((tensor.shape[0] // num_ranks, *tensor.shape[1:]))
+        combine = _COMBINED[op]
 
         def finish() -> None:
-            stacked = received.view(num_ranks, *output.shape)
-            if tensor.dtype == torch.bool:
-                (torch.all if op in (Reduction.MIN, Reduction.PROD) else torch.any)(stacked, 0, out=output)
-            elif op in (Reduction.SUM, Reduction.PROD):
-                (torch.sum if op is Reduction.SUM else torch.prod)(stacked, 0, dtype=tensor.dtype, out=output)
-            else:
-                (torch.amax if op is Reduction.MAX else torch.amin)(stacked, 0, out=output)
+            parts = received.view(num_ranks, *output.shape)
+            if op is Reduction.SUM and tensor.dtype in (torch.bfloat16, torch.float16):
+                torch.sum(parts, 0, out=output)  # rounds once
+                return
+            first, second, *others = parts
+            combine(first, second, out=output)
+            for other in others:
+                combine(output, other, out=output)
 
-        return output, _work(work, tensor), finish
+        return output, work, finish
 
     def launch_broadcast(self, tensor: torch.Tensor, src: int, group: Any) -> Launched:
         work = dist.broadcast(_sendable(tensor, group), src, group=group, async_op=True)
@@ -290,6 +296,14 @@ class _HostWork:
     def __init__(self, native: Any) -> None:
         self.native = native
 
+
+# Of two ranks' values. True and false are added and multiplied as "or" and "and".
+_COMBINED = {
+    Reduction.SUM: torch.add,
+    Reduction.PROD: torch.mul,
+    Reduction.MAX: torch.maximum,
+    Reduction.MIN: torch.minimum,
+}
 
 _NATIVE = {reduction: native for native, reduction in TorchTransport.reductions.items()}
 

@@ -55,6 +55,7 @@ class DTensor(torch.Tensor):
     _values: torch.Tensor  # local values of the result of a redistribution, which has no `_local` until it is used
     _origin: tuple[torch.Tensor, Layout]  # what that result was made from, with its layout
     _ties: dict[tuple[str, ...], torch.Tensor]
+    _last_grad: DTensor  # what `grad` answered last
     _view_of: Any  # a `View`, if it shares another one's memory
 
     def __new__(cls, local: torch.Tensor, spec: Spec | None = None, *, requires_grad: bool = False) -> DTensor:
@@ -285,14 +286,22 @@ class DTensor(torch.Tensor):
     @property
     def grad(self) -> Any:
         grad = self._local.grad
-        return None if grad is None else _as_gradient(grad, self)
+        if grad is None:
+            return None
+        # speed: an optimizer asks several times in a step; a wrapper costs 6 us (CPU, 2026-11-20)
+        last = self.__dict__.get("_last_grad")
+        if last is None or last._local is not grad:
+            last = self._last_grad = _as_gradient(grad, self)
+        return last
 
     @grad.setter
     def grad(self, value: DTensor | None) -> None:
+        self.__dict__.pop("_last_grad", None)
         self._local.grad = None if value is None else _laid_out(value, self, "a gradient")
 
     @grad.deleter
     def grad(self) -> None:
+        self.__dict__.pop("_last_grad", None)
         self._local.grad = None
 
     @property

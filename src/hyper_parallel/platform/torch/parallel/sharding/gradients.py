@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from hyper_parallel._base.errors import StateError
-from hyper_parallel.core.parallel.sharding.cutting import offsets
 from hyper_parallel.platform.communication.reductions import Reduction
 from hyper_parallel.platform.communication.transport import Transport
 from hyper_parallel.platform.torch.parallel.sharding.parameters import UnitParameter
@@ -58,6 +57,7 @@ class UnitGradients:
         self._of: tuple[str, ...] = ()  # whose gradients are in the message, and in the sums
         self._present: set[str] = set()  # of which this rank had a gradient in this step
         self._sums: torch.Tensor | None = None
+        self._known_counts: tuple[frozenset[str], torch.Tensor] | None = None  # the last ones, for whom
 
     # -- what backward left --------------------------------------------------------------------------------------------
 
@@ -97,27 +97,43 @@ class UnitGradients:
     def begin_reduce(self, weight: float | None) -> None:
         trained = self.trained()
         self._of = self._checked(tuple(parameter.name for parameter in trained))
-        rows, flags = [], []
-        for parameter in trained:
-            grad = _taken(parameter)
-            aside = self._aside.pop(parameter.name, None)
-            if aside is not None:
-                grad = aside if grad is None else grad + aside
-            flags.append(float(grad is not None))
-            if grad is None:
-                grad = torch.zeros_like(parameter.whole_local)
-            else:
-                self._present.add(parameter.name)
-            rows.append(self._rows(parameter, grad))
-        device = rows[0].device
-        rows.append(torch.tensor(flags, device=device).repeat(self._num_parts))
-        wire = self._wire_dtype or reduce(torch.promote_types, (row.dtype for row in rows[:-1]))
-        message = torch._chunk_cat([row.to(wire) for row in rows], 0, self._num_parts).flatten()
+        rows = [self._row(parameter) for parameter in trained]
+        rows.append(self._counts(trained, rows))
+        wire = self._wire_dtype or reduce(torch.promote_types, {row.dtype for row in rows[:-1]})
+        message = torch._chunk_cat([row if row.dtype is wire else row.to(wire) for row in rows], 0, self._num_parts)
+        message = message.view(-1)
         if weight == 0:  # what has no weight may be no number: the mean over nothing
             message.zero_()
         elif weight is not None:
             message.mul_(weight)
         self._send(message)
+
+    def _row(self, parameter: UnitParameter) -> torch.Tensor:
+        """Take what this rank has of a gradient, zeros if nothing, so that chunks of dim 0 are the ranks' parts."""
+        grad = parameter.whole_local.grad
+        if self._aside:
+            aside = self._aside.pop(parameter.name, None)
+            if aside is not None:
+                grad = aside if grad is None else grad + aside
+        if grad is None:
+            grad = torch.zeros_like(parameter.whole_local)
+        else:
+            self._present.add(parameter.name)
+            parameter.whole_local.grad = None
+        if grad.is_complex():
+            grad = torch.view_as_real(grad)
+        dim = parameter.part.dim
+        if dim is None:
+            return grad.reshape(1, -1).expand(self._num_parts, -1).contiguous()
+        return grad.movedim(dim, 0).contiguous() if dim else grad
+
+    def _counts(self, trained: Sequence[UnitParameter], rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One for each parameter of which this rank has had a gradient, for each rank's part."""
+        key = frozenset(self._present)
+        if self._known_counts is None or self._known_counts[0] != key:
+            counts = torch.tensor([float(parameter.name in key) for parameter in trained], device=rows[0].device)
+            self._known_counts = key, counts.repeat(self._num_parts)
+        return self._known_counts[1]
 
     def _checked(self, names: tuple[str, ...]) -> tuple[str, ...]:
         if self._sums is not None and names != self._of:
@@ -128,15 +144,6 @@ class UnitGradients:
                 do="Change `requires_grad` between steps.",
             )
         return names
-
-    def _rows(self, parameter: UnitParameter, grad: torch.Tensor) -> torch.Tensor:
-        """Lay a gradient so that chunks of its dim 0 are the ranks' parts."""
-        dim = parameter.part.dim
-        if grad.is_complex():
-            grad = torch.view_as_real(grad)
-        if dim is None:
-            return grad.reshape(1, -1).expand(self._num_parts, -1).contiguous()
-        return grad.movedim(dim, 0).contiguous() if dim else grad
 
     def _send(self, message: torch.Tensor) -> None:
         transport, group = self._transport, self._group
@@ -176,36 +183,41 @@ class UnitGradients:
         if any(parameter.name not in present for parameter in trained):
             counts = sums[num_values:].tolist()
             present = {parameter.name for parameter, count in zip(trained, counts, strict=True) if count}
-        values = sums[:num_values].div_(divisor)
-        starts, _ = offsets(_room(parameter) for parameter in trained)
-        for parameter, start in zip(trained, starts, strict=True):
+        values = sums[:num_values]
+        if not isinstance(divisor, int) or divisor != 1:
+            values.div_(divisor)
+        parts = values.split([_room(parameter) for parameter in trained])
+        for parameter, part in zip(trained, parts, strict=True):
             if parameter.name in present:
-                self._give_one(parameter, self._shard_of(parameter, values, start))
+                self._give_one(parameter, self._shard_of(parameter, part))
 
-    def _shard_of(self, parameter: UnitParameter, values: torch.Tensor, start: int) -> torch.Tensor:
-        part, dtype = parameter.part, parameter.dtype
-        shape = part.shape_of(self._rank)
-        dim = part.dim or 0
+    def _shard_of(self, parameter: UnitParameter, values: torch.Tensor) -> torch.Tensor:
+        """Shape one part of the sums as the shard is."""
+        dtype, dim = parameter.dtype, parameter.part.dim or 0
+        shape = parameter.shard._local.shape
         if dim:
             shape = (shape[dim], *shape[:dim], *shape[dim + 1 :])
         if dtype.is_complex:
-            pairs = values[start : start + 2 * math.prod(shape)].view(*shape, 2)
-            found = torch.view_as_complex(pairs).to(dtype)
+            found = torch.view_as_complex(values[: 2 * math.prod(shape)].view(*shape, 2))
         else:
-            found = values[start : start + math.prod(shape)].view(shape).to(dtype)
+            found = values[: math.prod(shape)].view(shape)
+        if found.dtype is not dtype:
+            found = found.to(dtype)
         return found.movedim(0, dim).contiguous() if dim else found
 
     def _give_one(self, parameter: UnitParameter, grad: torch.Tensor) -> None:
-        local = parameter.local
-        for hook in (local._backward_hooks or {}).values():
-            changed = hook(grad)
-            grad = grad if changed is None else changed
+        local = parameter.shard._local
+        if local._backward_hooks:
+            for hook in local._backward_hooks.values():
+                changed = hook(grad)
+                grad = grad if changed is None else changed
         if local.grad is None:
             local.grad = grad
         else:
             local.grad += grad
-        for hook in (getattr(local, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(local)
+        if local._post_accumulate_grad_hooks:
+            for hook in local._post_accumulate_grad_hooks.values():
+                hook(local)
 
 
 def _taken(parameter: UnitParameter) -> torch.Tensor | None:

@@ -20,14 +20,15 @@ from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.parallel.sharding.cutting import offsets
 from hyper_parallel.core.parallel.sharding.precision import MixedPrecision
 from hyper_parallel.platform.communication.reductions import Reduction
-from hyper_parallel.platform.communication.transport import Transport
 from hyper_parallel.platform.torch.communication import Communication
+from hyper_parallel.platform.torch.communication.transport import TorchTransport
 from hyper_parallel.platform.torch.dtypes import to_dtype
 from hyper_parallel.platform.torch.parallel.sharding.gradients import UnitGradients
 from hyper_parallel.platform.torch.parallel.sharding.parameters import UnitParameter
 
 __all__ = ["TorchUnitMemory"]
 
+_NOTHING = torch.empty(0)
 _ALIGNMENT = 16  # bytes; where parameters of another dtype begin
 
 
@@ -59,7 +60,7 @@ class TorchUnitMemory:
         precision: MixedPrecision,
         device: torch.device,
         *,
-        transport: Transport | None = None,
+        transport: TorchTransport | None = None,
     ) -> None:
         self._name = name
         self.parameters = list(parameters)
@@ -71,7 +72,7 @@ class TorchUnitMemory:
         self._replicas = None if replicate_axis is None else (mesh.get_group(replicate_axis), mesh.size(replicate_axis))
         self.on_gradient: Callable[[torch.Tensor], None] = _nobody
         self._gather_handle: Any = None
-        self._received = torch.empty(0)
+        self._received = _NOTHING
         self._generation = 0
         self._whole_versions = 0
         self._gradients = UnitGradients(
@@ -151,6 +152,9 @@ class TorchUnitMemory:
         self._filled_by_part: list[tuple[torch.Tensor, _SameDtype, int, int]] = []  # target, group, rank, offset
         for group in self._groups:
             self._make_group_wholes(group)
+        # Where the message lies as the whole memory does, it is received right there.
+        self._is_direct = self._axis_size == 1 or [parameter.part.dim for parameter in self.parameters] == [0]
+        self._whole_memory = self._on_storage(torch.uint8, 0, (total,))
         self._storage.resize_(0)
 
     def _whole_room(self, member: UnitParameter) -> int:
@@ -206,9 +210,12 @@ class TorchUnitMemory:
                 stored = self._shards[group.stored_at :][: group.room * group.stored.itemsize].view(group.stored)
                 cast = sent[group.sent_at :][: group.room * group.gathered.itemsize].view(group.gathered)
                 cast.copy_(stored)
-        transport = self._transport
+        transport, output = self._transport, None
+        if self._is_direct:
+            self._storage.resize_(self.whole_bytes)
+            output = self._whole_memory
         self._received, self._gather_handle = transport.launch(
-            "all_gather_into_tensor", self._group, transport.launch_all_gather, sent, self._group
+            "all_gather_into_tensor", self._group, transport.launch_all_gather, sent, self._group, output
         )
 
     @torch.no_grad()
@@ -216,8 +223,13 @@ class TorchUnitMemory:
         if not self.parameters:
             return
         self._gather_handle.wait()
-        self._storage.resize_(self.whole_bytes)
-        received = self._received.view(self._axis_size, self._sent_bytes)
+        if not self._is_direct:
+            self._storage.resize_(self.whole_bytes)
+            self._fill(self._received.view(self._axis_size, self._sent_bytes))
+        self._received, self._gather_handle = _NOTHING, None
+        self._whole_versions = self._sum_of_versions()
+
+    def _fill(self, received: torch.Tensor) -> None:
         for group, rooms, rows in self._filled_at_once:
             torch.split_with_sizes_copy(self._part_of(received, group), rooms, dim=1, out=rows)
         if self._filled_by_part:
@@ -225,8 +237,6 @@ class TorchUnitMemory:
             for target, group, rank, start in self._filled_by_part:
                 values = parts[id(group)][rank, start : start + target.numel()]
                 target.copy_(values.view(target.shape))
-        self._received, self._gather_handle = torch.empty(0), None
-        self._whole_versions = self._sum_of_versions()
 
     def _part_of(self, received: torch.Tensor, group: _SameDtype) -> torch.Tensor:
         """All ranks' values of a group, one row for each rank."""
@@ -237,7 +247,8 @@ class TorchUnitMemory:
         if not self.parameters:
             return
         self._gather_handle.wait()
-        self._received, self._gather_handle = torch.empty(0), None
+        self._received, self._gather_handle = _NOTHING, None
+        self._storage.resize_(0)
 
     def free(self) -> None:
         is_written = self._sum_of_versions() != self._whole_versions
@@ -251,7 +262,10 @@ class TorchUnitMemory:
             )
 
     def _sum_of_versions(self) -> int:
-        return sum(parameter.whole_local._version for parameter in self.parameters)
+        versions = 0
+        for parameter in self.parameters:
+            versions += parameter.whole_local._version
+        return versions
 
     def show_whole(self) -> None:
         for parameter in self.parameters:
@@ -270,7 +284,10 @@ class TorchUnitMemory:
     # -- changes from outside ------------------------------------------------------------------------------------------
 
     def version(self) -> int:
-        return (self._generation << 40) + sum(parameter.local._version for parameter in self.parameters)
+        version = self._generation << 40
+        for parameter in self.parameters:
+            version += parameter.shard._local._version
+        return version
 
     def _take_in_changes(self) -> None:
         """Bring values that were put somewhere else back into the memory of the shards.
@@ -278,8 +295,9 @@ class TorchUnitMemory:
         `parameter.data = x`, `load_state_dict(assign=True)`, `module.to(device)` and `hp.materialize` do that.
         """
         for parameter in self.parameters:
-            parameter.check_place()
-        moved = [pair for pair in self._places if pair[0].local.data_ptr() != pair[1].data_ptr()]
+            if not parameter.is_in_place():
+                parameter.take_over()
+        moved = [pair for pair in self._places if pair[0].shard._local.data_ptr() != pair[1].data_ptr()]
         if moved:
             self._check_alike()
             first = self.parameters[0].local

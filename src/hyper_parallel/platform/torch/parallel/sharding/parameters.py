@@ -69,7 +69,7 @@ class UnitParameter:
         """Make the shard of memory, with what was noted on the parameter that it follows."""
         shard = nn.Parameter(wrapped(local, self.spec), like.requires_grad)
         for name, value in vars(like).items():
-            if not name.startswith(("_local", "_spec", "_values", "_origin", "_ties", "_view_of", "_is_param")):
+            if not name.startswith(("_local", "_spec", "_values", "_origin", "_ties", "_view_of", "_is_param", "_last_grad")):
                 setattr(shard, name, value)
         self.shard = shard
 
@@ -83,7 +83,13 @@ class UnitParameter:
         for module, name in self.places:
             module._parameters[name] = parameter
 
-    def check_place(self) -> None:
+    def is_in_place(self) -> bool:
+        """Whether the module still has the shard, or the whole parameter."""
+        module, name = self.places[0]
+        current = module._parameters.get(name)
+        return current is self.shard or current is self.whole
+
+    def take_over(self) -> None:
         """Take over a shard that was put in place of the own one, as `load_state_dict(assign=True)` does.
 
         Raises:
@@ -91,8 +97,6 @@ class UnitParameter:
         """
         module, name = self.places[0]
         current: Any = module._parameters.get(name)
-        if current is self.shard or current is self.whole:
-            return
         if not (isinstance(current, DTensor) and current._spec is self.spec):
             raise StateError(
                 "A sharded parameter was replaced by something else.",
