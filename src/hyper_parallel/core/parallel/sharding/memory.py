@@ -54,6 +54,10 @@ class UnitMemory(Protocol):
     def holds_gradients(self) -> bool:
         """Whether any gradient was left by a backward or lies aside, and waits for its reduction."""
 
+    @property
+    def has_new_gradients(self) -> bool:
+        """Whether any gradient was left by a backward."""
+
     def begin_reduce(self, weight: float | None) -> None:
         """Begin to add up the gradients of all ranks: what lies aside, and what backward has left times `weight`."""
 

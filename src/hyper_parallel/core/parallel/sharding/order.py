@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +41,12 @@ class Order:
         self.lock = threading.RLock()
         self._forward = _InThread()
         self._passes: dict[int, _Pass] = {}
+        self._units: list[weakref.ref[Unit]] = []  # all there are, in the order in which they were made
         self._ahead: dict[Unit, None] = {}  # units that were gathered ahead, and not used yet
+
+    def add(self, unit: Unit) -> None:
+        self._units = [known for known in self._units if known() is not None]
+        self._units.append(weakref.ref(unit))
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -50,7 +56,7 @@ class Order:
             stack = self._forward.stack
             if stack and stack[0] is unit and pass_id is None:
                 self._forget_interrupted_forward()
-            if not stack and pass_id is None:
+            if not stack and pass_id is None and self._passes:
                 self._forget_broken_passes()
             for other in (unit, *unit.borrowed):
                 self._gather_anew_if_changed(other)
@@ -164,7 +170,7 @@ class Order:
             self._gather_ahead(unit, lambda other: other.last_in_forward)
 
     def gradient_came(self, unit: Unit, pass_id: int) -> None:
-        """Note that a pass has made gradients of a unit."""
+        """Note that a pass has made a gradient of a unit whose outputs are not known."""
         with self.lock:
             self._join(unit, pass_id)
 
@@ -202,6 +208,7 @@ class Order:
                 for call in unit.running_calls():
                     call.state = CallState.ENDED
                 unit.give_back(Lease.BACKWARD, Lease.RERUN)
+            self._join_unannounced(ended)
             for unit in tuple(ended.to_reduce):
                 self._reduce(unit, ended)
             self._end_reduce(ended)
@@ -210,6 +217,18 @@ class Order:
             for unit in ended.units:
                 if unit.accumulation.is_last:
                     unit.end_step()
+
+    def _join_unannounced(self, ended: _Pass) -> None:
+        """Find units that have gradients though no output of theirs said that backward comes.
+
+        A module may hide an output, in an attribute or an object that nobody looks into.
+        """
+        elsewhere = {unit for other in self._passes.values() if other is not ended for unit in other.units}
+        for known in self._units:
+            unit = known()
+            if unit is not None and unit not in elsewhere and unit.memory.has_new_gradients:
+                ended.units[unit] = None
+                ended.to_reduce[unit] = None
 
     def _reduce(self, unit: Unit, running: _Pass) -> None:
         if unit not in running.to_reduce:

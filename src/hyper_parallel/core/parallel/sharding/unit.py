@@ -83,6 +83,7 @@ class Unit:
         self._leases: Counter[Lease] = Counter()
         self._is_gathering = False
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        order.add(self)
 
     def __repr__(self) -> str:
         leases = ", ".join(lease.value for lease in self._leases) or "sharded"

@@ -14,7 +14,7 @@ from hyper_parallel.core.parallel.sharding.backend import DataAxes, ShardingBack
 from hyper_parallel.core.parallel.sharding.precision import MixedPrecision
 from hyper_parallel.core.parallel.sharding.unit import Unit
 from hyper_parallel.platform.torch.dtypes import to_dtype
-from hyper_parallel.platform.torch.parallel.sharding.hooks import UnitHooks, gradient_hook, units_in
+from hyper_parallel.platform.torch.parallel.sharding.hooks import UnitHooks, units_in
 from hyper_parallel.platform.torch.parallel.sharding.memory import TorchUnitMemory
 from hyper_parallel.platform.torch.parallel.sharding.parameters import (
     UnitParameter,
@@ -61,9 +61,7 @@ class TorchSharding:
         return made, tuple(dict.fromkeys(borrowed))
 
     def follow(self, unit: Unit, modules: Sequence[nn.Module], precision: MixedPrecision) -> None:
-        memory: Any = unit.memory
-        _unit_of[memory] = unit
-        memory.on_gradient = gradient_hook(unit)
+        _unit_of[unit.memory] = unit
         UnitHooks(unit, modules, precision)
 
     def units_in(self, module: nn.Module) -> list[Unit]:

@@ -65,8 +65,8 @@ class UnitGradients:
         return [parameter for parameter in self._parameters if parameter.shard.requires_grad]
 
     @property
-    def is_waiting(self) -> bool:
-        return bool(self._aside) or any(parameter.whole_local.grad is not None for parameter in self._parameters)
+    def has_aside(self) -> bool:
+        return bool(self._aside)
 
     @property
     def has_sums(self) -> bool:
@@ -186,38 +186,41 @@ class UnitGradients:
         values = sums[:num_values]
         if not isinstance(divisor, int) or divisor != 1:
             values.div_(divisor)
-        parts = values.split([_room(parameter) for parameter in trained])
-        for parameter, part in zip(trained, parts, strict=True):
+        start = 0
+        for parameter in trained:
             if parameter.name in present:
-                self._give_one(parameter, self._shard_of(parameter, part))
+                _give(parameter, self._shard_of(parameter, values, start))
+            start += _room(parameter)
 
-    def _shard_of(self, parameter: UnitParameter, values: torch.Tensor) -> torch.Tensor:
+    def _shard_of(self, parameter: UnitParameter, values: torch.Tensor, start: int) -> torch.Tensor:
         """Shape one part of the sums as the shard is."""
-        dtype, dim = parameter.dtype, parameter.part.dim or 0
-        shape = parameter.shard._local.shape
+        local, dim = parameter.shard._local, parameter.part.dim
+        if not dim and values.dtype is local.dtype:
+            return values.as_strided(local.shape, local.stride(), start)
+        shape = list(local.shape)
         if dim:
-            shape = (shape[dim], *shape[:dim], *shape[dim + 1 :])
-        if dtype.is_complex:
-            found = torch.view_as_complex(values[: 2 * math.prod(shape)].view(*shape, 2))
+            shape.insert(0, shape.pop(dim))
+        if local.is_complex():
+            found = torch.view_as_complex(values[start : start + 2 * math.prod(shape)].view(*shape, 2))
         else:
-            found = values[: math.prod(shape)].view(shape)
-        if found.dtype is not dtype:
-            found = found.to(dtype)
+            found = values[start : start + math.prod(shape)].view(shape)
+        found = found.to(local.dtype)
         return found.movedim(0, dim).contiguous() if dim else found
 
-    def _give_one(self, parameter: UnitParameter, grad: torch.Tensor) -> None:
-        local = parameter.shard._local
-        if local._backward_hooks:
-            for hook in local._backward_hooks.values():
-                changed = hook(grad)
-                grad = grad if changed is None else changed
-        if local.grad is None:
-            local.grad = grad
-        else:
-            local.grad += grad
-        if local._post_accumulate_grad_hooks:
-            for hook in local._post_accumulate_grad_hooks.values():
-                hook(local)
+
+def _give(parameter: UnitParameter, grad: torch.Tensor) -> None:
+    local = parameter.shard._local
+    if local._backward_hooks:
+        for hook in local._backward_hooks.values():
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+    if local.grad is None:
+        local.grad = grad
+    else:
+        local.grad += grad
+    if local._post_accumulate_grad_hooks:
+        for hook in local._post_accumulate_grad_hooks.values():
+            hook(local)
 
 
 def _taken(parameter: UnitParameter) -> torch.Tensor | None:

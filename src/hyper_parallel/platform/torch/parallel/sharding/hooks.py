@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from hyper_parallel.core.parallel.sharding.unit import Call, Unit
 from hyper_parallel.platform.torch.dtypes import to_dtype
 from hyper_parallel.platform.trees import leaves, map_leaves
 
-__all__ = ["UnitHooks", "gradient_hook", "pass_id", "units_in"]
+__all__ = ["UnitHooks", "pass_id", "units_in"]
 
 
 def pass_id() -> int | None:
@@ -102,6 +102,8 @@ class UnitHooks:
             for value in running.inputs:
                 if value.grad_fn is not None:
                     value.register_hook(_AfterBackward(call))
+            if not outputs:
+                _follow_gradients(unit)
         ORDER.after_forward(unit, call, running.pass_id, is_seen=bool(outputs))
         return output
 
@@ -151,8 +153,9 @@ class _AfterBackward:
             ORDER.after_backward(call, now)
 
 
-def gradient_hook(unit: Unit) -> Callable[[torch.Tensor], None]:
-    """Make the hook that tells a unit of a gradient, also of one that no hook of an output has announced."""
+def _follow_gradients(unit: Unit) -> None:
+    """Have a unit whose outputs are not known told of each gradient."""
+    memory: Any = unit.memory
     known = weakref.ref(unit)
 
     def came(_: torch.Tensor) -> None:
@@ -160,7 +163,10 @@ def gradient_hook(unit: Unit) -> Callable[[torch.Tensor], None]:
         if unit is not None and now is not None:
             ORDER.gradient_came(unit, now)
 
-    return came
+    for parameter in memory.parameters:
+        if parameter.whole.requires_grad and not parameter.is_followed:
+            parameter.is_followed = True
+            parameter.whole_local.register_post_accumulate_grad_hook(came)
 
 
 def _is_floating(value: object) -> bool:

@@ -70,7 +70,6 @@ class TorchUnitMemory:
         self._axis_size = mesh.size(axis)
         self._group = mesh.get_group(axis)
         self._replicas = None if replicate_axis is None else (mesh.get_group(replicate_axis), mesh.size(replicate_axis))
-        self.on_gradient: Callable[[torch.Tensor], None] = _nobody
         self._gather_handle: Any = None
         self._received = _NOTHING
         self._generation = 0
@@ -156,6 +155,16 @@ class TorchUnitMemory:
         self._is_direct = self._axis_size == 1 or [parameter.part.dim for parameter in self.parameters] == [0]
         self._whole_memory = self._on_storage(torch.uint8, 0, (total,))
         self._storage.resize_(0)
+        self._note_tensors()
+
+    def _note_tensors(self) -> None:
+        """Keep what is asked for in each step where it is found at once.
+
+        speed: of 14 parameters the host asks 100 things a step (CPU, 2026-11-20: 40 us of 400).
+        """
+        self._locals = [parameter.local for parameter, _ in self._places]
+        self._pointers = [place.data_ptr() for _, place in self._places]
+        self._wholes = [parameter.whole_local for parameter in self.parameters]
 
     def _whole_room(self, member: UnitParameter) -> int:
         part = member.part
@@ -262,19 +271,13 @@ class TorchUnitMemory:
             )
 
     def _sum_of_versions(self) -> int:
-        versions = 0
-        for parameter in self.parameters:
-            versions += parameter.whole_local._version
-        return versions
+        return sum([whole._version for whole in self._wholes])
 
     def show_whole(self) -> None:
         for parameter in self.parameters:
             is_trained = parameter.shard.requires_grad
             if parameter.whole.requires_grad is not is_trained:
                 parameter.whole.requires_grad_(is_trained)
-            if is_trained and not parameter.is_followed:
-                parameter.is_followed = True
-                parameter.whole_local.register_post_accumulate_grad_hook(self.on_gradient)
             parameter.show(parameter.whole)
 
     def show_shards(self) -> None:
@@ -284,10 +287,7 @@ class TorchUnitMemory:
     # -- changes from outside ------------------------------------------------------------------------------------------
 
     def version(self) -> int:
-        version = self._generation << 40
-        for parameter in self.parameters:
-            version += parameter.shard._local._version
-        return version
+        return (self._generation << 40) + sum([local._version for local in self._locals])
 
     def _take_in_changes(self) -> None:
         """Bring values that were put somewhere else back into the memory of the shards.
@@ -297,8 +297,9 @@ class TorchUnitMemory:
         for parameter in self.parameters:
             if not parameter.is_in_place():
                 parameter.take_over()
-        moved = [pair for pair in self._places if pair[0].shard._local.data_ptr() != pair[1].data_ptr()]
-        if moved:
+                self._note_tensors()
+        if [local.data_ptr() for local in self._locals] != self._pointers:
+            moved = [pair for pair in self._places if pair[0].local.data_ptr() != pair[1].data_ptr()]
             self._check_alike()
             first = self.parameters[0].local
             is_elsewhere = first.device != self._shards.device or any(
@@ -314,6 +315,7 @@ class TorchUnitMemory:
             for parameter, place in moved:
                 place.copy_(parameter.local)
                 parameter.local.data = place
+            self._note_tensors()
         if self._shards.device.type == "meta":
             raise StateError(
                 "The parameters have no values: they are on the meta device.",
@@ -353,7 +355,11 @@ class TorchUnitMemory:
 
     @property
     def holds_gradients(self) -> bool:
-        return self._gradients.is_waiting
+        return self.has_new_gradients or self._gradients.has_aside
+
+    @property
+    def has_new_gradients(self) -> bool:
+        return any([whole.grad is not None for whole in self._wholes])
 
     @property
     def has_sums(self) -> bool:
@@ -397,6 +403,3 @@ class TorchUnitMemory:
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
-
-def _nobody(_: torch.Tensor) -> None:
-    """Stand where no unit follows the gradients yet."""

@@ -53,7 +53,7 @@ class UnitParameter:
         self.shard: Any = None
         self.whole: Any = None
         self.whole_local: torch.Tensor = torch.empty(0)
-        self.is_followed = False  # whether the unit is told of its gradients
+        self.is_followed = False  # whether each gradient of it is told
 
     @property
     def local(self) -> torch.Tensor:
