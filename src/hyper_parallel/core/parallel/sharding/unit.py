@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING
 
 from hyper_parallel._base import trace
@@ -18,18 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["Call", "CallState", "Lease", "Unit"]
 
 
-class Lease(Enum):
+class Lease(IntEnum):
     """Why a unit is whole."""
 
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    RERUN = "a rerun in backward"
-    AHEAD = "gathered ahead"
-    STEP = "until the step ends"
-    SCHEDULE = "a schedule"
-
-
-_SHOWN = (Lease.FORWARD, Lease.BACKWARD, Lease.RERUN)  # while these last, modules have the whole parameters
+    FORWARD = 0
+    BACKWARD = 1
+    RERUN = 2  # a forward that runs again in backward
+    AHEAD = 3  # gathered ahead
+    STEP = 4  # until the step ends
+    SCHEDULE = 5
 
 
 class CallState(Enum):
@@ -80,13 +76,13 @@ class Unit:
         self.borrowed: tuple[Unit, ...] = ()  # units that have parameters which this one's modules use as well
         self.next_in_forward: Unit | None = None  # as the last forward was
         self.last_in_forward: Unit | None = None
-        self._leases: Counter[Lease] = Counter()
+        self._leases = [0] * len(Lease)
         self._is_gathering = False
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
         order.add(self)
 
     def __repr__(self) -> str:
-        leases = ", ".join(lease.value for lease in self._leases) or "sharded"
+        leases = ", ".join(lease.name.lower() for lease in Lease if self.has(lease)) or "sharded"
         return f"<Unit {self.name or 'the whole module'}: {leases}>"
 
     # -- leases --------------------------------------------------------------------------------------------------------
@@ -96,13 +92,13 @@ class Unit:
 
     @property
     def is_leased(self) -> bool:
-        return self._leases.total() > 0
+        return any(self._leases)
 
     def acquire(self, lease: Lease) -> None:
         """Take a lease. The first one begins the gather; `make_whole` waits for it."""
         if not self.is_leased:
             self.gathered_version = self.memory.version()
-            trace.emit("sharding.gather", unit=self.name, bytes=self.memory.whole_bytes, why=lease.value)
+            trace.emit("sharding.gather", unit=self.name, bytes=self.memory.whole_bytes, why=lease.name)
             self.memory.begin_gather()
             self._is_gathering = True
         self._leases[lease] += 1
@@ -117,7 +113,7 @@ class Unit:
     def release(self, lease: Lease) -> None:
         """Give a lease back. With the last one the memory goes."""
         if not self.has(lease):
-            raise StateError(f"`{self.name}` was given back more often than it was taken.", got=lease.value)
+            raise StateError(f"`{self.name}` was given back more often than it was taken.", got=lease.name)
         was_shown = self.is_shown
         self._leases[lease] -= 1
         if was_shown and not self.is_shown:
@@ -133,7 +129,9 @@ class Unit:
 
     @property
     def is_shown(self) -> bool:
-        return any(self._leases[lease] for lease in _SHOWN)
+        """Whether modules have the whole parameters now."""
+        leases = self._leases
+        return bool(leases[Lease.FORWARD] or leases[Lease.BACKWARD] or leases[Lease.RERUN])
 
     def _let_go(self) -> None:
         trace.emit("sharding.free", unit=self.name, bytes=self.memory.whole_bytes)

@@ -49,13 +49,12 @@ class TorchSharding:
             owner = next(other for other in memory.parameters if other.is_of(parameter))
             added = [place for place in places if not any(place.is_same(known) for known in owner.places)]
             if added:
-                owner.places += added
-                owner.show(owner.shard)
+                memory.add_places(owner, added)
                 borrowed.append(_unit_of[memory])
         made = TorchUnitMemory(_name(modules), own, given, axes.mesh, axes.axis, axes.replicate_axis, precision, device)
         for parameter, old in zip(own, given, strict=True):
             _memory_of[parameter.shard] = _memory_of[old] = made
-            parameter.show(parameter.shard)
+        made.show_shards()
         for module in modules:
             _move_buffers(module, device)
         return made, tuple(dict.fromkeys(borrowed))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hyper_parallel._base.errors import StateError
+from hyper_parallel.core.parallel.sharding.cutting import offsets
 from hyper_parallel.platform.communication.reductions import Reduction
 from hyper_parallel.platform.communication.transport import Transport
 from hyper_parallel.platform.torch.parallel.sharding.parameters import UnitParameter
@@ -28,7 +29,7 @@ class UnitGradients:
     """The gradients of one unit.
 
     Args:
-        parameters: all of the unit; those that need a gradient now are asked each time.
+        parameters: all of the unit; `note_trained` says when it is others that need a gradient.
         group: the ranks among which parameters are cut, and `rank` this one's place.
         replicas: the ranks that have the same part, if there are several, and how many.
         wire_dtype: what gradients are sent in; None: their own dtype.
@@ -54,15 +55,22 @@ class UnitGradients:
         self._aside: dict[str, torch.Tensor] = {}
         self._handle: Any = None
         self._on_its_way: Any = None
-        self._of: tuple[str, ...] = ()  # whose gradients are in the message, and in the sums
+        self._summed: tuple[str, ...] = ()  # whose gradients are in the sums
         self._present: set[str] = set()  # of which this rank had a gradient in this step
         self._sums: torch.Tensor | None = None
-        self._known_counts: tuple[frozenset[str], torch.Tensor] | None = None  # the last ones, for whom
+        self._known_counts: tuple[tuple[str, ...], torch.Tensor] | None = None  # the last ones, for whom
 
     # -- what backward left --------------------------------------------------------------------------------------------
 
-    def trained(self) -> list[UnitParameter]:
-        return [parameter for parameter in self._parameters if parameter.shard.requires_grad]
+    def note_trained(self) -> None:
+        """Note which parameters need a gradient now, and where their parts lie in a message."""
+        self._trained = [parameter for parameter in self._parameters if parameter.local.requires_grad]
+        self._names = tuple(parameter.name for parameter in self._trained)
+        self._starts, self._num_values = offsets(_room(parameter) for parameter in self._trained)
+
+    @property
+    def is_trained(self) -> bool:
+        return bool(self._trained)
 
     @property
     def has_aside(self) -> bool:
@@ -74,7 +82,7 @@ class UnitGradients:
 
     @torch.no_grad()
     def put_aside(self, weight: float | None) -> None:
-        for parameter in self.trained():
+        for parameter in self._trained:
             grad = _taken(parameter)
             if grad is None:
                 continue
@@ -93,13 +101,12 @@ class UnitGradients:
 
     # -- sent ----------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch.no_grad()  # gradients may have a graph themselves: backward(create_graph=True)
     def begin_reduce(self, weight: float | None) -> None:
-        trained = self.trained()
-        self._of = self._checked(tuple(parameter.name for parameter in trained))
-        rows = [self._row(parameter) for parameter in trained]
-        rows.append(self._counts(trained, rows))
-        wire = self._wire_dtype or reduce(torch.promote_types, {row.dtype for row in rows[:-1]})
+        self._check_same_trained()
+        rows = [self._row(parameter) for parameter in self._trained]
+        wire = self._wire_dtype or reduce(torch.promote_types, {row.dtype for row in rows})
+        rows.append(self._counts(rows[0].device))
         message = torch._chunk_cat([row if row.dtype is wire else row.to(wire) for row in rows], 0, self._num_parts)
         message = message.view(-1)
         if weight == 0:  # what has no weight may be no number: the mean over nothing
@@ -127,23 +134,24 @@ class UnitGradients:
             return grad.reshape(1, -1).expand(self._num_parts, -1).contiguous()
         return grad.movedim(dim, 0).contiguous() if dim else grad
 
-    def _counts(self, trained: Sequence[UnitParameter], rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _counts(self, device: torch.device) -> torch.Tensor:
         """One for each parameter of which this rank has had a gradient, for each rank's part."""
-        key = frozenset(self._present)
+        key = self._names if len(self._present) == len(self._names) else tuple(sorted(self._present))
         if self._known_counts is None or self._known_counts[0] != key:
-            counts = torch.tensor([float(parameter.name in key) for parameter in trained], device=rows[0].device)
+            counts = torch.tensor([float(name in self._present) for name in self._names], device=device)
             self._known_counts = key, counts.repeat(self._num_parts)
         return self._known_counts[1]
 
-    def _checked(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        if self._sums is not None and names != self._of:
+    def _check_same_trained(self) -> None:
+        if self._sums is None:
+            self._summed = self._names
+        elif self._summed != self._names:
             raise StateError(
                 "Parameters were frozen, or not any more, between two microbatches of one step.",
-                expected=", ".join(self._of),
-                got=", ".join(names),
+                expected=", ".join(self._summed),
+                got=", ".join(self._names),
                 do="Change `requires_grad` between steps.",
             )
-        return names
 
     def _send(self, message: torch.Tensor) -> None:
         transport, group = self._transport, self._group
@@ -158,7 +166,6 @@ class UnitGradients:
             "reduce_scatter_tensor", group, transport.launch_reduce_scatter, message, Reduction.SUM, group
         )
 
-    @torch.no_grad()
     def end_reduce(self) -> None:
         self._handle.wait()
         total, self._handle, self._on_its_way = self._on_its_way, None, None
@@ -172,29 +179,24 @@ class UnitGradients:
 
     # -- given ---------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def give(self, divisor: Any) -> None:
         sums, present = self._sums, self._present
         self._sums, self._present = None, set()
         if sums is None:
             return
-        trained = [parameter for parameter in self._parameters if parameter.name in self._of]
-        num_values = sums.shape[0] - len(trained)
-        if any(parameter.name not in present for parameter in trained):
-            counts = sums[num_values:].tolist()
-            present = {parameter.name for parameter, count in zip(trained, counts, strict=True) if count}
-        values = sums[:num_values]
+        if len(present) < len(self._names):
+            counts = sums[self._num_values :].tolist()
+            present = {name for name, count in zip(self._names, counts, strict=True) if count}
+        values = sums[: self._num_values]
         if not isinstance(divisor, int) or divisor != 1:
             values.div_(divisor)
-        start = 0
-        for parameter in trained:
+        for parameter, start in zip(self._trained, self._starts, strict=True):
             if parameter.name in present:
-                _give(parameter, self._shard_of(parameter, values, start))
-            start += _room(parameter)
+                _give(parameter.local, self._shard_of(parameter, values, start))
 
     def _shard_of(self, parameter: UnitParameter, values: torch.Tensor, start: int) -> torch.Tensor:
         """Shape one part of the sums as the shard is."""
-        local, dim = parameter.shard._local, parameter.part.dim
+        local, dim = parameter.local, parameter.part.dim
         if not dim and values.dtype is local.dtype:
             return values.as_strided(local.shape, local.stride(), start)
         shape = list(local.shape)
@@ -208,8 +210,7 @@ class UnitGradients:
         return found.movedim(0, dim).contiguous() if dim else found
 
 
-def _give(parameter: UnitParameter, grad: torch.Tensor) -> None:
-    local = parameter.shard._local
+def _give(local: torch.Tensor, grad: torch.Tensor) -> None:
     if local._backward_hooks:
         for hook in local._backward_hooks.values():
             changed = hook(grad)

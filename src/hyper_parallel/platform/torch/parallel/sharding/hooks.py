@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from hyper_parallel.platform.torch.dtypes import to_dtype
 from hyper_parallel.platform.trees import leaves, map_leaves
 
 __all__ = ["UnitHooks", "pass_id", "units_in"]
+
+_NO_TREES = (bool, int, float, str, type(None))
 
 
 def pass_id() -> int | None:
@@ -69,9 +71,7 @@ class UnitHooks:
         if self._input_dtype is not None:
             args, kwargs = map_leaves(self._cast_input, (args, kwargs))
         if torch.is_grad_enabled():
-            for value in leaves((args, kwargs)):
-                if isinstance(value, torch.Tensor) and value.requires_grad:
-                    running.inputs.append(value)
+            running.inputs = [value for value in _tensors((args, kwargs)) if value.requires_grad]
         return args, kwargs
 
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:
@@ -92,8 +92,8 @@ class UnitHooks:
         known = {id(value) for value in running.inputs}
         outputs = [
             value
-            for value in leaves(output)
-            if isinstance(value, torch.Tensor) and value.requires_grad and id(value) not in known
+            for value in _tensors(output)
+            if value.requires_grad and id(value) not in known
         ]
         call = unit.add_call() if outputs or unit.memory.is_trained else None
         if call is not None:
@@ -151,6 +151,17 @@ class _AfterBackward:
         call, now = self._call(), pass_id()
         if call is not None and now is not None:
             ORDER.after_backward(call, now)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Give the tensors of a tree. speed: most trees are a tensor, or a tuple and a dict of some."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif type(tree) is tuple:
+        for value in tree:
+            yield from _tensors(value)
+    elif type(tree) not in _NO_TREES:
+        yield from (value for value in leaves(tree) if isinstance(value, torch.Tensor))
 
 
 def _follow_gradients(unit: Unit) -> None:

@@ -24,7 +24,7 @@ from hyper_parallel.platform.torch.communication import Communication
 from hyper_parallel.platform.torch.communication.transport import TorchTransport
 from hyper_parallel.platform.torch.dtypes import to_dtype
 from hyper_parallel.platform.torch.parallel.sharding.gradients import UnitGradients
-from hyper_parallel.platform.torch.parallel.sharding.parameters import UnitParameter
+from hyper_parallel.platform.torch.parallel.sharding.parameters import Place, UnitParameter
 
 __all__ = ["TorchUnitMemory"]
 
@@ -146,6 +146,8 @@ class TorchUnitMemory:
             group.whole_room = sum(self._whole_room(member) for member in group.parameters)
             total += _aligned(group.whole_room * group.gathered.itemsize)
         self.whole_bytes = total
+        self.reduced_bytes = sum(parameter.part.room * parameter.dtype.itemsize for parameter in self.parameters)
+        self.reduced_bytes *= self._axis_size
         self._storage = torch.UntypedStorage(total, device=device)
         self._filled_at_once: list[tuple[_SameDtype, list[int], list[torch.Tensor]]] = []
         self._filled_by_part: list[tuple[torch.Tensor, _SameDtype, int, int]] = []  # target, group, rank, offset
@@ -165,6 +167,13 @@ class TorchUnitMemory:
         self._locals = [parameter.local for parameter, _ in self._places]
         self._pointers = [place.data_ptr() for _, place in self._places]
         self._wholes = [parameter.whole_local for parameter in self.parameters]
+        self._gradients.note_trained()
+        self._are_trained = [local.requires_grad for local in self._locals]
+        self._places_in_modules = [
+            (place.module._parameters, place.name, parameter.shard, parameter.whole)
+            for parameter in self.parameters
+            for place in parameter.places
+        ]
 
     def _whole_room(self, member: UnitParameter) -> int:
         part = member.part
@@ -207,7 +216,6 @@ class TorchUnitMemory:
 
     # -- gathered ------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def begin_gather(self) -> None:
         if not self.parameters:
             return
@@ -227,7 +235,6 @@ class TorchUnitMemory:
             "all_gather_into_tensor", self._group, transport.launch_all_gather, sent, self._group, output
         )
 
-    @torch.no_grad()
     def end_gather(self) -> None:
         if not self.parameters:
             return
@@ -273,16 +280,23 @@ class TorchUnitMemory:
     def _sum_of_versions(self) -> int:
         return sum([whole._version for whole in self._wholes])
 
+    def add_places(self, parameter: UnitParameter, places: Sequence[Place]) -> None:
+        """Note further modules that hold a parameter."""
+        parameter.places += places
+        self._note_tensors()
+        self.show_shards()
+
     def show_whole(self) -> None:
-        for parameter in self.parameters:
-            is_trained = parameter.shard.requires_grad
-            if parameter.whole.requires_grad is not is_trained:
-                parameter.whole.requires_grad_(is_trained)
-            parameter.show(parameter.whole)
+        if [local.requires_grad for local in self._locals] != self._are_trained:
+            for parameter in self.parameters:
+                parameter.whole.requires_grad_(parameter.local.requires_grad)
+            self._note_tensors()
+        for held, name, _, whole in self._places_in_modules:
+            held[name] = whole
 
     def show_shards(self) -> None:
-        for parameter in self.parameters:
-            parameter.show(parameter.shard)
+        for held, name, shard, _ in self._places_in_modules:
+            held[name] = shard
 
     # -- changes from outside ------------------------------------------------------------------------------------------
 
@@ -294,9 +308,10 @@ class TorchUnitMemory:
 
         `parameter.data = x`, `load_state_dict(assign=True)`, `module.to(device)` and `hp.materialize` do that.
         """
-        for parameter in self.parameters:
-            if not parameter.is_in_place():
-                parameter.take_over()
+        for held, name, shard, whole in self._places_in_modules:
+            current = held.get(name)
+            if current is not shard and current is not whole:
+                next(parameter for parameter in self.parameters if parameter.shard is shard).take_over(current)
                 self._note_tensors()
         if [local.data_ptr() for local in self._locals] != self._pointers:
             moved = [pair for pair in self._places if pair[0].local.data_ptr() != pair[1].data_ptr()]
@@ -313,7 +328,7 @@ class TorchUnitMemory:
                 moved = self._places
             self._generation += 1
             for parameter, place in moved:
-                place.copy_(parameter.local)
+                place.copy_(parameter.local.data)
                 parameter.local.data = place
             self._note_tensors()
         if self._shards.device.type == "meta":
@@ -343,12 +358,8 @@ class TorchUnitMemory:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     @property
-    def reduced_bytes(self) -> int:
-        return sum(parameter.part.room * self._axis_size * parameter.dtype.itemsize for parameter in self.parameters)
-
-    @property
     def is_trained(self) -> bool:
-        return any(parameter.shard.requires_grad for parameter in self.parameters)
+        return self._gradients.is_trained
 
     def hold_gradients(self, weight: float | None) -> None:
         self._gradients.put_aside(weight)
@@ -386,7 +397,6 @@ class TorchUnitMemory:
         groups = [self._group] if self._replicas is None else [self._group, self._replicas[0]]
         return tuple(map(self._transport.name_of, groups))
 
-    @torch.no_grad()
     def total(self, weight: float) -> torch.Tensor:
         """Add up a number over all ranks that share the gradients."""
         number = torch.tensor(weight, dtype=torch.float64, device=self._shards.device)

@@ -51,15 +51,10 @@ class UnitParameter:
         self.dtype: torch.dtype = given.dtype
         self._given = weakref.ref(given)
         self.shard: Any = None
+        self.local: torch.Tensor = torch.empty(0)  # this rank's part of the shard, as plain memory
         self.whole: Any = None
         self.whole_local: torch.Tensor = torch.empty(0)
         self.is_followed = False  # whether each gradient of it is told
-
-    @property
-    def local(self) -> torch.Tensor:
-        """This rank's part of the shard, as plain memory."""
-        local: torch.Tensor = self.shard._local
-        return local
 
     def is_of(self, parameter: nn.Parameter) -> bool:
         """Whether this is the shard, or the parameter that it was made of."""
@@ -71,7 +66,7 @@ class UnitParameter:
         for name, value in vars(like).items():
             if not name.startswith(("_local", "_spec", "_values", "_origin", "_ties", "_view_of", "_is_param", "_last_grad")):
                 setattr(shard, name, value)
-        self.shard = shard
+        self.shard, self.local = shard, shard._local
 
     def set_whole(self, local: torch.Tensor, *, requires_grad: bool) -> None:
         given = local if self.inner_spec is None else wrapped(local, self.inner_spec)
@@ -79,24 +74,12 @@ class UnitParameter:
         self.is_followed = False
         self.whole_local = self.whole if self.inner_spec is None else self.whole._local
 
-    def show(self, parameter: nn.Parameter) -> None:
-        for module, name in self.places:
-            module._parameters[name] = parameter
-
-    def is_in_place(self) -> bool:
-        """Whether the module still has the shard, or the whole parameter."""
-        module, name = self.places[0]
-        current = module._parameters.get(name)
-        return current is self.shard or current is self.whole
-
-    def take_over(self) -> None:
+    def take_over(self, current: Any) -> None:
         """Take over a shard that was put in place of the own one, as `load_state_dict(assign=True)` does.
 
         Raises:
             StateError: it is no shard of the same tensor.
         """
-        module, name = self.places[0]
-        current: Any = module._parameters.get(name)
         if not (isinstance(current, DTensor) and current._spec is self.spec):
             raise StateError(
                 "A sharded parameter was replaced by something else.",
@@ -105,7 +88,7 @@ class UnitParameter:
                 where=self.name,
                 do="Write into the parameter, or call `hp.fully_shard` after the replacement.",
             )
-        self.shard = current
+        self.shard, self.local = current, current._local
 
 
 def found_parameters(
