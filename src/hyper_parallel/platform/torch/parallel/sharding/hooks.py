@@ -75,12 +75,13 @@ class UnitHooks:
         return args, kwargs
 
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:
-        stack = self._thread.running if self.unit is not None else []
+        unit = self.unit
+        if unit is None:
+            return None
+        stack = self._thread.running
         if not stack or stack[-1].module is not module:  # gathering raised: this forward never began
             return None
         running = stack.pop()
-        unit = self.unit
-        assert unit is not None
         if output is None and sys.exc_info()[1] is not running.error:
             ORDER.after_forward(unit, None, running.pass_id)
             return None
@@ -90,11 +91,7 @@ class UnitHooks:
             ORDER.after_forward(unit, None, running.pass_id)
             return output
         known = {id(value) for value in running.inputs}
-        outputs = [
-            value
-            for value in _tensors(output)
-            if value.requires_grad and id(value) not in known
-        ]
+        outputs = [value for value in _tensors(output) if value.requires_grad and id(value) not in known]
         call = unit.add_call() if outputs or unit.memory.is_trained else None
         if call is not None:
             for value in outputs:
@@ -137,8 +134,8 @@ class _BeforeBackward:
 
     def __call__(self, grad: torch.Tensor) -> None:
         now = pass_id()
-        assert now is not None
-        ORDER.before_backward(self._call, now)
+        if now is not None:
+            ORDER.before_backward(self._call, now)
 
 
 class _AfterBackward:
