@@ -11,10 +11,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.parallel.sharding.order import ORDER
@@ -65,7 +67,8 @@ class UnitHooks:
                 do="Call `hp.fully_shard(copy, mesh=...)` on it as well.",
             )
         now = pass_id()
-        ORDER.before_forward(unit, now)
+        with _unseen():
+            ORDER.before_forward(unit, now)
         running = _Forward(module, sys.exc_info()[1], now)
         self._thread.running.append(running)
         if self._input_dtype is not None:
@@ -148,6 +151,11 @@ class _AfterBackward:
         call, now = self._call(), pass_id()
         if call is not None and now is not None:
             ORDER.after_backward(call, now)
+
+
+def _unseen() -> AbstractContextManager[object]:
+    """Around what is no work of the module: regions that record it must not see it, nor who counts its operations."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
