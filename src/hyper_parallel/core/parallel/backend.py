@@ -12,7 +12,7 @@ from hyper_parallel.platform import platform_of
 from hyper_parallel.platform.opaque import Device, Module, Tensor
 from hyper_parallel.platform.selection import backend
 
-__all__ = ["ParallelBackend", "StageBackend", "TensorMeta", "parallel_of"]
+__all__ = ["Blocks", "ParallelBackend", "StageBackend", "TensorMeta", "parallel_of"]
 
 
 class TensorMeta(NamedTuple):
@@ -57,6 +57,21 @@ class StageBackend(Protocol):
         Returns: the gradients of `inputs`, and the call that runs the other half.
         """
 
+    def as_taken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """What a step was given, as this stage takes it: arguments that only the first stage needs, and keywords."""
+
+    def weight_of(self, kwargs: Mapping[str, Any]) -> float | None:
+        """What the stage's own loss of a microbatch counts; None where it does not say."""
+
+
+class Blocks(Protocol):
+    """The blocks that a model's stages are made of, in the order in which they are called."""
+
+    names: Sequence[str]
+
+    def stage(self, begin: int, end: int) -> Module:
+        """A module of the blocks from `begin` to before `end`. Parameters keep their names."""
+
 
 class ParallelBackend(Protocol):
     """A framework's part of parallel training."""
@@ -65,11 +80,16 @@ class ParallelBackend(Protocol):
 
     def stage(self, module: Module) -> StageBackend: ...
 
-    def in_sequence(self, model: Module) -> list[tuple[str, Module]] | None:
-        """The modules of a sequence by name, in order; None where the model is none."""
+    def blocks(self, model: Module, by: object, batch: Mapping[str, Any] | None) -> Blocks:
+        """Find the blocks of a model.
 
-    def sequence(self, modules: Sequence[tuple[str, Module]]) -> Module:
-        """Make a sequence of modules that keep their names."""
+        Args:
+            by: what the user said of where stages begin: names of blocks say which blocks are meant.
+            batch: an example, where the model does not say what it takes.
+        """
+
+    def join(self, device: Device) -> None:
+        """Wait until a device has done all that it was given."""
 
     def is_tensor(self, value: object) -> bool: ...
 
@@ -93,6 +113,9 @@ class ParallelBackend(Protocol):
         """Add to a sum, without a graph. The result is no tensor that was given."""
 
     def zeros(self, meta: TensorMeta, device: Device) -> Tensor: ...
+
+    def nothing_of(self, tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+        """A loss of zero that these tensors have a part in, of the dtype of `like`."""
 
 
 def parallel_of(thing: object, call: str) -> ParallelBackend:

@@ -6,9 +6,10 @@ Parameters keep the names that they have in the whole model: the second stage's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, ComesLaterError, describe
+from hyper_parallel._base.errors import ArgumentError, ComesLaterError, describe
 from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.core.parallel.backend import parallel_of
 from hyper_parallel.core.parallel.pipeline.stage import PipelineStage
@@ -17,7 +18,9 @@ from hyper_parallel.platform.opaque import Module
 __all__ = ["split_stages"]
 
 
-def split_stages(model: Module, num: int, *, by: str | Sequence[str] = "layers") -> list[PipelineStage]:
+def split_stages(
+    model: Module, num: int, *, by: str | Sequence[str] = "layers", batch: Mapping[str, Any] | None = None
+) -> list[PipelineStage]:
     """Cut a sequence of modules into stages. Nothing is copied: the stages hold the model's own modules.
 
     A weight that is in several stages is tied: in a `Pipeline` its copies have one gradient.
@@ -39,22 +42,15 @@ def split_stages(model: Module, num: int, *, by: str | Sequence[str] = "layers")
         [['0.weight', '1.weight', '2.weight'], ['3.weight', '4.weight']]
     """
     backend = parallel_of(model, "split_stages")
-    children = backend.in_sequence(model)
-    if children is None:
-        raise ArgumentTypeError(
-            "Only a sequence of modules says by itself in which order they are called.",
-            expected="an nn.Sequential or nn.SequentialCell",
-            got=type(model).__name__,
-            do="Give one module for each stage: PipelineStage(module, index, num_stages).",
-        )
+    blocks = backend.blocks(model, by, batch)
     whole = as_int(num)
-    if whole is None or not 1 <= whole <= len(children):
+    if whole is None or not 1 <= whole <= len(blocks.names):
         raise ArgumentError(
-            "Each stage has a module at least.", expected=f"num from 1 to {len(children)}", got=describe(num)
+            "Each stage has a block at least.", expected=f"num from 1 to {len(blocks.names)}", got=describe(num)
         )
-    begins = _begins([name for name, _ in children], whole, by)
-    parts = [children[begin:end] for begin, end in zip(begins, [*begins[1:], len(children)], strict=True)]
-    modules = [backend.sequence(part) for part in parts]
+    begins = _begins(blocks.names, whole, by)
+    ends = [*begins[1:], len(blocks.names)]
+    modules = [blocks.stage(begin, end) for begin, end in zip(begins, ends, strict=True)]
     seen: dict[int, list[tuple[int, str]]] = {}
     for stage, module in enumerate(modules):
         for name, weight in backend.stage(module).weights():
@@ -67,7 +63,7 @@ def split_stages(model: Module, num: int, *, by: str | Sequence[str] = "layers")
     return [PipelineStage(module, index, whole, tied=tied[index]) for index, module in enumerate(modules)]
 
 
-def _begins(names: list[str], num: int, by: object) -> list[int]:
+def _begins(names: Sequence[str], num: int, by: object) -> list[int]:
     """The number of the module with which each stage begins."""
     if by == "layers":
         size, more = divmod(len(names), num)

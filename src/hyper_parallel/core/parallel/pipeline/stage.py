@@ -82,6 +82,14 @@ class PipelineStage:
             for name, weight in self._runs.weights()
         ]
 
+    def as_taken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """What a step was given, as this stage takes it: arguments that only the first stage needs, and keywords."""
+        return self._runs.as_taken(args, kwargs)
+
+    def weight_of(self, kwargs: Mapping[str, Any]) -> float | None:
+        """What the stage's own loss of a microbatch counts; None where it does not say."""
+        return self._runs.weight_of(kwargs)
+
     def gradient(self, name: str) -> Tensor | None:
         return self._runs.gradient(name)
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Tensor, mint, nn, ops, runtime
 from mindspore._c_expression import run_backward
 from mindspore.graph.api import _no_grad, _pynative_executor
 
-from hyper_parallel.core.parallel.backend import ParallelBackend, TensorMeta
+from hyper_parallel._base.errors import ArgumentTypeError
+from hyper_parallel.core.parallel.backend import Blocks, ParallelBackend, TensorMeta
 from hyper_parallel.platform.mindspore.dtypes import to_dtype
 from hyper_parallel.platform.opaque import Device
 
@@ -80,6 +81,28 @@ class MindSporeStage:
         found = self.backward(outputs, gradients, inputs)
         return found, lambda: None
 
+    def as_taken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        return args, dict(kwargs)
+
+    def weight_of(self, kwargs: Mapping[str, Any]) -> float | None:
+        return None
+
+
+class CellsInOrder:
+    """The cells of a sequence. See `Blocks`."""
+
+    def __init__(self, model: nn.Cell) -> None:
+        self.names = list(model._cells)
+        self._cells: list[tuple[str, nn.Cell]] = list(model._cells.items())
+
+    def stage(self, begin: int, end: int) -> nn.Cell:
+        cells = self._cells[begin:end]
+        names = {id(weight): weight.name for _, cell in cells for weight in cell.get_parameters()}
+        made = nn.SequentialCell(OrderedDict(cells))
+        for weight in made.get_parameters():
+            weight.name = names[id(weight)]  # which MindSpore changes with each cell that a weight is put into
+        return made
+
 
 class MindSporeParallel:
     """See `ParallelBackend`."""
@@ -89,16 +112,18 @@ class MindSporeParallel:
     def stage(self, module: nn.Cell) -> MindSporeStage:
         return MindSporeStage(module)
 
-    def in_sequence(self, model: nn.Cell) -> list[tuple[str, nn.Cell]] | None:
-        is_sequence = type(model).construct is nn.SequentialCell.construct  # a subclass may call them otherwise
-        return list(model._cells.items()) if is_sequence else None
+    def blocks(self, model: nn.Cell, by: object, batch: Mapping[str, Any] | None) -> Blocks:
+        if type(model).construct is not nn.SequentialCell.construct:  # a subclass may call them otherwise
+            raise ArgumentTypeError(
+                "Only a sequence of cells says by itself in which order they are called.",
+                expected="an nn.SequentialCell",
+                got=type(model).__name__,
+                do="Give one cell for each stage: PipelineStage(cell, index, num_stages).",
+            )
+        return CellsInOrder(model)
 
-    def sequence(self, modules: Sequence[tuple[str, nn.Cell]]) -> nn.Cell:
-        names = {id(weight): weight.name for _, cell in modules for weight in cell.get_parameters()}
-        made = nn.SequentialCell(OrderedDict(modules))
-        for weight in made.get_parameters():
-            weight.name = names[id(weight)]  # which MindSpore changes with each cell that a weight is put into
-        return made
+    def join(self, device: Device) -> None:
+        runtime.synchronize()
 
     def is_tensor(self, value: object) -> bool:
         return isinstance(value, Tensor)
@@ -114,6 +139,9 @@ class MindSporeParallel:
 
     def zeros(self, meta: TensorMeta, device: object) -> Tensor:
         return mint.zeros(meta.shape, dtype=to_dtype(meta.dtype))
+
+    def nothing_of(self, tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+        return sum((tensor * 0).sum().astype(like.dtype) for tensor in tensors)
 
     def as_input(self, tensor: Tensor, *, requires_grad: bool) -> Tensor:
         with _recording(False):

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hyper_parallel.core.parallel.backend import ParallelBackend, TensorMeta
+from hyper_parallel.core.parallel.backend import Blocks, ParallelBackend, TensorMeta
 from hyper_parallel.platform.torch.dtypes import to_dtype
+from hyper_parallel.platform.torch.parallel.block_stage import BlockList, BlockStage
 from hyper_parallel.platform.torch.parallel.weight_gradients import backward_of_inputs
 
 
@@ -57,12 +58,31 @@ class TorchStage:
             self.undeferred.update(name for name, weight in self._module.named_parameters() if id(weight) in done)
         return _gradients_of(inputs), deferred.run
 
+    def as_taken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        if isinstance(self._module, BlockStage):
+            return (), self._module.as_keywords(args, kwargs)
+        return args, dict(kwargs)
+
+    def weight_of(self, kwargs: Mapping[str, Any]) -> float | None:
+        return self._module.weight_of(kwargs) if isinstance(self._module, BlockStage) else None
+
 
 def _gradients_of(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     found = [value.grad for value in inputs]
     for value in inputs:
         value.grad = None  # the gradient goes to another rank; the leaf may live on in a user's list
     return found
+
+
+class ModulesInOrder:
+    """The modules of a sequence. See `Blocks`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = list(model._modules)
+        self._modules: list[tuple[str, Any]] = list(model._modules.items())
+
+    def stage(self, begin: int, end: int) -> nn.Module:
+        return nn.Sequential(OrderedDict(self._modules[begin:end]))
 
 
 class TorchParallel:
@@ -73,13 +93,14 @@ class TorchParallel:
     def stage(self, module: nn.Module) -> TorchStage:
         return TorchStage(module)
 
-    def in_sequence(self, model: nn.Module) -> list[tuple[str, Any]] | None:
+    def blocks(self, model: nn.Module, by: object, batch: Mapping[str, Any] | None) -> Blocks:
         # A subclass may call them otherwise.
         is_sequence = getattr(type(model), "forward", None) is nn.Sequential.forward
-        return list(model._modules.items()) if is_sequence else None
+        return ModulesInOrder(model) if is_sequence else BlockList(model, by, batch)
 
-    def sequence(self, modules: Sequence[tuple[str, nn.Module]]) -> nn.Module:
-        return nn.Sequential(OrderedDict(modules))
+    def join(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def is_tensor(self, value: object) -> bool:
         return isinstance(value, torch.Tensor)
@@ -95,6 +116,9 @@ class TorchParallel:
 
     def zeros(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
         return torch.zeros(meta.shape, dtype=to_dtype(meta.dtype), device=device)
+
+    def nothing_of(self, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(tensor * 0).sum().to(like.dtype) for tensor in tensors]).sum()
 
     def as_input(self, tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
         return tensor.detach().requires_grad_(requires_grad)
