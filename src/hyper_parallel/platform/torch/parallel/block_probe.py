@@ -1,11 +1,11 @@
 """What a model's forward does around its blocks, seen in one run without weights.
 
 Example, Hugging Face's Llama: `embed_tokens`, then for each block `hidden_states = block(hidden_states, attention_mask=
-..., position_embeddings=...)`, then `norm` and `lm_head`. The run takes two tokens and zeros for weights, and stands-in
-for blocks. It ends at the last block. What is found:
+..., position_embeddings=...)`, then `norm` and `lm_head`. The run takes two tokens, NaN for weights, and stands-in for
+blocks. It ends at the last block. What is found:
 
-* **before**: the weights that lead to what the first block is given. They are the first stage's; all others outside of
-  the blocks are the last stage's.
+* **before**: the weights that lead to what the first block is given, and those of modules that are called before it.
+  They are the first stage's; all others outside of the blocks are the last stage's.
 * **place**: where a block is given the hidden states; here the first argument.
 * **extra**: how many values a block returns after them, None where it returns the hidden states alone.
 
@@ -64,8 +64,12 @@ def example_of(model: nn.Module) -> dict[str, Any]:
     return {"input_ids": torch.ones(1, 2, dtype=torch.long)}
 
 
-def takes(model: nn.Module, name: str) -> bool:
-    return name in inspect.signature(model.forward).parameters
+def options_of(model: nn.Module) -> dict[str, Any]:
+    """What a forward is told beside the batch: without a cache, which blocks would write to."""
+    takes = inspect.signature(model.forward).parameters
+    is_asked = hasattr(getattr(model, "config", None), "use_cache")
+    is_taken = "use_cache" in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values())
+    return {"use_cache": False} if is_asked and is_taken else {}
 
 
 def _refuse(model: nn.Module, what: str, got: str) -> NoReturn:
@@ -101,7 +105,7 @@ class _Run:
         self.skeleton = skeleton_of(model, path, stands, lambda *_: False)
         self.weights: dict[torch.Tensor, tuple[str, str]] = {}
         for left in self.skeleton.left_out:
-            filled = left.fill(torch.device("cpu"), 0.0)
+            filled = left.fill(torch.device("cpu"), float("nan"))
             if filled.dtype.is_floating_point:
                 self.weights[filled.requires_grad_()] = left.path, left.name
         for module in self.skeleton.model.modules():
@@ -110,21 +114,28 @@ class _Run:
                 if buffer is not None and buffer.device.type != "cpu":
                     module._buffers[name] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
         self.before: set[tuple[str, str]] = set()
+        around = {id(self.skeleton.model.get_submodule(path[:at])) for at in _parts(path)}
+        for owner in {id(left.owner): left.owner for left in self.skeleton.left_out}.values():
+            if id(owner) not in around:
+                owner.register_forward_pre_hook(self.note_call)
         self.place: int | str | None = None
         self.given: torch.Tensor | None = None
         self.extras: tuple[torch.Tensor, ...] = ()
         self.num_seen = 0
 
     def found(self, example: Mapping[str, Any]) -> Found:
-        options = {"use_cache": False} if takes(self.model, "use_cache") else {}
         batch = trees.map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, dict(example))
         try:
             with torch.enable_grad():
-                self.skeleton.model(**options, **batch)
+                self.skeleton.model(**{**options_of(self.model), **batch})
         except RunEndedError:
             if self.place is not None:
                 return Found(frozenset(self.before), self.place, self.extra)
         raise _OtherFormError(f"its forward calls {self.num_seen} of {len(self.blocks)} blocks")
+
+    def note_call(self, module: nn.Module, _: object) -> None:
+        if self.num_seen == 0:
+            self.before.update((left.path, left.name) for left in self.skeleton.left_out if left.owner is module)
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if number != self.num_seen:
@@ -162,11 +173,9 @@ class _Run:
                 for source in _leaves_of(leaf):
                     what = self.weights.get(source)
                     words = "what a block has returned" if what is None else ".".join(filter(None, what))
-                    _refuse(
-                        self.model,
-                        "A block is given more than the hidden states that depends on weights",
-                        got=f"{name} of block {number}, which depends on {words}",
-                    )
+                    self._refuse_side(f"{name} of block {number}, which depends on {words}")
+                if leaf.is_floating_point() and leaf.isnan().any():
+                    self._refuse_side(f"{name} of block {number}")
             elif not isinstance(leaf, _PLAIN) and not callable(leaf):
                 _refuse(
                     self.model,
@@ -175,7 +184,16 @@ class _Run:
                 )
 
 
+    def _refuse_side(self, what: str) -> NoReturn:
+        _refuse(self.model, "A block is given more than the hidden states that depends on weights", got=what)
+
+
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def _parts(path: str) -> list[int]:
+    """Where the paths of the modules around a path end."""
+    return [0, *(at for at, letter in enumerate(path) if letter == "."), len(path)]
 
 
 def _places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:

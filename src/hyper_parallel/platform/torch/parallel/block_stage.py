@@ -22,7 +22,7 @@ from torch import nn
 from hyper_parallel._base.errors import ArgumentError, StateError, describe
 from hyper_parallel.platform import trees
 from hyper_parallel.platform.torch.parallel.block_list import list_of_blocks
-from hyper_parallel.platform.torch.parallel.block_probe import RunEndedError, example_of, probe, takes
+from hyper_parallel.platform.torch.parallel.block_probe import RunEndedError, example_of, options_of, probe
 from hyper_parallel.platform.torch.parallel.labels import check_options, weight_of
 from hyper_parallel.platform.torch.parallel.skeleton import Elsewhere, LeftOut, skeleton_of
 
@@ -143,8 +143,7 @@ class BlockStage(nn.Module):
         received = None if self.is_first else args[0]
         batch = self.as_keywords(args if self.is_first else args[1:], kwargs)
         self._check_batch(batch)
-        if takes(self.skeleton, "use_cache"):
-            batch.setdefault("use_cache", False)
+        batch = {**options_of(self.skeleton), **batch}
         self._fill(received if received is not None else next(iter(_tensors(batch))))
         self.skeleton.training = self.training
         call = _Call(received)

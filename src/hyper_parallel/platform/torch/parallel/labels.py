@@ -55,18 +55,15 @@ def weight_of(model: nn.Module, batch: Mapping[str, Any]) -> float | None:
         raise ArgumentError(
             f"The loss of {type(model).__name__} is not one whose microbatches can be weighed.",
             expected="a loss over labels of tokens or rows",
-            got=str(kind),
+            got=kind or "one of its own",
             do="Give weights= to `step`, what the loss of each microbatch counts.",
         )
     return float((counted != _IGNORED).sum())
 
 
 def _kind(model: nn.Module) -> str | None:
-    """Whose loss it is, in Hugging Face's words. A model without a kind that asks for a loss gets that of causal ones."""
-    if hasattr(model, "_loss_function"):  # the user's own
-        return None
-    kind: str | None = getattr(model, "loss_type", None)
+    """Whose loss it is, in Hugging Face's words; None where the model's forward makes one of its own."""
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    if kind is None and code is not None and "loss_function" in code.co_names:
-        return "ForCausalLM"
-    return kind
+    if hasattr(model, "_loss_function") or code is None or "loss_function" not in code.co_names:
+        return None
+    return getattr(model, "loss_type", None) or "ForCausalLM"  # which is also Hugging Face's choice

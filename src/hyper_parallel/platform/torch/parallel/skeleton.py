@@ -96,3 +96,9 @@ class Elsewhere(nn.Module):
         super().__init__()
         own = vars(self)
         own.update({name: value for name, value in vars(block).items() if name not in own})
+        for name in dir(type(block)):  # properties and attributes of its class, such as "attention_type"
+            if not hasattr(nn.Module, name) and isinstance(value := getattr(block, name, None), _PLAIN):
+                own.setdefault(name, value)
+
+
+_PLAIN = (bool, int, float, str)
