@@ -24,8 +24,12 @@ _LARGEST_ERROR = 1e-12
 
 # What a configuration is given of these, if it has such a value: families name their sizes in many ways.
 _SIZES = {
-    **dict.fromkeys(["hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "rnn_hidden_size"], 32),
-    **dict.fromkeys(["intermediate_size", "ffn_dim", "n_inner", "mlp_hidden_size", "intermediate_size_mlp", "d_ff"], 48),
+    **dict.fromkeys(
+        ["hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "rnn_hidden_size"], 32
+    ),
+    **dict.fromkeys(
+        ["intermediate_size", "ffn_dim", "n_inner", "mlp_hidden_size", "intermediate_size_mlp", "d_ff"], 48
+    ),
     **dict.fromkeys(["decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "lru_width"], 48),
     **dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers", "num_layers"], 4),
     **dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "num_heads"], 4),
@@ -33,7 +37,9 @@ _SIZES = {
     **dict.fromkeys(["mamba_n_heads", "attention_window", "sliding_window", "rotary_dim", "time_step_rank"], 4),
     **dict.fromkeys(["vocab_size", "n_positions", "max_position_embeddings", "max_seq_len"], 64),
     **dict.fromkeys(["vocab_size_per_layer_input", "attention_hidden_size"], 64),
-    **dict.fromkeys(["head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "state_size", "mamba_d_state"], 8),
+    **dict.fromkeys(
+        ["head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "state_size", "mamba_d_state"], 8
+    ),
     **dict.fromkeys(["hidden_size_per_layer_input", "num_hash_buckets"], 8),
     **dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"], 16),
     **dict.fromkeys(["mamba_d_head", "attention_head_dim"], 16),
@@ -111,7 +117,10 @@ def float64() -> Iterator[None]:
 
 def looped(model: nn.Module, whole: dict[str, torch.Tensor], num: int) -> tuple[float, dict[str, torch.Tensor | None]]:
     """Loss and gradients of a loop over microbatches, each weighed by the labels that count."""
-    parts = [dict(zip(whole, part, strict=True)) for part in zip(*(value.chunk(num) for value in whole.values()), strict=True)]
+    parts = [
+        dict(zip(whole, part, strict=True))
+        for part in zip(*(value.chunk(num) for value in whole.values()), strict=True)
+    ]
     counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
     total = 0.0
     for part, count in zip(parts, counts, strict=True):

@@ -6,6 +6,7 @@ Example: `parallel_of(module, "PipelineStage").stage(module).weights()` are the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from hyper_parallel.platform import platform_of
@@ -67,10 +68,13 @@ class StageBackend(Protocol):
 class Blocks(Protocol):
     """The blocks that a model's stages are made of, in the order in which they are called."""
 
-    names: Sequence[str]
+    names: list[str]
 
     def stage(self, begin: int, end: int) -> Module:
         """A module of the blocks from `begin` to before `end`. Parameters keep their names."""
+
+    def num_weights(self) -> list[int]:
+        """How many weights of each block are multiplied with: all but those of embeddings."""
 
 
 class ParallelBackend(Protocol):
@@ -80,18 +84,24 @@ class ParallelBackend(Protocol):
 
     def stage(self, module: Module) -> StageBackend: ...
 
-    def blocks(self, model: Module, by: object, batch: Mapping[str, Any] | None) -> Blocks:
+    def blocks(self, model: Module, by: object, batch: object) -> Blocks:
         """Find the blocks of a model.
 
         Args:
             by: what the user said of where stages begin: names of blocks say which blocks are meant.
-            batch: an example, where the model does not say what it takes.
+            batch: an example of what the model takes, None where it has to say so itself.
         """
 
     def join(self, device: Device) -> None:
         """Wait until a device has done all that it was given."""
 
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Around a trial: random numbers go on afterwards as if it had not been."""
+
     def is_tensor(self, value: object) -> bool: ...
+
+    def is_differentiable(self, meta: TensorMeta) -> bool:
+        """Tell whether a tensor of this dtype can have a gradient."""
 
     def meta(self, tensor: Tensor) -> TensorMeta: ...
 

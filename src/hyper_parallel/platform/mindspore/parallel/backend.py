@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from mindspore import Tensor, mint, nn, ops, runtime
+from mindspore import Tensor, get_rng_state, mint, nn, ops, runtime, set_rng_state
 from mindspore._c_expression import run_backward
 from mindspore.graph.api import _no_grad, _pynative_executor
 
@@ -103,6 +103,15 @@ class CellsInOrder:
             weight.name = names[id(weight)]  # which MindSpore changes with each cell that a weight is put into
         return made
 
+    def num_weights(self) -> list[int]:
+        return [_num_weights(cell) for _, cell in self._cells]
+
+
+def _num_weights(cell: nn.Cell) -> int:
+    embeddings = [each for _, each in cell.cells_and_names() if isinstance(each, (nn.Embedding, mint.nn.Embedding))]
+    looked_up = {id(weight) for embedding in embeddings for weight in embedding.get_parameters()}
+    return sum(weight.size for weight in cell.get_parameters() if id(weight) not in looked_up)
+
 
 class MindSporeParallel:
     """See `ParallelBackend`."""
@@ -112,7 +121,7 @@ class MindSporeParallel:
     def stage(self, module: nn.Cell) -> MindSporeStage:
         return MindSporeStage(module)
 
-    def blocks(self, model: nn.Cell, by: object, batch: Mapping[str, Any] | None) -> Blocks:
+    def blocks(self, model: nn.Cell, by: object, batch: object) -> Blocks:
         if type(model).construct is not nn.SequentialCell.construct:  # a subclass may call them otherwise
             raise ArgumentTypeError(
                 "Only a sequence of cells says by itself in which order they are called.",
@@ -124,6 +133,17 @@ class MindSporeParallel:
 
     def join(self, device: Device) -> None:
         runtime.synchronize()
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        before = get_rng_state()
+        try:
+            yield
+        finally:
+            set_rng_state(before)
+
+    def is_differentiable(self, meta: TensorMeta) -> bool:
+        return "float" in meta.dtype
 
     def is_tensor(self, value: object) -> bool:
         return isinstance(value, Tensor)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from hyper_parallel.core.parallel.backend import Blocks, ParallelBackend, TensorMeta
 from hyper_parallel.platform.torch.dtypes import to_dtype
-from hyper_parallel.platform.torch.parallel.block_stage import BlockList, BlockStage
+from hyper_parallel.platform.torch.parallel.block_stage import BlockList, BlockStage, num_weights
 from hyper_parallel.platform.torch.parallel.weight_gradients import backward_of_inputs
 
 
@@ -84,6 +85,9 @@ class ModulesInOrder:
     def stage(self, begin: int, end: int) -> nn.Module:
         return nn.Sequential(OrderedDict(self._modules[begin:end]))
 
+    def num_weights(self) -> list[int]:
+        return [num_weights(module) for _, module in self._modules]
+
 
 class TorchParallel:
     """See `ParallelBackend`."""
@@ -93,7 +97,7 @@ class TorchParallel:
     def stage(self, module: nn.Module) -> TorchStage:
         return TorchStage(module)
 
-    def blocks(self, model: nn.Module, by: object, batch: Mapping[str, Any] | None) -> Blocks:
+    def blocks(self, model: nn.Module, by: object, batch: object) -> Blocks:
         # A subclass may call them otherwise.
         is_sequence = getattr(type(model), "forward", None) is nn.Sequential.forward
         return ModulesInOrder(model) if is_sequence else BlockList(model, by, batch)
@@ -101,6 +105,15 @@ class TorchParallel:
     def join(self, device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        with torch.random.fork_rng():
+            yield
+
+    def is_differentiable(self, meta: TensorMeta) -> bool:
+        dtype = to_dtype(meta.dtype)
+        return bool(dtype.is_floating_point or dtype.is_complex)
 
     def is_tensor(self, value: object) -> bool:
         return isinstance(value, torch.Tensor)

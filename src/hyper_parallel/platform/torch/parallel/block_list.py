@@ -24,7 +24,7 @@ def list_of_blocks(model: nn.Module, by: object) -> str:
             f"{type(model).__name__} does not say which list has its blocks.",
             expected="one nn.ModuleList that is not inside another one",
             got=", ".join(f"{path} of {len(found[path])}" for path in chosen or found) or "none",
-            do="Name the blocks that stages begin with, by=[\"encoder.layers.4\"]; or give modules of your own: "
+            do='Name the blocks that stages begin with, by=["encoder.layers.4"]; or give modules of your own: '
             "PipelineStage(module, index, num_stages).",
         )
     return chosen[0]
@@ -49,5 +49,4 @@ def _declared(model: nn.Module, found: dict[str, nn.ModuleList]) -> list[str]:
 
 def _of_declared_length(model: nn.Module, found: dict[str, nn.ModuleList]) -> list[str]:
     length = getattr(getattr(model, "config", None), "num_hidden_layers", None)
-    fitting = [path for path, blocks in found.items() if length is None or len(blocks) == length]
-    return fitting
+    return [path for path, blocks in found.items() if length is None or len(blocks) == length]

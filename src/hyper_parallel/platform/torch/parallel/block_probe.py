@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -54,13 +54,13 @@ def probe(model: nn.Module, path: str, example: Mapping[str, Any]) -> Found:
             raise
         except Exception as error:  # of the model's: it does not take blocks that return so
             reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
-    _refuse(model, "Its forward could not be followed around the blocks", got="; ".join(dict.fromkeys(reasons)))
+    raise _refusal(model, "Its forward could not be followed around the blocks", got="; ".join(dict.fromkeys(reasons)))
 
 
 def example_of(model: nn.Module) -> dict[str, Any]:
     """The smallest batch of a model of text."""
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
-        _refuse(model, "It takes no token ids", got=str(getattr(model, "main_input_name", None)))
+        raise _refusal(model, "It takes no token ids", got=str(getattr(model, "main_input_name", None)))
     return {"input_ids": torch.ones(1, 2, dtype=torch.long)}
 
 
@@ -72,8 +72,8 @@ def options_of(model: nn.Module) -> dict[str, Any]:
     return {"use_cache": False} if is_asked and is_taken else {}
 
 
-def _refuse(model: nn.Module, what: str, got: str) -> NoReturn:
-    raise ArgumentError(
+def _refusal(model: nn.Module, what: str, got: str) -> ArgumentError:
+    return ArgumentError(
         f"{type(model).__name__} cannot be cut by itself: {what[0].lower()}{what[1:]}.",
         got=got,
         do="Give an example, split_stages(..., batch={...}), if it takes other inputs; or modules of your own: "
@@ -88,7 +88,7 @@ class _OtherFormError(Exception):
 class _Stand(Elsewhere):
     def __init__(self, block: nn.Module, number: int, run: _Run) -> None:
         super().__init__(block)
-        vars(self)["number"], vars(self)["run"] = number, run
+        self.__dict__["number"], self.__dict__["run"] = number, run
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.run.call(self.number, args, kwargs)
@@ -139,13 +139,17 @@ class _Run:
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if number != self.num_seen:
-            _refuse(self.model, "Its blocks are not called in order, once each", got=f"block {number} comes too early")
+            raise _refusal(
+                self.model, "Its blocks are not called in order, once each", got=f"block {number} comes too early"
+            )
         self.num_seen += 1
         places = _places(args, kwargs)
         if number == 0:
             place = "hidden_states" if "hidden_states" in places else next(iter(places), None)
             if place is None or not isinstance(places[place], torch.Tensor):
-                _refuse(self.model, "Its first block is given no tensor", got=", ".join(map(str, places)) or "nothing")
+                raise _refusal(
+                    self.model, "Its first block is given no tensor", got=", ".join(map(str, places)) or "nothing"
+                )
             hidden = places[place]
             self.before.update(self.weights[leaf] for leaf in _leaves_of(hidden) if leaf in self.weights)
             self.given = torch.zeros(hidden.shape, dtype=hidden.dtype, requires_grad=True)
@@ -165,27 +169,24 @@ class _Run:
 
     def _check_side(self, number: int, where: int | str, value: object) -> None:
         """Check what a block is given beside the hidden states: each stage makes it for itself."""
-        name = f"argument {where}" if isinstance(where, int) else f"`{where}`"
+        wrong = self._wrong_with(value)
+        if wrong:
+            name = f"argument {where}" if isinstance(where, int) else f"`{where}`"
+            raise _refusal(self.model, wrong[0], got=f"{name} of block {number}{wrong[1]}")
+
+    def _wrong_with(self, value: object) -> tuple[str, str] | None:
         if isinstance(value, (dict, list, set)) and not value:
-            _refuse(self.model, "Its blocks share something that they can fill", got=f"{name} of block {number}")
+            return "Its blocks share something that they can fill", ""
         for leaf in trees.leaves(value):
             if isinstance(leaf, torch.Tensor):
-                for source in _leaves_of(leaf):
-                    what = self.weights.get(source)
-                    words = "what a block has returned" if what is None else ".".join(filter(None, what))
-                    self._refuse_side(f"{name} of block {number}, which depends on {words}")
-                if leaf.is_floating_point() and leaf.isnan().any():
-                    self._refuse_side(f"{name} of block {number}")
+                source = next(_leaves_of(leaf), None)
+                if source is not None or (leaf.is_floating_point() and leaf.isnan().any()):
+                    name = "" if source is None else ".".join(self.weights.get(source, ["what a block has returned"]))
+                    what = "A block is given more than the hidden states that depends on weights"
+                    return what, name and f", which depends on {name}"
             elif not isinstance(leaf, _PLAIN) and not callable(leaf):
-                _refuse(
-                    self.model,
-                    "Its blocks share an object that may keep what they write",
-                    got=f"{type(leaf).__name__}, {name} of block {number}",
-                )
-
-
-    def _refuse_side(self, what: str) -> NoReturn:
-        _refuse(self.model, "A block is given more than the hidden states that depends on weights", got=what)
+                return "Its blocks share an object that may keep what they write", f", a {type(leaf).__name__}"
+        return None
 
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -197,7 +198,9 @@ def _parts(path: str) -> list[int]:
 
 
 def _places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
-    return {**dict(enumerate(args)), **kwargs}
+    places: dict[int | str, Any] = dict(enumerate(args))
+    places.update(kwargs)
+    return places
 
 
 def _leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -30,7 +30,7 @@ from hyper_parallel.platform.torch.parallel.skeleton import Elsewhere, LeftOut, 
 class BlockList:
     """A model's blocks, and how stages of them are made. See `Blocks` in `core/parallel/backend.py`."""
 
-    def __init__(self, model: nn.Module, by: object, batch: Mapping[str, Any] | None) -> None:
+    def __init__(self, model: nn.Module, by: object, batch: object) -> None:
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise ArgumentError(
                 "An encoder with a decoder is two lists of blocks, and stages are cut of one.",
@@ -41,7 +41,7 @@ class BlockList:
         self._model = model
         self._path = list_of_blocks(model, by)
         self._blocks = list(model.get_submodule(self._path))
-        self._found = probe(model, self._path, example_of(model) if batch is None else batch)
+        self._found = probe(model, self._path, _example(model, batch))
         self.names = [f"{self._path}.{number}" for number in range(len(self._blocks))]
 
     def stage(self, begin: int, end: int) -> nn.Module:
@@ -59,6 +59,33 @@ class BlockList:
 
         made = skeleton_of(self._model, self._path, in_list, is_here)
         return BlockStage(made.model, made.left_out, is_first=is_first, is_last=is_last)
+
+    def num_weights(self) -> list[int]:
+        return [num_weights(self.stage(number, number + 1)) for number in range(len(self._blocks))]
+
+
+def num_weights(module: nn.Module) -> int:
+    """How many weights are multiplied with: all but those of embeddings."""
+    looked_up = {
+        id(weight) for each in module.modules() if isinstance(each, nn.Embedding) for weight in each.parameters()
+    }
+    return sum(weight.numel() for weight in module.parameters() if id(weight) not in looked_up)
+
+
+def as_keywords(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Put what a step was given into keywords: a batch comes as a dict or as arguments of the model."""
+    if len(args) == 1 and isinstance(args[0], Mapping):
+        return {**args[0], **kwargs}
+    names = list(inspect.signature(model.forward).parameters)
+    if len(args) > len(names):
+        raise ArgumentError("The model takes fewer arguments.", expected=", ".join(names), got=str(len(args)))
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _example(model: nn.Module, batch: object) -> dict[str, Any]:
+    if batch is None:
+        return example_of(model)
+    return as_keywords(model, batch if isinstance(batch, tuple) else (batch,), {})
 
 
 class _Call:
@@ -78,7 +105,7 @@ class _Before(Elsewhere):
 
     def __init__(self, block: nn.Module, extra: int | None) -> None:
         super().__init__(block)
-        vars(self)["extra"] = extra
+        self.__dict__["extra"] = extra
 
     def forward(self, *_: object, **__: object) -> object:
         call = _call.get()
@@ -96,7 +123,7 @@ class _After(Elsewhere):
 
     def __init__(self, block: nn.Module, place: int | str) -> None:
         super().__init__(block)
-        vars(self)["place"] = place
+        self.__dict__["place"] = place
 
     def forward(self, *args: Any, **kwargs: Any) -> object:
         _call.get().result = args[self.place] if isinstance(self.place, int) else kwargs[self.place]
@@ -108,10 +135,10 @@ class BlockStage(nn.Module):
 
     def __init__(self, skeleton: nn.Module, left_out: Sequence[LeftOut], *, is_first: bool, is_last: bool) -> None:
         super().__init__()
-        own = vars(self)
+        own = self.__dict__
         own["skeleton"] = skeleton  # no submodule: names would have a prefix
         for table in ("_modules", "_parameters", "_buffers"):
-            own[table] = vars(skeleton)[table]
+            own[table] = skeleton.__dict__[table]
         self.training = skeleton.training
         self.is_first, self.is_last = is_first, is_last
         self._left_out = left_out
@@ -127,13 +154,7 @@ class BlockStage(nn.Module):
         self.skeleton._init_weights(module)
 
     def as_keywords(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Put what a step was given into keywords: a batch comes as a dict or as arguments of the model."""
-        if len(args) == 1 and isinstance(args[0], Mapping):
-            return {**args[0], **kwargs}
-        names = list(inspect.signature(self.skeleton.forward).parameters)
-        if len(args) > len(names):
-            raise ArgumentError("The model takes fewer arguments.", expected=", ".join(names), got=str(len(args)))
-        return {**dict(zip(names, args, strict=False)), **kwargs}
+        return as_keywords(self.skeleton, args, kwargs)
 
     def weight_of(self, batch: Mapping[str, Any]) -> float | None:
         """What the model's loss of a microbatch counts; None where it makes no loss."""
@@ -182,8 +203,10 @@ class BlockStage(nn.Module):
         """Look once whether the result depends on a weight that this stage does not have."""
         if self._is_proved or torch.is_grad_enabled() is False:
             return
-        if received is not None and not received.isnan().any() and any(
-            value.is_floating_point() and value.isnan().any() for value in _tensors(result)
+        if (
+            received is not None
+            and not received.isnan().any()
+            and any(value.is_floating_point() and value.isnan().any() for value in _tensors(result))
         ):
             raise StateError(
                 "A result of this stage is not a number, though what it was given is.",

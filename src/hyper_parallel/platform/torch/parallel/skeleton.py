@@ -35,7 +35,7 @@ class LeftOut(NamedTuple):
         """Put a tensor of the weight's shape in its place, no parameter, one number in memory."""
         number = value if self.dtype.is_floating_point or self.dtype.is_complex else 0
         filled = torch.full((), number, dtype=self.dtype, device=device).expand(self.shape)
-        vars(self.owner)[self.name] = filled
+        self.owner.__dict__[self.name] = filled
         return filled
 
 
@@ -73,7 +73,7 @@ def skeleton_of(
 def _copied(module: nn.Module) -> nn.Module:
     made = copy.copy(module)
     for table in _TABLES:
-        vars(made)[table] = copy.copy(vars(module)[table])
+        made.__dict__[table] = copy.copy(module.__dict__[table])
     return made
 
 
@@ -94,8 +94,8 @@ class Elsewhere(nn.Module):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        own = vars(self)
-        own.update({name: value for name, value in vars(block).items() if name not in own})
+        own = self.__dict__
+        own.update({name: value for name, value in block.__dict__.items() if name not in own})
         for name in dir(type(block)):  # properties and attributes of its class, such as "attention_type"
             if not hasattr(nn.Module, name) and isinstance(value := getattr(block, name, None), _PLAIN):
                 own.setdefault(name, value)
