@@ -106,6 +106,7 @@ class Pipeline:
         )
         everywhere = self._weights_everywhere(is_dynamic=dynamic_shapes)
         self._copies = Copies(self._exchange, self.stages, self._rank, everywhere)
+        self._are_copies_equal = False
         self._loss_meta: TensorMeta | None = None
         self._is_broken = False
 
@@ -195,6 +196,9 @@ class Pipeline:
             )
         self._is_broken = True  # until this step has come to its end
         try:
+            if not self._are_copies_equal:
+                self._copies.make_equal()
+                self._are_copies_equal = True
             step = _Step(self, microbatches, factors)
             with self._copies.apart():
                 step.run(self._actions)

@@ -90,6 +90,13 @@ class PipelineStage:
         """What the stage's own loss of a microbatch counts; None where it does not say."""
         return self._runs.weight_of(kwargs)
 
+    def weight(self, name: str) -> Tensor:
+        return dict(self._runs.weights())[name]
+
+    def set_weight(self, name: str, value: Tensor) -> None:
+        """Write numbers into a weight."""
+        platform_of(self.module).load_into_param(self.weight(name), value)
+
     def gradient(self, name: str) -> Tensor | None:
         return self._runs.gradient(name)
 

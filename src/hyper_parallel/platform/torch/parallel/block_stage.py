@@ -149,9 +149,10 @@ class BlockStage(nn.Module):
     def config(self) -> Any:
         return self.skeleton.config
 
-    def _init_weights(self, module: nn.Module) -> None:
-        """Fill a module as the model does; what `init_parameters` asks where a module cannot fill itself."""
-        self.skeleton._init_weights(module)
+    @property
+    def _init_weights(self) -> Any:
+        """What fills a module as the model does, for `init_parameters`; None where the model does not."""
+        return getattr(self.skeleton, "_init_weights", None)
 
     def as_keywords(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return as_keywords(self.skeleton, args, kwargs)
