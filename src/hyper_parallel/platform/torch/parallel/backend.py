@@ -38,6 +38,8 @@ class TorchStage:
         self._module.get_parameter(name).grad = None if gradient is None else gradient.clone()
 
     def forward(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if args and function is self._module and self._of_blocks() is not None:
+            args, kwargs = (), {"received": args[0], **kwargs}
         with torch.enable_grad():
             return function(*args, **kwargs)
 
@@ -60,12 +62,17 @@ class TorchStage:
         return _gradients_of(inputs), deferred.run
 
     def as_taken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        if isinstance(self._module, BlockStage):
-            return (), self._module.as_keywords(args, kwargs)
-        return args, dict(kwargs)
+        stage = self._of_blocks()
+        return (args, dict(kwargs)) if stage is None else ((), stage.as_keywords(args, kwargs))
 
     def weight_of(self, kwargs: Mapping[str, Any]) -> float | None:
-        return self._module.weight_of(kwargs) if isinstance(self._module, BlockStage) else None
+        stage = self._of_blocks()
+        return None if stage is None else stage.weight_of(kwargs)
+
+    def _of_blocks(self) -> BlockStage | None:
+        """The module, if it was cut out of a model; a wrapper of regions may be around it."""
+        inner = getattr(self._module, "_checkpoint_wrapped_module", self._module)
+        return inner if isinstance(inner, BlockStage) else None
 
 
 def _gradients_of(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -142,7 +142,6 @@ class BlockStage(nn.Module):
         self.training = skeleton.training
         self.is_first, self.is_last = is_first, is_last
         self._left_out = left_out
-        self._filled_on: torch.device | None = None
         self._is_proved = False
 
     @property
@@ -161,12 +160,20 @@ class BlockStage(nn.Module):
         """What the model's loss of a microbatch counts; None where it makes no loss."""
         return weight_of(self.skeleton, batch)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        received = None if self.is_first else args[0]
-        batch = self.as_keywords(args if self.is_first else args[1:], kwargs)
+    def forward(self, *args: Any, received: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """Run this stage. `received`: what the stage before has given; the first stage has none."""
+        batch = self.as_keywords(args, kwargs)
+        if self.is_first != (received is None):
+            raise ArgumentError(
+                "Each stage but the first takes what the one before it gives.",
+                expected="no `received`" if self.is_first else "the keyword `received`",
+                got=describe(received),
+            )
         self._check_batch(batch)
         batch = {**options_of(self.skeleton), **batch}
-        self._fill(received if received is not None else next(iter(_tensors(batch))))
+        device = (_tensors(batch)[0] if received is None else received).device
+        for left in self._left_out:
+            left.fill(device, float("nan"))
         self.skeleton.training = self.training
         call = _Call(received)
         token = _call.set(call)
@@ -185,20 +192,13 @@ class BlockStage(nn.Module):
 
     def _check_batch(self, batch: Mapping[str, Any]) -> None:
         check_options(self.skeleton, batch)
-        if not any(True for _ in _tensors(batch)):
+        if not _tensors(batch):
             raise ArgumentError(
                 "Each stage of such a model takes the whole batch, for masks and positions.",
                 expected="the batch on every rank",
                 got=", ".join(batch) or "nothing",
                 do="Call pipeline.step(batch) or pipeline.step(input_ids, labels=labels) alike on all ranks.",
             )
-
-    def _fill(self, like: torch.Tensor) -> None:
-        """Put NaN in place of weights that other stages have."""
-        if self._filled_on != like.device:
-            for left in self._left_out:
-                left.fill(like.device, float("nan"))
-            self._filled_on = like.device
 
     def _check_whole(self, received: torch.Tensor | None, result: object) -> None:
         """Look once whether the result depends on a weight that this stage does not have."""

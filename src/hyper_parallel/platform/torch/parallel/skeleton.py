@@ -32,7 +32,10 @@ class LeftOut(NamedTuple):
     dtype: torch.dtype
 
     def fill(self, device: torch.device, value: float) -> torch.Tensor:
-        """Put a tensor of the weight's shape in its place, no parameter, one number in memory."""
+        """Put a tensor of the weight's shape in its place, no parameter, one number in memory, if none is there."""
+        there = self.owner.__dict__.get(self.name)
+        if there is not None and there.device == device:
+            return there
         number = value if self.dtype.is_floating_point or self.dtype.is_complex else 0
         filled = torch.full((), number, dtype=self.dtype, device=device).expand(self.shape)
         self.owner.__dict__[self.name] = filled
@@ -96,9 +99,10 @@ class Elsewhere(nn.Module):
         super().__init__()
         own = self.__dict__
         own.update({name: value for name, value in block.__dict__.items() if name not in own})
-        for name in dir(type(block)):  # properties and attributes of its class, such as "attention_type"
-            if not hasattr(nn.Module, name) and isinstance(value := getattr(block, name, None), _PLAIN):
-                own.setdefault(name, value)
+        inner = getattr(block, "_checkpoint_wrapped_module", block)
+        for name in dir(inner):  # properties and attributes of its class as well, such as "attention_type"
+            if not hasattr(self, name) and isinstance(value := getattr(inner, name, None), _PLAIN):
+                own[name] = value
 
 
 _PLAIN = (bool, int, float, str)
