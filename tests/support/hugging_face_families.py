@@ -100,9 +100,9 @@ def _tiny(config_class: Any) -> Any:
             return config
 
 
-def batch() -> dict[str, torch.Tensor]:
-    """Four rows; of the first two few labels count."""
-    ids = torch.randint(3, 64, (4, 8), generator=torch.Generator().manual_seed(1))
+def batch(num_rows: int = 4) -> dict[str, torch.Tensor]:
+    """Rows of eight tokens; of the first two few labels count."""
+    ids = torch.randint(3, 64, (num_rows, 8), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, 3:] = labels[1, 2:] = -100
     return {"input_ids": ids, "labels": labels}
