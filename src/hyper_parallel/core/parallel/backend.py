@@ -58,6 +58,9 @@ class StageBackend(Protocol):
         Returns: the gradients of `inputs`, and the call that runs the other half.
         """
 
+    def train_with(self, loss_fn: object) -> None:
+        """Let backwards add to the gradients of a loss function's weights, too, where it is a module."""
+
     def as_taken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """What a step was given, as this stage takes it: arguments that only the first stage needs, and keywords."""
 

@@ -91,6 +91,9 @@ class Pipeline:
         self._ranks = _world_ranks(self._platform, mesh, axis, schedule.num_ranks)
         self._rank = self._ranks.index(self._platform.get_rank())
         self._check_placement(given)
+        for stage in given:
+            if stage.is_last:
+                stage.train_with(loss_fn)
         self._actions = schedule.lower().ranks[self._rank]
         self._cut = self._platform.micro_batch(schedule.num_microbatches, args_batch_dim, kwargs_batch_dim)
         self._cut_target = self._platform.micro_batch(schedule.num_microbatches)
@@ -107,6 +110,7 @@ class Pipeline:
         everywhere = self._weights_everywhere(is_dynamic=dynamic_shapes)
         self._copies = Copies(self._exchange, self.stages, self._rank, everywhere)
         self._are_copies_equal = False
+        self._is_dynamic = dynamic_shapes
         self._loss_meta: TensorMeta | None = None
         self._is_broken = False
 
@@ -225,10 +229,13 @@ class Pipeline:
     def _share(self, loss: Tensor | None) -> Tensor:
         """Give all ranks the sum of the losses, of which the ranks with the last stage have parts."""
         if len(self._ranks) > 1:
-            if self._loss_meta is None:
+            mine = None if loss is None else self._backend.meta(loss)
+            if self._loss_meta is None or self._is_dynamic:
                 metas: list[TensorMeta | None] = [None] * len(self._ranks)
-                self._platform.all_gather_object(metas, None if loss is None else self._backend.meta(loss), self._group)
+                self._platform.all_gather_object(metas, mine, self._group)
                 self._loss_meta = next(meta for meta in metas if meta is not None)
+            elif mine is not None:
+                Form(None, (mine,)).check_same(Form(None, (self._loss_meta,)), "The loss")
             part = self._backend.zeros(self._loss_meta, self._device) if loss is None else loss
             return self._platform.all_reduce(part, self._group)
         return loss

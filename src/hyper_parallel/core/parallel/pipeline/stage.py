@@ -90,6 +90,10 @@ class PipelineStage:
         """What the stage's own loss of a microbatch counts; None where it does not say."""
         return self._runs.weight_of(kwargs)
 
+    def train_with(self, loss_fn: object) -> None:
+        """Let the weights of a loss function have gradients, if it is a module."""
+        self._runs.train_with(loss_fn)
+
     def weight(self, name: str) -> Tensor:
         return dict(self._runs.weights())[name]
 

@@ -37,6 +37,7 @@ class MindSporeStage:
 
     def __init__(self, cell: nn.Cell) -> None:
         self._cell = cell
+        self._loss_cell: nn.Cell | None = None
         self.device: Device = "CPU"
         self.undeferred: set[str] = set()
 
@@ -56,7 +57,7 @@ class MindSporeStage:
     def backward(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        weights = self._cell.trainable_params()
+        weights = self._trained()
         wanted = (*inputs, *weights)
         if not outputs or not wanted:
             return [None] * len(inputs)
@@ -80,6 +81,14 @@ class MindSporeStage:
         self.undeferred.update(weight.name for weight in self._cell.trainable_params())
         found = self.backward(outputs, gradients, inputs)
         return found, lambda: None
+
+    def train_with(self, loss_fn: object) -> None:
+        self._loss_cell = loss_fn if isinstance(loss_fn, nn.Cell) else None
+
+    def _trained(self) -> list[Tensor]:
+        """The weights whose gradients a backward makes, each once."""
+        cells = [self._cell] if self._loss_cell is None else [self._cell, self._loss_cell]
+        return list({id(weight): weight for cell in cells for weight in cell.trainable_params()}.values())
 
     def as_taken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         return args, dict(kwargs)

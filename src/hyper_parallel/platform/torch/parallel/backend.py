@@ -61,6 +61,9 @@ class TorchStage:
             self.undeferred.update(name for name, weight in self._module.named_parameters() if id(weight) in done)
         return _gradients_of(inputs), deferred.run
 
+    def train_with(self, loss_fn: object) -> None:
+        """Autograd finds the weights of a loss function by itself."""
+
     def as_taken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         stage = self._of_blocks()
         return (args, dict(kwargs)) if stage is None else ((), stage.as_keywords(args, kwargs))
