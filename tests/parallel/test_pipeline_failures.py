@@ -35,7 +35,9 @@ def test_every_rank_ends_in_time_and_names_whom_it_waited_for(seed: int) -> None
     for rank, (text, seconds, has_come) in found.items():
         assert seconds < longest_s + GRACE_S, (failure, rank, seconds)
         if rank != failure.victim:
-            named = {int(number) for ranks in re.findall(r"ranks? ([\d, ]+)", text) for number in re.findall(r"\d", ranks)}
+            named = {
+                int(number) for ranks in re.findall(r"ranks? ([\d, ]+)", text) for number in re.findall(r"\d", ranks)
+            }
             assert text.startswith("CommunicationError"), (failure, rank, text)
             assert named - {rank}, (failure, rank, text)
         else:

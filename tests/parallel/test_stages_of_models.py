@@ -42,10 +42,15 @@ IN_EVERY_RUN = [
     "whisper",
 ]
 REFUSED = {
-    "zamba": "which depends on model.embed_tokens.weight",
+    "glm_moe_dsa": "`prev_topk_indices` of block 1, which depends on what a block has returned",
+    "hrm_text": "got model.L_module.layers of 4, model.H_module.layers of 4",
+    "hy_v4": "`prev_topk_indices` of block 1, which depends on what a block has returned",
+    "inkling2_text": "argument 1 of block 1, which depends on model.embed_tokens.weight",
     "roformer": "given more than the hidden states that depends on weights",
+    "rwkv": "its forward could not be followed",
     "xlm": "got transformer.attentions of 4, transformer.layer_norm1 of 4",
-}
+    "zamba": "which depends on model.embed_tokens.weight",
+}  # docs/pipelines.md has them, too
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +79,11 @@ def test_a_family_that_cannot_be_cut_is_refused_in_words(family: str) -> None:
 
 @pytest.mark.skipif(os.environ.get("HYPER_PARALLEL_CAMPAIGN") != "full", reason="all families are a campaign")
 def test_of_all_families_none_trains_otherwise_than_in_one_process() -> None:
-    outcomes = {family: families.outcome(family) for family in families.families()}
-    assert [family for family, outcome in outcomes.items() if outcome.startswith("wrong")] == []
-    assert Counter(outcome.partition(":")[0] for outcome in outcomes.values())["trains"] >= 100
+    outcomes = {family: families.outcome(family).partition(":")[0] for family in families.families()}
+    assert [family for family, outcome in outcomes.items() if outcome == "wrong"] == []
+    if transformers.__version__.startswith("5.23."):  # of which docs/pipelines.md tells
+        assert {family for family, outcome in outcomes.items() if outcome == "refused"} == set(REFUSED)
+        assert Counter(outcomes.values()) == {"trains": 131, "refused": 8, "not built": 50}
 
 
 @pytest.mark.parametrize(
