@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 import hyper_parallel as hp
-from hyper_parallel.platform.torch.communication import Communication
 from support.process_worker import keep_platform_groups
 
 

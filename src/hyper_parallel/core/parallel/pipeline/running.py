@@ -26,6 +26,7 @@ from hyper_parallel.core.parallel.pipeline.copies import Copies
 from hyper_parallel.core.parallel.pipeline.exchange import Exchange, Name
 from hyper_parallel.core.parallel.pipeline.messages import Form, form_of, rebuilt
 from hyper_parallel.core.parallel.pipeline.schedule import Schedule
+from hyper_parallel.core.parallel.pipeline.sharded_stages import ShardedStages
 from hyper_parallel.core.parallel.pipeline.stage import PipelineStage, StageRun, StageWeight
 from hyper_parallel.platform import platform_of
 from hyper_parallel.platform.arguments import check_flag
@@ -94,7 +95,8 @@ class Pipeline:
         for stage in given:
             if stage.is_last:
                 stage.train_with(loss_fn)
-        self._actions = schedule.lower().ranks[self._rank]
+        self._sharded = ShardedStages(self.stages)
+        self._actions = schedule.lower(zero=self._sharded.zero).ranks[self._rank]
         self._cut = self._platform.micro_batch(schedule.num_microbatches, args_batch_dim, kwargs_batch_dim)
         self._cut_target = self._platform.micro_batch(schedule.num_microbatches)
         self._group = None if mesh is None else mesh.get_group(axis)
@@ -205,7 +207,8 @@ class Pipeline:
                 self._are_copies_equal = True
             step = _Step(self, microbatches, factors)
             with self._copies.apart():
-                step.run(self._actions)
+                with self._sharded.step():
+                    step.run(self._actions)
                 self._copies.add_up()
             loss = self._share(step.loss)
         finally:
@@ -290,7 +293,7 @@ class _Step:
                     self._pipeline.coordinator,
                 )
         elif number is None:
-            pass  # leases and reductions of sharded parameters: those of these stages are whole
+            self._pipeline._sharded.do(action)
         elif kind is Kind.FORWARD:
             self._forward(stage, number)
         elif kind is Kind.BACKWARD:

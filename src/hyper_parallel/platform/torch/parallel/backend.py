@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.core.parallel.backend import Blocks, ParallelBackend, TensorMeta
+from hyper_parallel.platform.torch.dtensor.tensor import DTensor
 from hyper_parallel.platform.torch.dtypes import to_dtype
 from hyper_parallel.platform.torch.parallel.block_stage import BlockList, BlockStage, num_weights
 from hyper_parallel.platform.torch.parallel.weight_gradients import backward_of_inputs
@@ -32,10 +33,10 @@ class TorchStage:
         return list(self._module.named_parameters())
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        return self._module.get_parameter(name).grad
+        return _plain(self._module.get_parameter(name)).grad
 
     def set_gradient(self, name: str, gradient: torch.Tensor | None) -> None:
-        self._module.get_parameter(name).grad = None if gradient is None else gradient.clone()
+        _plain(self._module.get_parameter(name)).grad = None if gradient is None else gradient.clone()
 
     def forward(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if args and function is self._module and self._of_blocks() is not None:
@@ -76,6 +77,11 @@ class TorchStage:
         """The module, if it was cut out of a model; a wrapper of regions may be around it."""
         inner = getattr(self._module, "_checkpoint_wrapped_module", self._module)
         return inner if isinstance(inner, BlockStage) else None
+
+
+def _plain(weight: torch.Tensor) -> torch.Tensor:
+    """The memory of a weight on this rank: a shard's part, or the weight itself."""
+    return weight._local if isinstance(weight, DTensor) else weight
 
 
 def _gradients_of(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
