@@ -82,12 +82,13 @@ class UnitHooks:
         return args, kwargs
 
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:
-        stack = self._thread.running if self.unit is not None else []
+        unit = self.unit
+        if unit is None:
+            return None
+        stack = self._thread.running
         if not stack or stack[-1].module is not module:  # gathering raised: this forward never began
             return None
         running = stack.pop()
-        unit = self.unit
-        assert unit is not None
         if output is None and sys.exc_info()[1] is not running.error:
             with _unseen():
                 ORDER.after_forward(unit, None, running.pass_id)
@@ -151,8 +152,8 @@ class _BeforeBackward:
 
     def __call__(self, grad: torch.Tensor) -> None:
         now = pass_id()
-        assert now is not None
-        ORDER.before_backward(self._call, now)
+        if now is not None:
+            ORDER.before_backward(self._call, now)
 
 
 class _AfterBackward:
@@ -165,6 +166,11 @@ class _AfterBackward:
         call, now = self._call(), pass_id()
         if call is not None and now is not None:
             ORDER.after_backward(call, now)
+
+
+def _unseen() -> AbstractContextManager[object]:
+    """Around what is no work of the module: regions that record it must not see it, nor who counts its operations."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -192,14 +198,6 @@ def _follow_gradients(unit: Unit) -> None:
         if parameter.whole.requires_grad and not parameter.is_followed:
             parameter.is_followed = True
             parameter.whole_local.register_post_accumulate_grad_hook(came)
-
-
-def _unseen() -> AbstractContextManager[None]:
-    """Hide what is gathered from modes such as a region's, which may leave it out when it runs again."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def _is_floating(value: object) -> bool:

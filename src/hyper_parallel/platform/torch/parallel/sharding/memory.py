@@ -24,7 +24,7 @@ from hyper_parallel.platform.torch.communication import Communication
 from hyper_parallel.platform.torch.communication.transport import TorchTransport
 from hyper_parallel.platform.torch.dtypes import to_dtype
 from hyper_parallel.platform.torch.parallel.sharding.gradients import UnitGradients
-from hyper_parallel.platform.torch.parallel.sharding.parameters import Place, UnitParameter
+from hyper_parallel.platform.torch.parallel.sharding.parameters import Place, UnitParameter, check_optimizers
 
 __all__ = ["TorchUnitMemory"]
 
@@ -72,6 +72,7 @@ class TorchUnitMemory:
         self._replicas = None if replicate_axis is None else (mesh.get_group(replicate_axis), mesh.size(replicate_axis))
         self._gather_handle: Any = None
         self._received = _NOTHING
+        self._is_checked = False
         self._generation = 0
         self._whole_versions = 0
         self._gradients = UnitGradients(
@@ -222,6 +223,9 @@ class TorchUnitMemory:
     def begin_gather(self) -> None:
         if not self.parameters:
             return
+        if not self._is_checked:
+            self._is_checked = True
+            check_optimizers(self.parameters)
         self._take_in_changes()
         sent = self._shards
         if self._is_cast:
@@ -373,7 +377,7 @@ class TorchUnitMemory:
 
     @property
     def has_new_gradients(self) -> bool:
-        return any([whole.grad is not None for whole in self._wholes])
+        return any(whole.grad is not None for whole in self._wholes)
 
     @property
     def has_sums(self) -> bool:

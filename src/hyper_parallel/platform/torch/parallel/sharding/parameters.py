@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,10 @@ from hyper_parallel.core.parallel.sharding.cutting import Cut, cut
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.torch.dtensor.tensor import DTensor, wrapped
 
-__all__ = ["Place", "UnitParameter", "found_parameters", "sharded_spec"]
+__all__ = ["Place", "UnitParameter", "check_optimizers", "found_parameters", "sharded_spec"]
+
+# What a DTensor keeps of itself. Everything else was noted on a parameter by somebody, and goes on to its shard.
+_OF_DTENSORS = ("_is_param", "_last_grad", "_local", "_origin", "_spec", "_ties", "_values", "_view_of")
 
 
 class Place(NamedTuple):
@@ -49,7 +53,7 @@ class UnitParameter:
         self.part = part
         self.inner_spec: Spec | None = given._spec if isinstance(given, DTensor) else None
         self.dtype: torch.dtype = given.dtype
-        self._given = weakref.ref(given)
+        self.given = weakref.ref(given)
         self.shard: Any = None
         self.local: torch.Tensor = torch.empty(0)  # this rank's part of the shard, as plain memory
         self.whole: Any = None
@@ -58,15 +62,13 @@ class UnitParameter:
 
     def is_of(self, parameter: nn.Parameter) -> bool:
         """Whether this is the shard, or the parameter that it was made of."""
-        return parameter is self.shard or parameter is self._given()
+        return parameter is self.shard or parameter is self.given()
 
     def set_shard(self, local: torch.Tensor, like: nn.Parameter) -> None:
         """Make the shard of memory, with what was noted on the parameter that it follows."""
         shard = nn.Parameter(wrapped(local, self.spec), like.requires_grad)
         for name, value in vars(like).items():
-            if not name.startswith(
-                ("_local", "_spec", "_values", "_origin", "_ties", "_view_of", "_is_param", "_last_grad")
-            ):
+            if name not in _OF_DTENSORS:
                 setattr(shard, name, value)
         self.shard, self.local = shard, shard._local
 
@@ -91,6 +93,22 @@ class UnitParameter:
                 do="Write into the parameter, or call `hp.fully_shard` after the replacement.",
             )
         self.shard, self.local = current, current._local
+
+
+def check_optimizers(parameters: Sequence[UnitParameter]) -> None:
+    """Raise where an optimizer was made before its parameters were sharded: it would train tensors that nobody uses."""
+    replaced = {id(given): parameter for parameter in parameters if (given := parameter.given()) is not None}
+    if not replaced:
+        return
+    for optimizer in [found for found in gc.get_objects() if isinstance(found, torch.optim.Optimizer)]:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in replaced:
+                    raise StateError(
+                        "An optimizer was made before its parameters were sharded: it would not train them.",
+                        where=f"{type(optimizer).__name__}, {replaced[id(parameter)].name}",
+                        do="Make the optimizer after `hp.fully_shard`, of `model.parameters()`.",
+                    )
 
 
 def found_parameters(
