@@ -155,9 +155,6 @@ class Unit:
         """Whether a forward is alive whose backward has not begun."""
         return any(call.state is CallState.WAITING for call in tuple(self._calls))
 
-    def running_calls(self) -> list[Call]:
-        return [call for call in tuple(self._calls) if call.state is CallState.RUNNING]
-
     @property
     def has_open_calls(self) -> bool:
         """Whether a backward may still add to the gradients."""
@@ -199,3 +196,4 @@ class Unit:
             call.state = CallState.ENDED
         self.give_back(*(lease for lease in Lease if with_schedule or lease is not Lease.SCHEDULE))
         self.memory.drop_gradients()
+        self.order.forget_reduce(self)

@@ -38,7 +38,7 @@ class TorchSharding:
         names = [""] if len(modules) == 1 else [f"{number}" for number in range(len(modules))]
         own, given, borrowed = [], [], []
         device = _device(axes)
-        for name, parameter, places in found_parameters(modules, names):
+        for name, parameter, places in found_parameters(modules, names, self.is_sharded):
             memory = _memory_of.get(parameter)
             if memory is None:
                 _check_has_no_hooks(name, parameter)
@@ -48,9 +48,8 @@ class TorchSharding:
                 continue
             owner = next(other for other in memory.parameters if other.is_of(parameter))
             added = [place for place in places if not any(place.is_same(known) for known in owner.places)]
-            if added:
-                memory.add_places(owner, added)
-                borrowed.append(_unit_of[memory])
+            memory.add_places(owner, added)
+            borrowed.append(_unit_of[memory])
         made = TorchUnitMemory(_name(modules), own, given, axes.mesh, axes.axis, axes.replicate_axis, precision, device)
         for parameter, old in zip(own, given, strict=True):
             _memory_of[parameter.shard] = _memory_of[old] = made

@@ -159,7 +159,10 @@ class TorchUnitMemory:
         for group in self._groups:
             self._make_group_wholes(group)
         # Where the message lies as the whole memory does, it is received right there.
-        self._is_direct = self._axis_size == 1 or [parameter.part.dim for parameter in self.parameters] == [0]
+        self._is_direct = self._axis_size == 1 or (
+            [parameter.part.dim for parameter in self.parameters] == [0]
+            and self._sent_bytes == self._groups[0].room * self._groups[0].gathered.itemsize
+        )
         self._whole_memory = self._on_storage(torch.uint8, 0, (total,))
         self._storage.resize_(0)
         self._note_tensors()
