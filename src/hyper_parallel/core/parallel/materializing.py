@@ -176,18 +176,16 @@ class _Run:
 
     def run(self) -> None:
         owners: dict[str, Module] = {}
+        own: list[tuple[int | None, str]] = []  # modules with a parameter that no other stage has
         for part in self._parts:
             for name, module in self._filling.owners(part.module):
                 if owners.setdefault(name, module) is not module:
-                    raise ArgumentError(
-                        "Names say which numbers a module begins with, so each module has its own.",
-                        expected="the names that the modules have in the whole model",
-                        got=f"{name!r} twice",
-                    )
+                    raise _same_name(name)
+                keys = {f"{name}.{key}" if name else key: key for key in self._filling.parameters(module)}
                 if part.stage is not None:
-                    for key in self._filling.parameters(module):
-                        self._homes[part.stage, f"{name}.{key}" if name else key] = name, module, key
-        copies = self._copies()
+                    self._homes.update(((part.stage, full), (name, module, key)) for full, key in keys.items())
+                    own += [(part.stage, name)] if keys.keys() - part.tied.keys() else []
+        copies = self._copies(own)
         for places in copies.values():
             for place in _others(places):
                 if place.rank == self._rank:
@@ -211,22 +209,26 @@ class _Run:
     def _seed_for(self, name: str) -> None:
         seed_all(self._platform, derived_seed(self._seed, name))
 
-    def _copies(self) -> dict[str, list[_Place]]:
-        """Ask all ranks where copies of tied weights are."""
+    def _copies(self, own: list[tuple[int | None, str]]) -> dict[str, list[_Place]]:
+        """Ask all ranks where copies of tied weights are, and whether names are those of the whole model."""
         if all(part.stage is None for part in self._parts):
             return {}
-        mine = [
+        tied_here = [
             (tied, _Place(part.stage, self._rank, name))
             for part in self._parts
             if part.stage is not None
             for name, tied in part.tied.items()
         ]
-        everywhere: list[Any] = [mine]
+        everywhere: list[Any] = [(tied_here, own)]
         if self._platform.get_world_size() > 1:
             everywhere = [None] * self._platform.get_world_size()
-            self._platform.all_gather_object(everywhere, mine)
+            self._platform.all_gather_object(everywhere, (tied_here, own))
+        stage_of: dict[str, int | None] = {}
+        for stage, name in (entry for _, owned in everywhere for entry in owned):
+            if stage_of.setdefault(name, stage) != stage:
+                raise _same_name(name)
         found: dict[str, list[_Place]] = {}
-        for tied, place in (entry for entries in everywhere for entry in entries):
+        for tied, place in (entry for places, _ in everywhere for entry in places):
             found.setdefault(tied, []).append(place)
         return {tied: sorted(places) for tied, places in sorted(found.items()) if len(places) > 1}
 
@@ -249,6 +251,15 @@ class _Run:
         for place in mine:
             _, module, key = self._homes[place.stage, place.name]
             self._filling.store(module, key, whole)
+
+
+def _same_name(name: str) -> ArgumentError:
+    return ArgumentError(
+        "Two modules have one name, and would begin with the same numbers.",
+        expected="the names that modules have in the whole model, as `split_stages` keeps them",
+        got=f"{name!r} twice",
+        do="Build each stage so that its modules keep their names, or fill the stages yourself.",
+    )
 
 
 def _others(places: Sequence[_Place]) -> list[_Place]:

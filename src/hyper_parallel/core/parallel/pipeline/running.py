@@ -137,6 +137,11 @@ class Pipeline:
                 where=f"rank {self._rank} of the pipeline",
             )
 
+    @property
+    def group(self) -> Any:
+        """The pipeline's ranks, as communication takes them; None: all ranks."""
+        return self._group
+
     def parameters(self) -> list[Tensor]:
         """The weights of this rank's stages that are trained, each once, for an optimizer."""
         return [weight for _, _, weight in self._trained()]

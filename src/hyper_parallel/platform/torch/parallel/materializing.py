@@ -23,10 +23,12 @@ from hyper_parallel.platform.torch.devices import Devices
 from hyper_parallel.platform.torch.dtensor.movement import reduce_values
 from hyper_parallel.platform.torch.parallel.places import (
     device_of,
+    is_part,
     is_placeholder,
     layout_of,
     store,
     user_attributes,
+    whole_copy,
 )
 
 __all__ = ["BACKEND", "TorchFilling"]
@@ -63,6 +65,7 @@ class TorchFilling:
         self._without: dict[int, torch.Tensor] = {}  # by the tensor's id: what stands for it meanwhile
         self._filled: dict[int, torch.Tensor] = {}  # by the tensor's id: the one that has its values
         self._left: set[tuple[int, str]] = set()
+        self._wanted: dict[int, list[_Slot]] = {}  # by the module's id: what was filled with it
         self._had_placeholders = False
         for root in roots:
             self._owners[id(root)] = list(self._found(root))
@@ -102,7 +105,7 @@ class TorchFilling:
         for found in self._modules.values():
             for slot in found.slots:
                 self._had_placeholders |= is_placeholder(slot.tensor)
-                if isinstance(slot.tensor, nn.Parameter) or is_placeholder(slot.tensor):
+                if isinstance(slot.tensor, nn.Parameter) or is_placeholder(slot.tensor) or is_part(slot.tensor):
                     self._without.setdefault(id(slot.tensor), _without_memory(slot.tensor))
         try:
             self._clear()
@@ -152,13 +155,13 @@ class TorchFilling:
             for slot in found.slots
             if id(slot.tensor) not in self._filled and (id(module), slot.key) not in self._left
         ]
+        self._wanted[id(module)] = wanted
         unwritten = []
         try:
             marks = self._run_initialisers(found, wanted)
             for slot, mark in zip(wanted, marks, strict=True):
                 now = slot.table[slot.key]
-                if mark is None and now is slot.tensor:
-                    continue
+                # A buffer with values keeps those that no initialiser makes again.
                 if mark is None or mark.is_written(now):
                     self._store(slot, now, found)
                 else:
@@ -170,7 +173,7 @@ class TorchFilling:
     def whole(self, module: nn.Module, parameter: str) -> torch.Tensor:
         found = self._modules[id(module)]
         try:
-            self._run_initialisers(found, [slot for slot in found.slots if (id(module), slot.key) not in self._left])
+            self._run_initialisers(found, self._wanted[id(module)])  # the same draws as before
             made: torch.Tensor = found.module._parameters[parameter].detach()
             return made.contiguous()
         finally:
@@ -214,8 +217,7 @@ class TorchFilling:
                 whole.__dict__.update(user_attributes(slot.tensor))
                 marks.append(mark)
             else:
-                # A buffer with values keeps those that no initialiser makes again. A part of one is left alone.
-                whole = slot.tensor.clone() if type(slot.tensor) is torch.Tensor else slot.tensor
+                whole = whole_copy(slot.tensor)
                 marks.append(None)
             slot.table[slot.key] = whole
         for owner, initialise in _initialisers(found.module, found.around):

@@ -21,7 +21,16 @@ from hyper_parallel.platform.torch.devices import Devices
 from hyper_parallel.platform.torch.dtensor.conversion import mesh_from_torch
 from hyper_parallel.platform.torch.dtensor.tensor import DTensor, wrapped
 
-__all__ = ["device_of", "is_placeholder", "layout_of", "local_of", "store", "user_attributes"]
+__all__ = [
+    "device_of",
+    "is_part",
+    "is_placeholder",
+    "layout_of",
+    "local_of",
+    "store",
+    "user_attributes",
+    "whole_copy",
+]
 
 
 def local_of(tensor: Any) -> torch.Tensor:
@@ -33,6 +42,18 @@ def local_of(tensor: Any) -> torch.Tensor:
 def is_placeholder(tensor: torch.Tensor) -> bool:
     """Say whether it has no memory yet."""
     return local_of(tensor).device.type == "meta"
+
+
+def is_part(tensor: Any) -> bool:
+    """Say whether other ranks have other parts of it."""
+    if isinstance(tensor, DTensor):
+        return not tensor._spec.layout.is_replicated
+    return isinstance(tensor, native.DTensor) and not all(p.is_replicate() for p in tensor.placements)
+
+
+def whole_copy(tensor: Any) -> torch.Tensor:
+    """A plain copy of a tensor that is whole on every rank."""
+    return local_of(tensor).detach().clone()
 
 
 def layout_of(tensor: torch.Tensor) -> Layout | None:

@@ -1,0 +1,241 @@
+"""Models that are filled, seeded and clipped on several ranks, beside one process. On PyTorch.
+
+Everything here runs in the workers of `support.processes`, and answers what differs, in words.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import hyper_parallel as hp
+from support import pipelines
+from support.process_worker import keep_all_groups, keep_platform_groups, kept_mesh
+from support.schedule_names import SCHEDULES
+
+SEED = 5
+WIDTH = 6  # does not divide by 4
+
+
+class Head(nn.Linear):
+    """A last layer whose weight may be that of the embedding, which begins with other numbers."""
+
+
+def sequence() -> nn.Sequential:
+    """An embedding, blocks, a head with the embedding's weight and a bias of its own."""
+    blocks = [nn.Sequential(nn.Linear(WIDTH, 10), nn.LayerNorm(10), nn.Linear(10, WIDTH)) for _ in range(4)]
+    model = nn.Sequential(nn.Embedding(7, WIDTH), *blocks, Head(WIDTH, 7))
+    model[-1].weight = model[0].weight
+    return model
+
+
+def hugging_face(name: str) -> nn.Module:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    sizes: dict[str, Any] = {
+        "vocab_size": 20,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16,
+    }
+    if name == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True))
+    if name == "mixtral":
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=3))
+    config = transformers.GPT2Config(
+        vocab_size=20, n_embd=8, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "sequence": sequence,
+    "llama": lambda: hugging_face("llama"),
+    "gpt2": lambda: hugging_face("gpt2"),
+    "mixtral": lambda: hugging_face("mixtral"),
+}
+
+
+def on_meta(name: str) -> nn.Module:
+    with hp.init_on_device("meta"):
+        return MODELS[name]()
+
+
+def differing(model: nn.Module, right: nn.Module) -> list[str]:
+    """Names of parameters and buffers that are not those of the other model, bit for bit, after they are put together."""
+    expected = {**dict(right.named_parameters()), **dict(right.named_buffers())}
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    wrong = sorted(expected.keys() ^ found.keys())
+    for name in sorted(expected.keys() & found.keys()):
+        value: Any = found[name]
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        if not torch.equal(whole.detach(), expected[name].detach()):
+            wrong.append(name)
+    return wrong
+
+
+def filled(name: str, way: str) -> list[str]:
+    """What differs from one process after a model was built on meta, sharded and filled."""
+    right = hp.materialize(MODELS[name](), SEED)
+    model = on_meta(name)
+    if way == "layouts":
+        mesh = hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        choice = random.Random(name)
+        options = [("tp", "dp"), (("tp", "dp"), None), (None, "tp"), ("dp", None)]
+        plan = {key: choice.choice(options) for key, value in model.named_parameters() if value.ndim == 2}
+        hp.shard_module(model, mesh, {"parameters": plan})
+        keep_platform_groups()
+    elif way == "fsdp2":
+        mesh = kept_mesh((4,), ("dp",))
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList):
+                for block in module:
+                    fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        mesh = kept_mesh((2, 2), ("dp", "tp"))
+        tp = mesh["tp"]
+        for block in model:
+            if isinstance(block, nn.Sequential):
+                parallelize_module(block, tp, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+                fully_shard(block, mesh=mesh["dp"])
+    before = {key: id(value) for key, value in model.named_parameters()}
+    hp.materialize(model, SEED)
+    wrong = differing(model, right)
+    if before != {key: id(value) for key, value in model.named_parameters()}:
+        wrong.append("other parameters than before")
+    if way == "fsdp2" and name != "sequence":
+        tokens = torch.arange(6).reshape(1, 6)
+        difference = (model.eval()(tokens).logits - right.eval()(tokens).logits).abs().max().item()
+        wrong += [] if difference < 1e-5 else [f"logits by {difference}"]
+    keep_all_groups()
+    return wrong
+
+
+def filled_in_stages(number: int) -> list[str]:
+    """The same, of a sequence cut into as many stages as there are ranks."""
+    right = hp.materialize(MODELS["sequence"](), SEED)
+    rank = torch.distributed.get_rank()
+    stage = hp.split_stages(on_meta("sequence"), number)[rank]
+    hp.materialize([stage], SEED)
+    expected = dict(right.named_parameters(remove_duplicate=False))
+    return [key for key, value in stage.module.named_parameters() if not torch.equal(value, expected[key])]
+
+
+def other_seeds() -> str:
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = hp.shard_module(nn.Linear(4, 4), mesh, {"parameters": {"weight": ("tp", None)}})
+    try:
+        hp.materialize(model, torch.distributed.get_rank())
+    except ValueError as error:
+        return str(error)
+    finally:
+        keep_platform_groups()
+    return "filled"
+
+
+def drawn_seed() -> list[float]:
+    torch.manual_seed(torch.distributed.get_rank())
+    return hp.materialize(nn.Linear(3, 1, bias=False)).weight.flatten().tolist()
+
+
+def draws(differ_on: Any, with_mesh: bool) -> tuple[float, float, float, int]:
+    """What each generator of this rank draws first after `manual_seed`, and its seed."""
+    mesh = hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) if with_mesh else None
+    seed = hp.manual_seed(3, mesh, **({} if differ_on is None else {"differ_on": differ_on}))
+    keep_platform_groups()
+    return torch.rand(()).item(), random.random(), float(np.random.random()), seed
+
+
+# -- norms --------------------------------------------------------------------------------------------------------------
+
+
+def gradients(model: nn.Module, *, without: str | None = None) -> None:
+    """Give every parameter a gradient that its name says, as large as it is whole; none to one of them."""
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(len(name) * 1000 + sum(map(ord, name)))
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        if name == without:
+            parameter.grad = None
+
+
+def clipped(way: str, norm_type: float, case: str) -> tuple[float, float, float]:
+    """The norm beside that of one process, and the largest difference of gradients afterwards.
+
+    Cases: "all", "missing" (one parameter has no gradient), "nan" (one rank has one in its part).
+    """
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)).double()
+    gradients(plain)
+    sharded = copy.deepcopy(plain)
+    rank = torch.distributed.get_rank()
+    if way == "layouts":
+        mesh = hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        hp.shard_module(sharded, mesh, {"parameters": {"0.weight": ("tp", "dp"), "2.weight": (None, "tp")}})
+        for (_, value), source in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+            value.grad = hp.distribute_tensor(source.grad.clone(), value.layout)
+        keep_platform_groups()
+    else:
+        fully_shard(sharded, mesh=kept_mesh((4,), ("dp",)))
+        for value, source in zip(sharded.parameters(), plain.parameters(), strict=True):
+            value.grad = torch.distributed.tensor.distribute_tensor(
+                source.grad.clone(), value.device_mesh, value.placements, src_data_rank=None
+            )
+    if case == "missing":
+        plain[1].weight.grad = None
+        sharded[1].weight.grad = None
+    if case == "nan" and rank == 2:
+        sharded[0].weight.grad._local_tensor.fill_(math.nan)
+    right = hp.clip_grad_norm_(plain, 0.5, norm_type)
+    found = hp.clip_grad_norm_(sharded, 0.5, norm_type)
+    difference = max(
+        (value.grad.full_tensor() - source.grad).abs().max().item()
+        for value, source in zip(sharded.parameters(), plain.parameters(), strict=True)
+        if source.grad is not None
+    )
+    keep_all_groups()
+    return float(found), float(right), difference
+
+
+def missing_on_one_rank() -> tuple[float, float]:
+    """Rank 1 has no gradient of the only sharded parameter: nobody waits for it, and it counts as zeros."""
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = hp.shard_module(nn.Linear(2, 2, bias=False), mesh, {"parameters": {"weight": ("tp", None)}})
+    if torch.distributed.get_rank() == 0:
+        model.weight.grad = hp.DTensor.from_local(torch.full((1, 2), 3.0), model.weight.layout)
+    largest = float(hp.clip_grad_norm_([model.weight], 10.0, math.inf))
+    norm = float(hp.clip_grad_norm_(model, 1.0))
+    keep_platform_groups()
+    return largest, norm
+
+
+def clipped_pipeline(name: str, norm_type: float, as_list: bool) -> tuple[float, float, float]:
+    """The norm of a pipeline's gradients beside that of one process, and the largest difference of gradients."""
+    whole = sequence().double()
+    gradients(whole)
+    schedule = SCHEDULES[name](2, 4)
+    rank = torch.distributed.get_rank()
+    made = hp.split_stages(copy.deepcopy(whole), schedule.num_stages)
+    mine = [made[index] for index in schedule.placement.stages_on(rank)]
+    run = hp.Pipeline(mine, schedule, loss_fn=pipelines.loss_fn)
+    expected = dict(whole.named_parameters(remove_duplicate=False))
+    for stage in mine:
+        for key, weight in stage.module.named_parameters():
+            weight.grad = expected[key].grad.clone()
+    right = float(hp.clip_grad_norm_(whole, 0.5, norm_type))
+    found = float(hp.clip_grad_norm_(mine if as_list else run, 0.5, norm_type))
+    pairs = [(w.grad, expected[key].grad) for stage in mine for key, w in stage.module.named_parameters()]
+    return found, right, max((mine - theirs).abs().max().item() for mine, theirs in pairs)
