@@ -338,7 +338,7 @@ class TorchMaterializing:
         for root in roots:
             for parameter in root.parameters():
                 layout = layout_of(parameter)
-                if layout is not None and layout.mesh not in meshes:
+                if layout is not None and layout.mesh.size() > 1:
                     kind = layout.mesh.device_type
                     meshes[layout.mesh] = Devices.device() if kind == Devices.device_type() else torch.device(kind)
         for mesh, device in meshes.items():
