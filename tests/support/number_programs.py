@@ -125,14 +125,76 @@ def filled(name: str, way: str) -> list[str]:
     return wrong
 
 
-def filled_in_stages(number: int) -> list[str]:
-    """The same, of a sequence cut into as many stages as there are ranks."""
-    right = hp.materialize(MODELS["sequence"](), SEED)
+def filled_in_stages(number: int, is_cut: bool = False) -> list[str]:
+    """The same, of a sequence cut into stages, each of which is cut into parts again if wanted; and the norm."""
+    whole = hp.materialize(MODELS["sequence"](), SEED).double()
     rank = torch.distributed.get_rank()
-    stage = hp.split_stages(on_meta("sequence"), number)[rank]
+    num_parts = torch.distributed.get_world_size() // number
+    stage = hp.split_stages(on_meta("sequence"), number)[rank // num_parts]
+    mesh = hp.init_device_mesh("cpu", (number, num_parts), mesh_dim_names=("pp", "tp"))["tp"]
+    if is_cut:
+        plan = {key: ("tp", None) for key, value in stage.module.named_parameters() if value.ndim == 2}
+        hp.shard_module(stage.module, mesh, {"parameters": plan})
     hp.materialize([stage], SEED)
-    expected = dict(right.named_parameters(remove_duplicate=False))
-    return [key for key, value in stage.module.named_parameters() if not torch.equal(value, expected[key])]
+    stage.module.double()
+    expected = dict(whole.named_parameters(remove_duplicate=False))
+    gradients(whole)
+    wrong = []
+    for key, value in stage.module.named_parameters():
+        if not torch.equal(value.full_tensor() if is_cut else value, expected[key]):
+            wrong.append(key)
+        gradient = expected[key].grad.clone()
+        value.grad = hp.distribute_tensor(gradient, value.layout) if is_cut else gradient
+    right, found = float(hp.clip_grad_norm_(whole, 1.0)), float(hp.clip_grad_norm_([stage], 1.0))
+    if abs(right - found) > 1e-12 * right:
+        wrong.append(f"norm {found}, expected {right}")
+    keep_platform_groups()
+    return wrong
+
+
+def stages_with_one_name() -> str:
+    """Stages made by hand, whose modules have the same names on all ranks."""
+    rank = torch.distributed.get_rank()
+    try:
+        hp.materialize(hp.PipelineStage(nn.Sequential(nn.Linear(2, 2)), rank, 2), SEED)
+    except ValueError as error:
+        return str(error)
+    return "filled"
+
+
+def values_and_gradients(way: str) -> list[str]:
+    """What differs from a backward: values, gradients, and what was on the parameters before."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    models = [copy.deepcopy(plain), copy.deepcopy(plain)]
+    if way == "fsdp2":
+        for model in models:
+            fully_shard(model, mesh=kept_mesh((2,), ("dp",)))
+    elif way == "ddp":
+        models = [nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) for model in models]
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
+    for model in models:
+        model(x).sum().backward()
+    before = [p.grad.clone() for p in models[1].parameters()]
+    first, second = (hp.value_and_grad(lambda x, m=models[1]: m(x).square().sum(), models[1])(x * k) for k in (1, 2))
+    wrong = []
+    for number, (value, grads) in enumerate((first, second)):
+        models[0].zero_grad()
+        loss = models[0](x * (number + 1)).square().sum()
+        loss.backward()
+        right = [p.grad for p in models[0].parameters()]
+        if not torch.equal(value, loss) or value.requires_grad:
+            wrong.append("value")
+        if not all(_equal(a, b) for a, b in zip(grads, right, strict=True)):
+            wrong.append("gradients")
+    if not all(_equal(p.grad, b) for p, b in zip(models[1].parameters(), before, strict=True)):
+        wrong.append("gradients of before")
+    keep_all_groups()
+    return wrong
+
+
+def _equal(first: Any, second: Any) -> bool:
+    return torch.equal(*(getattr(each, "_local_tensor", each) for each in (first, second)))
 
 
 def other_seeds() -> str:

@@ -62,6 +62,7 @@ class MaterializingBackend(Protocol):
     """How a framework's modules are filled."""
 
     folder: ClassVar[str] = "parallel.materializing"
+    initialisers: ClassVar[str]  # what may fill a tensor, in words
 
     def filling(self, roots: Sequence[Module], device: Device | None) -> AbstractContextManager[Filling]: ...
 
@@ -133,7 +134,7 @@ def materialize(model: Any, seed: int | None = None, *, device: Device | None = 
     roots = [part.module for part in parts]
     number = _common_seed(platform, ours, roots, seed)
     with generators_put_back(platform), ours.filling(roots, device) as filling:
-        _Run(platform, filling, parts, number).run()
+        _Run(platform, filling, parts, number, ours.initialisers).run()
     return model
 
 
@@ -165,11 +166,14 @@ class _Place(NamedTuple):
 class _Run:
     """One call of `materialize`: who fills what, in which order."""
 
-    def __init__(self, platform: Platform, filling: Filling, parts: Sequence[Part], seed: int) -> None:
+    def __init__(
+        self, platform: Platform, filling: Filling, parts: Sequence[Part], seed: int, initialisers: str
+    ) -> None:
         self._platform = platform
         self._filling = filling
         self._parts = parts
         self._seed = seed
+        self._initialisers = initialisers
         self._rank = platform.get_rank()
         # Of each stage on this rank: a parameter's name -> its module and its name there.
         self._homes: dict[tuple[int, str], tuple[str, Module, str]] = {}
@@ -199,9 +203,9 @@ class _Run:
             more = len(unfilled) - _MOST_NAMED
             raise StateError(
                 "Nothing writes initial values to some of the model's tensors.",
-                expected="an initialiser: reset_parameters() of the module, or _init_weights(module) of a model around",
+                expected=self._initialisers,
                 got="none for " + ", ".join(unfilled[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else ""),
-                do="Add reset_parameters() to the module, or load these values afterwards.",
+                do="Give the module an initialiser, or load these values: everything else is filled.",
             )
         for places in copies.values():
             self._copy(places)

@@ -186,6 +186,9 @@ class MindSporeMaterializing:
     """See `MaterializingBackend`."""
 
     folder: ClassVar[str] = MaterializingBackend.folder
+    initialisers: ClassVar[str] = (
+        "the initializer of a parameter made in `init_on_device`, which runs once, or reset_parameters() of its cell"
+    )
 
     @contextmanager
     def filling(self, roots: Sequence[nn.Cell], device: object) -> Iterator[MindSporeFilling]:

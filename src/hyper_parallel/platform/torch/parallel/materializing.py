@@ -108,7 +108,8 @@ class TorchFilling:
                 if isinstance(slot.tensor, nn.Parameter) or is_placeholder(slot.tensor) or is_part(slot.tensor):
                     self._without.setdefault(id(slot.tensor), _without_memory(slot.tensor))
         try:
-            self._clear()
+            for found in self._modules.values():
+                self._clear(found)
             yield self
         finally:
             for found in self._modules.values():
@@ -119,11 +120,10 @@ class TorchFilling:
                         setattr(found.module, slot.key, now)  # which recurrent layers take notice of
         self._settle()
 
-    def _clear(self) -> None:
-        """Let every slot have what stands for its tensor, whatever an initialiser has put there."""
-        for found in self._modules.values():
-            for slot in found.slots:
-                slot.table[slot.key] = self._without.get(id(slot.tensor), slot.tensor)
+    def _clear(self, found: _Module) -> None:
+        """Let every slot of a module have what stands for its tensor, whatever an initialiser has put there."""
+        for slot in found.slots:
+            slot.table[slot.key] = self._without.get(id(slot.tensor), slot.tensor)
 
     def _settle(self) -> None:
         """Bring buffers to the parameters, and tell PyTorch's FSDP2 of memory that it did not make."""
@@ -167,7 +167,7 @@ class TorchFilling:
                 else:
                     unwritten.append(slot.key)
         finally:
-            self._clear()
+            self._clear(found)
         return unwritten
 
     def whole(self, module: nn.Module, parameter: str) -> torch.Tensor:
@@ -177,7 +177,7 @@ class TorchFilling:
             made: torch.Tensor = found.module._parameters[parameter].detach()
             return made.contiguous()
         finally:
-            self._clear()
+            self._clear(found)
 
     def empty_whole(self, module: nn.Module, parameter: str) -> torch.Tensor:
         slot = self._slot(module, parameter)
@@ -204,6 +204,7 @@ class TorchFilling:
 
     def _run_initialisers(self, found: _Module, wanted: Sequence[_Slot]) -> list[_Mark | None]:
         """Put whole tensors into the module, and run what may write to them."""
+        self._clear(found)
         marks: list[_Mark | None] = []
         for slot in wanted:
             if id(slot.tensor) in self._without:
@@ -320,6 +321,7 @@ class TorchMaterializing:
     """See `MaterializingBackend`."""
 
     folder: ClassVar[str] = MaterializingBackend.folder
+    initialisers: ClassVar[str] = "reset_parameters() of the module, or _init_weights(module) of a model around it"
 
     @contextmanager
     def filling(self, roots: Sequence[nn.Module], device: object) -> Iterator[TorchFilling]:
