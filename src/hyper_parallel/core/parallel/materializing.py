@@ -20,10 +20,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from hyper_parallel._base.errors import ArgumentError, StateError, describe
 from hyper_parallel.core.parallel.parts import Part, parts_of
 from hyper_parallel.core.parallel.seeds import check_seed, derived_seed, generators_put_back, seed_all
-from hyper_parallel.platform import get_platform, platform_of
+from hyper_parallel.platform import platform_of
 from hyper_parallel.platform.interface import Platform
 from hyper_parallel.platform.opaque import Device, Module, Tensor
-from hyper_parallel.platform.selection import backend
+from hyper_parallel.platform.selection import backend, imported_platform
 
 __all__ = ["Filling", "MaterializingBackend", "init_on_device", "materialize"]
 
@@ -36,8 +36,8 @@ class Filling(Protocol):
     def owners(self, root: Module) -> list[tuple[str, Module]]:
         """The modules with parameters or buffers of their own, by their names in the whole model, in its order."""
 
-    def parameters(self, module: Module) -> list[str]:
-        """The names of a module's own parameters."""
+    def parameters(self, module: Module) -> dict[str, str]:
+        """A module's own parameters: what each is called among all of its root's, and in the module."""
 
     def leave(self, module: Module, parameter: str) -> None:
         """Fill this parameter of a module not here but by `store`."""
@@ -92,7 +92,7 @@ def init_on_device(device: Device, include_buffers: bool = False) -> AbstractCon
         >>> model.weight.is_meta
         True
     """
-    found: AbstractContextManager[None] = get_platform().init_on_device(device, include_buffers)
+    found: AbstractContextManager[None] = imported_platform().init_on_device(device, include_buffers)
     return found
 
 
@@ -175,7 +175,7 @@ class _Run:
         self._seed = seed
         self._initialisers = initialisers
         self._rank = platform.get_rank()
-        # Of each stage on this rank: a parameter's name -> its module and its name there.
+        # A stage on this rank and a parameter's name in it -> its module's name, the module, its name there.
         self._homes: dict[tuple[int, str], tuple[str, Module, str]] = {}
 
     def run(self) -> None:
@@ -185,7 +185,7 @@ class _Run:
             for name, module in self._filling.owners(part.module):
                 if owners.setdefault(name, module) is not module:
                     raise _same_name(name)
-                keys = {f"{name}.{key}" if name else key: key for key in self._filling.parameters(module)}
+                keys = self._filling.parameters(module)
                 if part.stage is not None:
                     self._homes.update(((part.stage, full), (name, module, key)) for full, key in keys.items())
                     own += [(part.stage, name)] if keys.keys() - part.tied.keys() else []

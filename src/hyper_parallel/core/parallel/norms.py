@@ -16,11 +16,11 @@ from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.parallel.gradients import GradientsBackend, gradients_of
 from hyper_parallel.core.parallel.parts import Part, is_staged, parts_of
 from hyper_parallel.core.parallel.pipeline.running import Pipeline
-from hyper_parallel.platform import get_platform, platform_of
+from hyper_parallel.platform import platform_of
 from hyper_parallel.platform.arguments import check_flag, check_norm_arguments
 from hyper_parallel.platform.interface import Platform
 from hyper_parallel.platform.opaque import Tensor
-from hyper_parallel.platform.selection import framework_of
+from hyper_parallel.platform.selection import framework_of, imported_platform
 
 __all__ = ["clip_grad_norm_", "combined_norm"]
 
@@ -56,7 +56,7 @@ def clip_grad_norm_(
     """
     if not is_staged(run):
         parameters = _parameters(run)
-        platform = platform_of(parameters[0], call="clip_grad_norm_") if parameters else get_platform()
+        platform = platform_of(parameters[0], call="clip_grad_norm_") if parameters else imported_platform()
         norm: Tensor = platform.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         return norm
     parts = parts_of(run, "clip_grad_norm_")

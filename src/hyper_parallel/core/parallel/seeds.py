@@ -17,8 +17,8 @@ from typing import Any
 from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, StateError, describe
 from hyper_parallel._base.whole_numbers import as_int
 from hyper_parallel.core.dtensor.mesh import DeviceMesh, as_mesh
-from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.interface import Platform
+from hyper_parallel.platform.selection import imported_platform
 
 __all__ = ["check_seed", "derived_seed", "generators_put_back", "manual_seed", "seed_all"]
 
@@ -47,7 +47,7 @@ def manual_seed(
         `hp.manual_seed(0, mesh)`, and `torch.Generator().manual_seed(hp.manual_seed(0, mesh))` for a sampler.
     """
     number = check_seed(seed)
-    platform = get_platform()
+    platform = imported_platform()
     place = _place(platform, mesh, _names(differ_on))
     mine = derived_seed(number, place) if place else number
     seed_all(platform, mine)

@@ -73,8 +73,8 @@ class MindSporeFilling:
     def owners(self, root: nn.Cell) -> list[tuple[str, nn.Cell]]:
         return self._owners[id(root)]
 
-    def parameters(self, module: nn.Cell) -> list[str]:
-        return [slot.key for slot in self._slots[id(module)] if slot.table is module._params]
+    def parameters(self, module: nn.Cell) -> dict[str, str]:
+        return {slot.tensor.name: slot.key for slot in self._slots[id(module)] if slot.table is module._params}
 
     def leave(self, module: nn.Cell, parameter: str) -> None:
         self._left.add((id(module), parameter))

@@ -30,6 +30,7 @@ from hyper_parallel.platform.torch.parallel.places import (
     user_attributes,
     whole_copy,
 )
+from hyper_parallel.platform.torch.wrappers.activation_wrapper import ActivationWrapper
 
 __all__ = ["BACKEND", "TorchFilling"]
 
@@ -51,7 +52,8 @@ class _Module(NamedTuple):
     module: nn.Module
     around: tuple[nn.Module, ...]
     slots: list[_Slot]
-    name: str
+    path: str  # as PyTorch names it
+    name: str  # without what stands around the model's own modules
 
 
 class TorchFilling:
@@ -71,9 +73,10 @@ class TorchFilling:
             self._owners[id(root)] = list(self._found(root))
 
     def _found(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        for name, module, around in _walk(root, "", ()):
+        for path, module, around in _walk(root, "", ()):
             if id(module) in self._modules:
                 continue
+            name = _own_name(path, isinstance(root, DistributedDataParallel))
             slots = [
                 _Slot(table, key, value)
                 for table in (module._parameters, module._buffers)
@@ -97,7 +100,7 @@ class TorchFilling:
                         do="Call the model once, or build it with sizes.",
                     )
             if slots:
-                self._modules[id(module)] = _Module(module, around, slots, name)
+                self._modules[id(module)] = _Module(module, around, slots, path, name)
                 yield name, module
 
     @contextmanager
@@ -142,8 +145,9 @@ class TorchFilling:
     def owners(self, root: nn.Module) -> list[tuple[str, nn.Module]]:
         return self._owners[id(root)]
 
-    def parameters(self, module: nn.Module) -> list[str]:
-        return [slot.key for slot in self._modules[id(module)].slots if slot.table is module._parameters]
+    def parameters(self, module: nn.Module) -> dict[str, str]:
+        found = self._modules[id(module)]
+        return {_joined(found.path, slot.key): slot.key for slot in found.slots if slot.table is module._parameters}
 
     def leave(self, module: nn.Module, parameter: str) -> None:
         self._left.add((id(module), parameter))
@@ -259,15 +263,25 @@ class _Mark:
 
 
 def _walk(
-    module: nn.Module, name: str, around: tuple[nn.Module, ...]
+    module: nn.Module, path: str, around: tuple[nn.Module, ...]
 ) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
-    """Go through a module and those in it, outer ones first, with names as the model has them without wrappers."""
-    yield name, module, around
+    """Go through a module and those in it, outer ones first. Our own wrappers show the module in them as theirs."""
+    if isinstance(module, ActivationWrapper):
+        yield from _walk(module._checkpoint_wrapped_module, path, around)
+        return
+    yield path, module, around
     for key, child in module._modules.items():
         if child is not None:
-            is_wrapped = key in _WRAPPERS or (key == "module" and isinstance(module, DistributedDataParallel))
-            inner = name if is_wrapped else f"{name}.{key}" if name else key
-            yield from _walk(child, inner, (module, *around))
+            yield from _walk(child, _joined(path, key), (module, *around))
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _own_name(path: str, is_ddp: bool) -> str:
+    parts = path.split(".")[1 if is_ddp else 0 :]
+    return ".".join(part for part in parts if part not in _WRAPPERS)
 
 
 def _initialisers(
