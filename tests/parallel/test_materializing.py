@@ -98,13 +98,17 @@ def test_blocks_are_nested_end_with_an_error_and_hold_for_their_thread(backend: 
         model = layers(backend)
         elsewhere.extend(parameter.is_meta for parameter in platform.parameters_dict(model).values())
 
-    with pytest.raises(KeyError), hp.init_on_device("meta"):
+    def fail() -> None:
+        raise KeyError
+
+    with hp.init_on_device("meta"):
         with hp.init_on_device("cpu"):
             inner = layers(backend)
         thread = threading.Thread(target=build)
         thread.start()
         thread.join()
-        raise KeyError
+    with pytest.raises(KeyError), hp.init_on_device("meta"):
+        fail()
     after = layers(backend)
     for model in (inner, after):
         assert not any(parameter.is_meta for parameter in platform.parameters_dict(model).values())

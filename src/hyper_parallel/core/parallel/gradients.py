@@ -43,10 +43,12 @@ def value_and_grad(fn: Callable[..., Any], model: Module) -> Callable[..., tuple
 
     Gradients are in the order of the parameters that are trained when it is called, each parameter once:
     `[p for p in model.parameters() if p.requires_grad]`, or `model.trainable_params()` on MindSpore. A parameter that
-    the loss does not depend on has zeros. Of a parameter that lies in parts it is that of the part that is here.
+    the loss does not depend on has zeros. Of a parameter that lies in parts it is that of the part that is here: a
+    DTensor on PyTorch, a plain tensor on MindSpore.
 
     What backwards have added up on the parameters before stays there unchanged, and nothing is added to it: `p.grad` on
-    PyTorch, what the tape has on MindSpore.
+    PyTorch, what the tape has on MindSpore. On PyTorch it is a `backward`: its hooks run, and leaves that are no
+    parameters of the model get their gradients.
 
     Args:
         fn: gives the loss, a tensor of one number.

@@ -76,9 +76,10 @@ class MaterializingBackend(Protocol):
 def init_on_device(device: Device, include_buffers: bool = False) -> AbstractContextManager[None]:
     """Build modules whose parameters are on a device from the start: `with hp.init_on_device("meta"): ...`.
 
-    On "meta" parameters have no memory, and `materialize` gives them some. Buffers are made as ever, with their values:
-    many are computed in a constructor and nowhere else, such as the frequencies of a rotary embedding. They are small.
-    Blocks may be nested, the innermost counts, and other threads build their modules as ever.
+    On "meta" parameters have no memory, and `materialize` gives them some. (A constructor makes one at a time in memory
+    that is given back at once; what nobody has written to takes none of the machine's.) Buffers are made as ever, with
+    their values: many are computed in a constructor and nowhere else, such as the frequencies of a rotary embedding.
+    They are small. Blocks may be nested, the innermost counts, and other threads build their modules as ever.
 
     Args:
         device: "meta", "cpu", or a device of the framework.
@@ -88,7 +89,7 @@ def init_on_device(device: Device, include_buffers: bool = False) -> AbstractCon
     Example:
         >>> import torch, hyper_parallel as hp
         >>> with hp.init_on_device("meta"):
-        ...     model = torch.nn.Linear(100_000, 100_000)
+        ...     model = torch.nn.Linear(1000, 1000)
         >>> model.weight.is_meta
         True
     """

@@ -87,7 +87,7 @@ def clip_grad_norm_(
 
 def _parameters(run: Any) -> list[Any]:
     given = list(run) if framework_of(run) is None and isinstance(run, Iterable) else [run]
-    found = []
+    found: list[Any] = []
     for item in given:
         if framework_of(item) is None:
             raise ArgumentTypeError(
@@ -141,4 +141,4 @@ def combined_norm(norms: Iterable[float], order: float) -> float:
     if math.isinf(order) or largest == 0.0 or math.isinf(largest):
         return largest
     # Over the largest, so that no power is too large for a number.
-    return largest * math.fsum((norm / largest) ** order for norm in found) ** (1.0 / order)
+    return largest * float(math.fsum((norm / largest) ** order for norm in found) ** (1.0 / order))

@@ -17,7 +17,10 @@ __all__ = ["powers_over_ranks"]
 
 
 def powers_over_ranks(
-    parameters: Sequence[Tensor], power: Callable[[Tensor | None], Tensor], combined: Callable[[list[Tensor]], Tensor], op: str
+    parameters: Sequence[Tensor],
+    power: Callable[[Tensor | None], Tensor],
+    combined: Callable[[list[Tensor]], Tensor],
+    op: str,
 ) -> Tensor:
     """Combine the powers of all gradients, equal on all ranks; one collective per mesh and set of axes.
 

@@ -110,9 +110,7 @@ class MindSporeFilling:
             _store(tensor, whole.copy())
 
     def _slot(self, module: nn.Cell, parameter: str) -> _Slot:
-        return next(
-            slot for slot in self._slots[id(module)] if slot.key == parameter and slot.table is module._params
-        )
+        return next(slot for slot in self._slots[id(module)] if slot.key == parameter and slot.table is module._params)
 
     def _wholes(self, module: nn.Cell, wanted: Sequence[_Slot]) -> list[Tensor | None]:
         """Make whole tensors by what fills them; None where nothing does."""

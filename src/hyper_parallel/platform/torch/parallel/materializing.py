@@ -7,10 +7,11 @@ is done when they are filled, since it runs again then.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -284,9 +285,7 @@ def _own_name(path: str, is_ddp: bool) -> str:
     return ".".join(part for part in parts if part not in _WRAPPERS)
 
 
-def _initialisers(
-    module: nn.Module, around: Sequence[nn.Module]
-) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
+def _initialisers(module: nn.Module, around: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
     """What may write to a module's tensors, in the order in which a constructor does.
 
     First what modules do for themselves, from the inside out; then what a model around them does for each.
@@ -301,7 +300,7 @@ def _initialisers(
     for place, owner in enumerate(chain):
         for host in chain[place:]:
             if _initialises_modules(type(host)):
-                yield owner, lambda host=host, owner=owner: host._init_weights(owner)
+                yield owner, functools.partial(cast(Any, host)._init_weights, owner)
                 break
 
 
