@@ -156,6 +156,10 @@ def test_gradients_are_those_of_a_backward_and_what_was_there_stays(way: str) ->
     assert run(2, "values_and_gradients", way) == [[], []]
 
 
+def test_gradients_of_distributed_parameters_are_distributed() -> None:
+    assert run(2, "gradients_of_parts") == [[], []]
+
+
 def test_every_trained_parameter_has_a_gradient_in_order(backend: Backend, platform: Any) -> None:
     model = layers(backend)
     first, second = (list(platform.parameters_dict(layer).values()) for layer in (model[0], model[1]))

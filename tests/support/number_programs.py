@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hyper_parallel as hp
 from support import pipelines
@@ -150,6 +152,101 @@ def filled_in_stages(number: int, is_cut: bool = False) -> list[str]:
         wrong.append(f"norm {found}, expected {right}")
     keep_platform_groups()
     return wrong
+
+
+def pipeline_on_meta(name: str) -> list[str]:
+    """A pipeline that is made before its stages have values, filled, and trained for a step beside one process."""
+    whole = hp.materialize(sequence(), SEED)
+    schedule = SCHEDULES[name](2, 4)
+    stages = hp.split_stages(on_meta("sequence"), schedule.num_stages)
+    mine = [stages[index] for index in schedule.placement.stages_on(torch.distributed.get_rank())]
+    run = hp.materialize(hp.Pipeline(mine, schedule, loss_fn=nn.functional.mse_loss), SEED)
+    tokens, target = torch.arange(16).reshape(8, 2) % 7, torch.ones(8, 2, 7)
+    loss = run.step(tokens, target=target)
+    right = nn.functional.mse_loss(whole(tokens), target)
+    right.backward()
+    wrong = [] if torch.allclose(loss, right, rtol=1e-6) else [f"loss {loss}, expected {right}"]
+    norms = [float(hp.clip_grad_norm_(each, 1.0)) for each in (run, whole)]
+    return wrong if math.isclose(*norms, rel_tol=1e-5) else [*wrong, f"norms {norms}"]
+
+
+def trained_with_fsdp2(begins_with_values: bool) -> list[str]:
+    """PyTorch's FSDP2 over a mesh without names: filled, trained for steps, and filled again."""
+    right = hp.materialize(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), SEED)
+    with hp.init_on_device("cpu" if begins_with_values else "meta"):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    fully_shard(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, right)]
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    wrong = []
+    for _ in range(2):
+        for each in (model, right):
+            hp.materialize(each, SEED)
+        wrong += differing(model, right)
+        for _ in range(3):
+            losses = []
+            for each, optimizer in zip((model, right), optimizers, strict=True):
+                losses.append(each(x).square().mean())
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            wrong += [] if torch.allclose(*losses, rtol=1e-4) else [f"losses {losses}"]
+    keep_all_groups()
+    return wrong
+
+
+class Alive(TorchDispatchMode):
+    """The bytes of tensors that were made in here and are alive, and the most there were at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(each, torch.Tensor) and each.device.type == "cpu":
+                self._note(each.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.now += num_bytes
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._forget, key, num_bytes)
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.now -= num_bytes
+
+
+def most_bytes() -> tuple[int, int, int]:
+    """The most bytes at a time while a sharded model is filled, those of the parts, and those of the largest module."""
+    mesh = hp.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    with hp.init_on_device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
+    hp.shard_module(model, mesh, {"parameters": {"*": ("tp", None)}})
+    with Alive() as alive:
+        hp.materialize(model, SEED)
+    keep_platform_groups()
+    parts = sum(value._local_tensor.nbytes for value in model.parameters())
+    return alive.most, parts, 64 * 64 * 4
+
+
+def gradients_of_parts() -> list[str]:
+    """`value_and_grad` of DTensors: one that takes part, one that does not."""
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = nn.ModuleList([nn.Linear(3, 4, bias=False), nn.Linear(3, 4, bias=False)])
+    hp.materialize(hp.shard_module(model, mesh, {"parameters": {"*": ("tp", None)}}), SEED)
+    x = hp.distribute_tensor(torch.ones(2, 3), mesh, [hp.Replicate()])
+    _, (first, second) = hp.value_and_grad(lambda x: model[0](x).sum(), model)(x)
+    wrong = [] if torch.equal(first.full_tensor(), torch.full((4, 3), 2.0)) else ["the first"]
+    wrong += [] if torch.equal(second.full_tensor(), torch.zeros(4, 3)) else ["the second"]
+    keep_platform_groups()
+    return wrong if model[0].weight.grad is None else [*wrong, "a gradient that stays"]
 
 
 def stages_with_one_name() -> str:

@@ -87,7 +87,8 @@ class Pipeline:
         self.coordinator = coordinator
         self._platform = platform_of(given[0].module)
         self._backend = given[0].backend
-        self._device = given[0].device
+        # Asked when it is needed: stages that were built on "meta" are filled after this.
+        self._device: Callable[[], Any] = lambda: given[0].device
         self._ranks = _world_ranks(self._platform, mesh, axis, schedule.num_ranks)
         self._rank = self._ranks.index(self._platform.get_rank())
         self._check_placement(given)
@@ -215,7 +216,7 @@ class Pipeline:
                 metas: list[TensorMeta | None] = [None] * len(self._ranks)
                 self._platform.all_gather_object(metas, None if loss is None else self._backend.meta(loss), self._group)
                 self._loss_meta = next(meta for meta in metas if meta is not None)
-            part = self._backend.zeros(self._loss_meta, self._device) if loss is None else loss
+            part = self._backend.zeros(self._loss_meta, self._device()) if loss is None else loss
             return self._platform.all_reduce(part, self._group)
         return loss
 

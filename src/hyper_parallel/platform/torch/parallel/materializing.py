@@ -259,7 +259,8 @@ class _Mark:
         if not now.numel():
             return True
         if self._has_nan:
-            return not bool(torch.isnan(now.detach()).any())
+            numbers = torch.view_as_real(now.detach()) if now.is_complex() else now.detach()
+            return not bool(torch.isnan(numbers.amax()))  # of its own, `isnan` makes a mask as long as the tensor
         return now is not self.parameter or now._version > self._version
 
 
@@ -304,6 +305,7 @@ def _initialisers(module: nn.Module, around: Sequence[nn.Module]) -> Iterator[tu
                 break
 
 
+@functools.cache
 def _initialises_modules(kind: type) -> bool:
     """Say whether models of this class have `_init_weights(module)`, as Hugging Face's do."""
     function = getattr(kind, "_init_weights", None)
