@@ -12,6 +12,7 @@ import pytest
 
 import hyper_parallel as hp
 from support.backends import Backend
+from support.campaign import share
 from support.numbers_on_ranks import chosen, layers, run  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("chosen")
@@ -35,6 +36,11 @@ def test_parts_of_fully_shard_and_tensor_parallel_together_are_as_well() -> None
 @pytest.mark.parametrize(("ranks", "stages", "is_cut"), [(2, 2, False), (4, 4, False), (4, 2, False), (4, 2, True)])
 def test_stages_with_a_tied_embedding_are_as_well_and_so_is_their_norm(ranks: int, stages: int, is_cut: bool) -> None:
     assert run(ranks, "filled_in_stages", stages, is_cut) == [[]] * ranks
+
+
+def test_random_models_in_random_stages_and_layouts_are_as_well() -> None:
+    for seed in share(400, 12):
+        assert run(4, "filled_randomly", seed) == [[]] * 4
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zbv", "dualpipe"])

@@ -154,6 +154,66 @@ def filled_in_stages(number: int, is_cut: bool = False) -> list[str]:
     return wrong
 
 
+def filled_randomly(seed: int) -> list[str]:
+    """A random sequence of modules in random stages, layouts, or PyTorch's FSDP2, on 4 ranks."""
+    choice = random.Random(seed)
+    sizes = [choice.choice([1, 2, 3, 5, 8]) for _ in range(9)]
+    kinds = [
+        lambda a, b: nn.Linear(a, b, bias=b > 2),
+        lambda a, b: nn.Embedding(a, b, padding_idx=0),
+        lambda a, b: nn.Conv1d(a, b, 3),
+        lambda a, b: nn.MultiheadAttention(2 * a, 2),
+        lambda a, b: nn.Sequential(nn.LayerNorm(a), nn.BatchNorm1d(b), nn.Linear(a, b)),
+        lambda a, b: nn.LSTM(a, b),
+    ]
+    chosen = [choice.choice(kinds) for _ in range(8)]
+    ties = choice.random() < 0.5
+
+    def build() -> nn.Sequential:
+        made = nn.Sequential(*(kind(a, b) for kind, a, b in zip(chosen, sizes, sizes[1:], strict=False)))
+        made.append(nn.Embedding(5, 4)).append(nn.Linear(4, 5))
+        if ties:
+            made[-1].weight = made[-2].weight
+        return made
+
+    right = hp.materialize(build(), seed)
+    with hp.init_on_device("meta"):
+        model = build()
+    rank = torch.distributed.get_rank()
+    part, wrapped = model, choice.choice(["layouts", "layouts", "fsdp2", "nothing"])
+    pp, dp, tp = choice.choice([(1, 2, 2), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (4, 1, 1)])
+    if pp > 1:
+        begins = sorted(choice.sample(range(1, 10), pp - 1))
+        stages = hp.split_stages(model, pp, by=[str(begin) for begin in begins])
+        part = stages[rank // (4 // pp)].module
+    if wrapped == "layouts":
+        mesh = hp.init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))[("dp", "tp")]
+        options = [None, "dp", "tp", ("dp", "tp"), ("tp", "dp")]
+        plan: dict[str, Any] = {}
+        for key, value in right.named_parameters():
+            dims: list[Any] = [None] * value.ndim
+            dims[choice.randrange(value.ndim)] = choice.choice(options)
+            plan[key] = tuple(dims)
+        hp.shard_module(part, mesh, {"parameters": {k: v for k, v in plan.items() if k in dict(part.named_parameters())}})
+    elif wrapped == "fsdp2" and pp == 1:
+        mesh = kept_mesh((4,), ("dp",))
+        shared = {id(model[-1]), id(model[-2])}
+        for module in model:
+            if choice.random() < 0.5 and id(module) not in shared:
+                fully_shard(module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    hp.materialize(part if pp == 1 else [stages[rank // (4 // pp)]], seed)
+    expected = dict(right.named_parameters(remove_duplicate=False))
+    wrong = []
+    for key, value in part.named_parameters():
+        whole: Any = value.full_tensor() if hasattr(value, "full_tensor") else value
+        if not torch.equal(whole, expected[key]):
+            wrong.append(f"{key} of seed {seed}, {wrapped}, {(pp, dp, tp)}")
+    keep_platform_groups()
+    keep_all_groups()
+    return wrong
+
+
 def pipeline_on_meta(name: str) -> list[str]:
     """A pipeline that is made before its stages have values, filled, and trained for a step beside one process."""
     whole = hp.materialize(sequence(), SEED)
