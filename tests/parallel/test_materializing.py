@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import textwrap
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import hyper_parallel as hp
 from support.backends import Backend
 from support.campaign import share
+from support.interpreter import run_fresh
 from support.numbers_on_ranks import chosen, layers, run  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("chosen")
@@ -303,6 +305,21 @@ def test_wrapped_shared_and_recurrent_modules_have_the_values_of_plain_ones(nn: 
 def test_a_lazy_module_is_refused(nn: Any) -> None:
     with pytest.raises(RuntimeError, match="does not know its sizes"):
         hp.materialize(nn.Sequential(nn.LazyLinear(2)), 0)
+
+
+def test_of_two_frameworks_that_are_installed_the_imported_one_is_meant(nn: Any) -> None:
+    program = """
+        import sys, torch, hyper_parallel as hp
+        with hp.init_on_device("meta"):
+            model = torch.nn.Linear(2, 2)
+        assert model.weight.is_meta
+        hp.manual_seed(3)
+        first = torch.rand(2)
+        torch.manual_seed(3)
+        assert torch.equal(first, torch.rand(2))
+        assert "mindspore" not in sys.modules
+    """
+    assert run_fresh(textwrap.dedent(program), HYPER_PARALLEL_PLATFORM="") is None
 
 
 def test_values_need_memory(nn: Any) -> None:

@@ -16,16 +16,21 @@ OF_TRANSFORMERS = {"llama", "gpt2", "mixtral"}
 
 
 def run(number: int, name: str, *arguments: Any, framework: str = "torch") -> list[Any]:
-    """What a function of `number_programs`, or of its MindSpore twin, answers on each rank."""
+    """What a function of `number_programs` or `norm_programs`, or of their MindSpore twin, answers on each rank."""
     if framework == "mindspore":
         pytest.importorskip("mindspore")
-        from support import mindspore_number_programs as programs
+        from support import mindspore_number_programs
+
+        programs = [mindspore_number_programs]
     else:
         pytest.importorskip("torch")
-        from support import number_programs as programs  # type: ignore[no-redef]
+        from support import norm_programs, number_programs
+
+        programs = [number_programs, norm_programs]
     if arguments and arguments[0] in OF_TRANSFORMERS:
         pytest.importorskip("transformers", reason="the models are in the package `transformers`")
-    return processes.pool(framework, number).run(getattr(programs, name), *arguments, deadline_s=DEADLINE_S)
+    function = next(getattr(module, name) for module in programs if hasattr(module, name))
+    return processes.pool(framework, number).run(function, *arguments, deadline_s=DEADLINE_S)
 
 
 @pytest.fixture

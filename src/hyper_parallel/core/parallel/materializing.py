@@ -27,7 +27,8 @@ from hyper_parallel.platform.selection import backend, imported_platform
 
 __all__ = ["Filling", "MaterializingBackend", "init_on_device", "materialize"]
 
-_MOST_NAMED = 8  # modules in one error
+# Of tensors in one error.
+_MOST_NAMED = 8
 
 
 class Filling(Protocol):
@@ -59,10 +60,10 @@ class Filling(Protocol):
 
 
 class MaterializingBackend(Protocol):
-    """How a framework's modules are filled."""
+    """How a framework's modules are filled. `initialisers` says in words what may fill a tensor."""
 
     folder: ClassVar[str] = "parallel.materializing"
-    initialisers: ClassVar[str]  # what may fill a tensor, in words
+    initialisers: ClassVar[str]
 
     def filling(self, roots: Sequence[Module], device: Device | None) -> AbstractContextManager[Filling]: ...
 
@@ -181,7 +182,8 @@ class _Run:
 
     def run(self) -> None:
         owners: dict[str, Module] = {}
-        own: list[tuple[int | None, str]] = []  # modules with a parameter that no other stage has
+        # Modules with a parameter that no other stage has.
+        own: list[tuple[int | None, str]] = []
         for part in self._parts:
             for name, module in self._filling.owners(part.module):
                 if owners.setdefault(name, module) is not module:

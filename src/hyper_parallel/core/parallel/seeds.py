@@ -22,7 +22,8 @@ from hyper_parallel.platform.selection import imported_platform
 
 __all__ = ["check_seed", "derived_seed", "generators_put_back", "manual_seed", "seed_all"]
 
-_BITS = 63  # of a seed that is made of a text: what every generator takes
+# Of a seed that is made of a text: what every generator takes.
+_BITS = 63
 
 
 def manual_seed(

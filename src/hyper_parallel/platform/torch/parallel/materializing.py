@@ -27,6 +27,7 @@ from hyper_parallel.platform.torch.parallel.places import (
     is_part,
     is_placeholder,
     layout_of,
+    local_of,
     store,
     user_attributes,
     whole_copy,
@@ -48,13 +49,16 @@ class _Slot(NamedTuple):
 
 
 class _Module(NamedTuple):
-    """A module with tensors of its own, and the modules around it from the inside out."""
+    """A module with tensors of its own, and the modules around it from the inside out.
+
+    `path` is its name as PyTorch has it, `name` the same without what stands around the model's own modules.
+    """
 
     module: nn.Module
     around: tuple[nn.Module, ...]
     slots: list[_Slot]
-    path: str  # as PyTorch names it
-    name: str  # without what stands around the model's own modules
+    path: str
+    name: str
 
 
 class TorchFilling:
@@ -65,11 +69,13 @@ class TorchFilling:
         self._device = device
         self._modules: dict[int, _Module] = {}
         self._owners: dict[int, list[tuple[str, nn.Module]]] = {}
-        self._without: dict[int, torch.Tensor] = {}  # by the tensor's id: what stands for it meanwhile
-        self._filled: dict[int, torch.Tensor] = {}  # by the tensor's id: the one that has its values
+        # By a tensor's id: what stands for it meanwhile; the tensor that has its values now.
+        self._without: dict[int, torch.Tensor] = {}
+        self._filled: dict[int, torch.Tensor] = {}
+        # By a module's id: parameters that are filled from elsewhere; what was filled with it.
         self._left: set[tuple[int, str]] = set()
-        self._wanted: dict[int, list[_Slot]] = {}  # by the module's id: what was filled with it
-        self._had_placeholders = False
+        self._wanted: dict[int, list[_Slot]] = {}
+        self._placeholders: set[int] = set()
         for root in roots:
             self._owners[id(root)] = list(self._found(root))
 
@@ -108,7 +114,8 @@ class TorchFilling:
     def open(self) -> Iterator[TorchFilling]:
         for found in self._modules.values():
             for slot in found.slots:
-                self._had_placeholders |= is_placeholder(slot.tensor)
+                if is_placeholder(slot.tensor):
+                    self._placeholders.add(id(slot.tensor))
                 if isinstance(slot.tensor, nn.Parameter) or is_placeholder(slot.tensor) or is_part(slot.tensor):
                     self._without.setdefault(id(slot.tensor), _without_memory(slot.tensor))
         try:
@@ -121,8 +128,9 @@ class TorchFilling:
                     now = self._filled.get(id(slot.tensor), slot.tensor)
                     slot.table[slot.key] = slot.tensor
                     if now is not slot.tensor:
-                        setattr(found.module, slot.key, now)  # which recurrent layers take notice of
-        self._settle()
+                        # Not by the table: recurrent layers take notice of it.
+                        setattr(found.module, slot.key, now)
+            self._settle()
 
     def _clear(self, found: _Module) -> None:
         """Let every slot of a module have what stands for its tensor, whatever an initialiser has put there."""
@@ -131,13 +139,15 @@ class TorchFilling:
 
     def _settle(self) -> None:
         """Bring buffers to the parameters, and tell PyTorch's FSDP2 of memory that it did not make."""
-        if not self._had_placeholders:
+        devices = {local_of(tensor).device for key, tensor in self._filled.items() if key in self._placeholders}
+        if not devices:
             return
+        device = devices.pop() if len(devices) == 1 else self._device
         for found in self._modules.values():
             for slot in found.slots:
                 now = slot.table[slot.key]
-                if slot.table is found.module._buffers and type(now) is torch.Tensor:
-                    slot.table[slot.key] = now.to(self._device)
+                if slot.table is found.module._buffers and type(now) is torch.Tensor and not is_placeholder(now):
+                    slot.table[slot.key] = now.to(device)
         for root in self._roots:
             for module in root.modules():
                 if _is_fsdp2(module):
@@ -178,7 +188,8 @@ class TorchFilling:
     def whole(self, module: nn.Module, parameter: str) -> torch.Tensor:
         found = self._modules[id(module)]
         try:
-            self._run_initialisers(found, self._wanted[id(module)])  # the same draws as before
+            # What was filled before, and nothing else: so the draws are the same.
+            self._run_initialisers(found, self._wanted[id(module)])
             made: torch.Tensor = found.module._parameters[parameter].detach()
             return made.contiguous()
         finally:
@@ -260,7 +271,8 @@ class _Mark:
             return True
         if self._has_nan:
             numbers = torch.view_as_real(now.detach()) if now.is_complex() else now.detach()
-            return not bool(torch.isnan(numbers.amax()))  # of its own, `isnan` makes a mask as long as the tensor
+            # By the largest number, which is NaN if one is: a mask would be as long as the tensor.
+            return not bool(torch.isnan(numbers.amax()))
         return now is not self.parameter or now._version > self._version
 
 
@@ -305,7 +317,6 @@ def _initialisers(module: nn.Module, around: Sequence[nn.Module]) -> Iterator[tu
                 break
 
 
-@functools.cache
 def _initialises_modules(kind: type) -> bool:
     """Say whether models of this class have `_init_weights(module)`, as Hugging Face's do."""
     function = getattr(kind, "_init_weights", None)

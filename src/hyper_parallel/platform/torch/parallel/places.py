@@ -125,7 +125,8 @@ def _replaced(tensor: Any, made: Any) -> torch.Tensor:
         if kind is not type(made) and not isinstance(tensor, (DTensor, native.DTensor)):
             made.__class__ = kind
     made.__dict__.update(attributes)
-    if weakref.getweakrefcount(tensor):  # recurrent layers have some, and PyTorch swaps no such tensor
+    if weakref.getweakrefcount(tensor):
+        # PyTorch swaps no such tensor. Recurrent layers have weak references to theirs.
         return made
     torch.utils.swap_tensors(tensor, made)
     return tensor
