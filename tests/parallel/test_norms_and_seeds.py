@@ -23,7 +23,7 @@ ORDERS = [1.0, 2.0, 3.0, math.inf]
 # -- norms --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["layouts", "fsdp2"])
+@pytest.mark.parametrize("way", ["layouts", "fsdp2", "2d"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_norm_of_parts_is_that_of_one_process(way: str, order: float) -> None:
     for case in ("all", "missing"):

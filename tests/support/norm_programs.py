@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hyper_parallel as hp
 from support import pipelines
@@ -26,7 +28,7 @@ def clipped(way: str, norm_type: float, case: str) -> tuple[float, float, float]
     Cases: "all", "missing" (one parameter has no gradient), "nan" (one rank has one in its part).
     """
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)).double()
+    plain = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3)).double()
     gradients(plain)
     sharded = copy.deepcopy(plain)
     rank = torch.distributed.get_rank()
@@ -37,11 +39,12 @@ def clipped(way: str, norm_type: float, case: str) -> tuple[float, float, float]
             value.grad = hp.distribute_tensor(source.grad.clone(), value.layout)
         keep_platform_groups()
     else:
-        fully_shard(sharded, mesh=kept_mesh((4,), ("dp",)))
+        mesh = kept_mesh((2, 2), ("dp", "tp")) if way == "2d" else kept_mesh((4,), ("dp",))
+        if way == "2d":
+            parallelize_module(sharded, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(sharded, mesh=mesh["dp"])
         for value, source in zip(sharded.parameters(), plain.parameters(), strict=True):
-            value.grad = torch.distributed.tensor.distribute_tensor(
-                source.grad.clone(), value.device_mesh, value.placements, src_data_rank=None
-            )
+            value.grad = distribute_tensor(source.grad.clone(), value.device_mesh, value.placements, src_data_rank=None)
     if case == "missing":
         plain[1].weight.grad = None
         sharded[1].weight.grad = None
