@@ -178,7 +178,7 @@ class TorchUnitMemory:
         self._gradients.note_trained()
         self._are_trained = [local.requires_grad for local in self._locals]
         self._places_in_modules = [
-            (place.module._parameters, place.name, parameter.shard, parameter.whole)
+            (place.module._parameters, place.name, parameter.shard, parameter.whole, parameter.local)
             for parameter in self.parameters
             for place in parameter.places
         ]
@@ -302,11 +302,11 @@ class TorchUnitMemory:
             for parameter in self.parameters:
                 parameter.whole.requires_grad_(parameter.local.requires_grad)
             self._note_tensors()
-        for held, name, _, whole in self._places_in_modules:
+        for held, name, _, whole, _ in self._places_in_modules:
             held[name] = whole
 
     def show_shards(self) -> None:
-        for held, name, shard, _ in self._places_in_modules:
+        for held, name, shard, _, _ in self._places_in_modules:
             held[name] = shard
 
     # -- changes from outside ------------------------------------------------------------------------------------------
@@ -319,11 +319,11 @@ class TorchUnitMemory:
 
         `parameter.data = x`, `load_state_dict(assign=True)`, `module.to(device)` and `hp.materialize` do that.
         """
-        for held, name, shard, whole in self._places_in_modules:
+        for held, name, shard, whole, local in self._places_in_modules:
             current = held.get(name)
-            if current is not shard and current is not whole:
-                next(parameter for parameter in self.parameters if parameter.shard is shard).take_over(current)
-                self._note_tensors()
+            if (current is not shard and current is not whole) or shard._local is not local:
+                self._take_over_parameters()
+                break
         if [local.data_ptr() for local in self._locals] != self._pointers:
             moved = [pair for pair in self._places if pair[0].local.data_ptr() != pair[1].data_ptr()]
             self._check_alike()
@@ -348,6 +348,15 @@ class TorchUnitMemory:
                 where=f"unit {self._name or 'of the whole module'}",
                 do="Call `hp.materialize(model, seed=...)`, or load a checkpoint, before the first forward.",
             )
+
+    def _take_over_parameters(self) -> None:
+        for parameter in self.parameters:
+            for place in parameter.places:
+                current = place.module._parameters.get(place.name)
+                if current is not parameter.shard and current is not parameter.whole:
+                    parameter.take_over(current)
+            parameter.local = parameter.shard._local
+        self._note_tensors()
 
     def _check_alike(self) -> None:
         devices = {parameter.local.device for parameter in self.parameters}

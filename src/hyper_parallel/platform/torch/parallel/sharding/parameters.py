@@ -60,10 +60,6 @@ class UnitParameter:
         self.whole_local: torch.Tensor = torch.empty(0)
         self.is_followed = False  # whether each gradient of it is told
 
-    def is_of(self, parameter: nn.Parameter) -> bool:
-        """Whether this is the shard, or the parameter that it was made of."""
-        return parameter is self.shard or parameter is self.given()
-
     def set_shard(self, local: torch.Tensor, like: nn.Parameter) -> None:
         """Make the shard of memory, with what was noted on the parameter that it follows."""
         shard = nn.Parameter(wrapped(local, self.spec), like.requires_grad)
