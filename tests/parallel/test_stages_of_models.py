@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ import hyper_parallel as hp
 from hyper_parallel.platform import selection
 from support import listed_models as listed
 from support import processes
+from support.campaign import share
+from support.schedule_names import SCHEDULES
 
 transformers = pytest.importorskip("transformers", reason="the models are in the package `transformers`")
 
@@ -93,6 +96,17 @@ def test_of_all_families_none_trains_otherwise_than_in_one_process() -> None:
 def test_ranks_train_it_with_tied_weights_padding_and_few_labels(family: str, name: str, way: str) -> None:
     run = processes.pool("torch", 2).run
     assert run(listed.train_family, family, name, way, deadline_s=120) == [[], []]
+
+
+@pytest.mark.parametrize("seed", share(60, 2))
+def test_ranks_train_any_family_by_any_schedule(seed: int) -> None:
+    choose = random.Random(f"families {seed}")
+    family = choose.choice([family for family in IN_EVERY_RUN if family != "whisper"])  # which weighs no labels
+    num_ranks = choose.choice([2, 2, 4])
+    name = choose.choice(sorted(SCHEDULES) if num_ranks == 2 else ["gpipe", "one_f_one_b", "zb_h1"])
+    way = choose.choice(["a dict", "keywords", "arguments"])
+    run = processes.pool("torch", num_ranks).run
+    assert run(listed.train_family, family, name, way, num_ranks, deadline_s=120) == [[]] * num_ranks
 
 
 def test_copies_of_a_weight_that_ranks_have_filled_by_chance_begin_equal() -> None:
