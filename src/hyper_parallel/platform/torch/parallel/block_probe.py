@@ -54,6 +54,9 @@ def probe(model: nn.Module, path: str, example: Mapping[str, Any]) -> Found:
             raise
         except Exception as error:  # of the model's: it does not take blocks that return so
             reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
+        finally:
+            # The skeleton's stands-in refer to the run. A cycle would keep the user's model until Python collects it.
+            del run.skeleton
     raise _refusal(model, "Its forward could not be followed around the blocks", got="; ".join(dict.fromkeys(reasons)))
 
 
