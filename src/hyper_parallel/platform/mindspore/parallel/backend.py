@@ -117,7 +117,7 @@ class CellsInOrder:
 
 
 def _num_weights(cell: nn.Cell) -> int:
-    embeddings = [each for _, each in cell.cells_and_names() if isinstance(each, (nn.Embedding, mint.nn.Embedding))]
+    embeddings = [part for _, part in cell.cells_and_names() if isinstance(part, (nn.Embedding, mint.nn.Embedding))]
     looked_up = {id(weight) for embedding in embeddings for weight in embedding.get_parameters()}
     return sum(weight.size for weight in cell.get_parameters() if id(weight) not in looked_up)
 
