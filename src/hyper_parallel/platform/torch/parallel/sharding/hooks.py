@@ -65,7 +65,7 @@ class UnitHooks:
                 do="Call `hp.fully_shard(copy, mesh=...)` on it as well.",
             )
         now = pass_id()
-        ORDER.before_forward(unit, now)
+        ORDER.before_forward(unit, now, sys._getframe(1))
         running = _Forward(module, sys.exc_info()[1], now)
         self._thread.running.append(running)
         if self._input_dtype is not None:
@@ -92,7 +92,7 @@ class UnitHooks:
             return output
         known = {id(value) for value in running.inputs}
         outputs = [value for value in _tensors(output) if value.requires_grad and id(value) not in known]
-        call = unit.add_call() if outputs or unit.memory.is_trained else None
+        call = unit.add_call() if outputs or running.inputs or unit.memory.is_trained else None
         if call is not None:
             for value in outputs:
                 value.register_hook(_BeforeBackward(call))
