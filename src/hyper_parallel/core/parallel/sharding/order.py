@@ -62,6 +62,10 @@ class Order:
         self._units = [known for known in self._units if known() is not None]
         self._units.append(weakref.ref(unit))
 
+    def units(self) -> list[Unit]:
+        """List all units there are, in the order in which they were made."""
+        return [unit for known in self._units if (unit := known()) is not None]
+
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, pass_id: int | None, frame: FrameType | None = None) -> None:
@@ -253,9 +257,10 @@ class Order:
         among them: whether this rank has used it says nothing of the others.
         """
         elsewhere = {unit for other in self._passes.values() for unit in other.units}
-        known = [unit for each in self._units if (unit := each()) is not None]
         return [  # plant: unannounced
-            unit for unit in known if unit not in elsewhere and (unit.hides_outputs or unit.memory.has_new_gradients)
+            unit
+            for unit in self.units()
+            if unit not in elsewhere and (unit.hides_outputs or unit.memory.has_new_gradients)
         ]
 
     def _reduce(self, unit: Unit, running: _Pass) -> None:
@@ -273,9 +278,10 @@ class Order:
         self._send(unit)
 
     def _send(self, unit: Unit) -> None:
+        is_weighted = unit.has_unsent or unit.accumulation.holds  # what lies aside has its weight already
         self._end_reduce()  # plant: one-at-a-time
         trace.emit("sharding.reduce", unit=unit.name, bytes=unit.memory.reduced_bytes)
-        unit.memory.begin_reduce(None if unit.has_unsent else unit.accumulation.weight)  # plant: weight-once
+        unit.memory.begin_reduce(None if is_weighted else unit.accumulation.weight)  # plant: weight-once
         unit.has_unsent = False  # plant: sent
         self._reducing = unit
 
@@ -303,13 +309,19 @@ class Order:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    def reduce_now(self, units: Sequence[Unit]) -> None:
+        """Send the gradients of these units, as a schedule says, and add them to this rank's sums."""
+        with self.lock:
+            for unit in units:
+                # Gradients of weights that waited come without a pass.
+                if unit.has_unsent or (unit.memory.is_trained and unit.memory.holds_gradients):
+                    self._send(unit)  # plant: finish-sends
+            self._end_reduce()  # plant: finish-waits
+
     def finish_step(self, units: Sequence[Unit]) -> None:
         """Send and give what the last microbatch of a step has not: gradients of units that had no part in it."""
         with self.lock:
-            for unit in units:
-                if unit.has_unsent:
-                    self._send(unit)  # plant: finish-sends
-            self._end_reduce()  # plant: finish-waits
+            self.reduce_now(units)
             for unit in units:
                 if unit.memory.has_sums:
                     unit.give_gradients()  # plant: finish-gives

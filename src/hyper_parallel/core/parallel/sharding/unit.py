@@ -207,11 +207,13 @@ class Unit:
         if not self.has_waiting_calls:  # plant: end-step
             self.give_back(Lease.STEP)
 
-    def forget_step(self) -> None:
-        """Give up all that a step that failed has left."""
+    def forget_step(self, *, with_schedule: bool = False) -> None:
+        """Give up all that a step that failed has left. Whoever runs a schedule gives up its leases as well."""
         for call in tuple(self._calls):
             call.state = CallState.ENDED  # plant: forget-calls
-        self.give_back(*(lease for lease in Lease if lease is not Lease.SCHEDULE))  # plant: forget-leases
+        self.give_back(
+            *(lease for lease in Lease if with_schedule or lease is not Lease.SCHEDULE)
+        )  # plant: forget-leases
         self.accumulation.has_lost |= self.accumulation.has_earlier  # plant: has-lost
         self.has_unsent = False
         self.memory.drop_gradients()  # plant: forget-gradients

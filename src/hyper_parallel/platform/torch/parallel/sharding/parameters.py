@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,10 +60,6 @@ class UnitParameter:
         self.whole_local: torch.Tensor = torch.empty(0)
         self.is_followed = False  # whether each gradient of it is told
 
-    def is_of(self, parameter: nn.Parameter) -> bool:
-        """Whether this is the shard, or the parameter that it was made of."""
-        return parameter is self.shard or parameter is self.given()
-
     def set_shard(self, local: torch.Tensor, like: nn.Parameter) -> None:
         """Make the shard of memory, with what was noted on the parameter that it follows."""
         shard = nn.Parameter(wrapped(local, self.spec), like.requires_grad)
@@ -112,13 +108,13 @@ def check_optimizers(parameters: Sequence[UnitParameter]) -> None:
 
 
 def found_parameters(
-    modules: Sequence[nn.Module], names: Sequence[str]
+    modules: Sequence[nn.Module], names: Sequence[str], is_sharded: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Parameter, list[Place]]]:
-    """Give every parameter of some modules once, with all places in them."""
+    """Give every parameter of some modules once, with all places in them, but not those inside of sharded modules."""
     found: dict[int, tuple[str, nn.Parameter, list[Place]]] = {}
     seen: set[tuple[int, str]] = set()
     for module, prefix in zip(modules, names, strict=True):
-        for path, inner in module.named_modules(prefix=prefix, remove_duplicate=False):
+        for path, inner in _modules(module, prefix, is_sharded):
             for name, parameter in inner._parameters.items():
                 if parameter is None or (id(inner), name) in seen:
                     continue
@@ -126,6 +122,13 @@ def found_parameters(
                 full = f"{path}.{name}" if path else name
                 found.setdefault(id(parameter), (full, parameter, []))[2].append(Place(inner, name))
     yield from found.values()
+
+
+def _modules(module: nn.Module, path: str, is_sharded: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None and not is_sharded(child):
+            yield from _modules(child, f"{path}.{name}" if path else name, is_sharded)
 
 
 def sharded_spec(name: str, given: nn.Parameter, mesh: DeviceMesh, axis: str) -> tuple[Spec, Cut]:
