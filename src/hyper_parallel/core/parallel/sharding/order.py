@@ -73,7 +73,8 @@ class Order:
 
         Args:
             pass_id: in which backward this is a rerun; None: in none.
-            frame: what runs as long as this forward. Without it, Ctrl-C is noticed when the outermost unit begins again.
+            frame: what runs as long as this forward. Without it, Ctrl-C is noticed when the outermost unit begins
+                again.
         """
         with self.lock:
             self.forget_what_failed(unit, pass_id)  # plant: forward-forgets
@@ -168,11 +169,9 @@ class Order:
             self._forget_broken_passes(is_outside=not stack and pass_id is None)
 
     def _forget_interrupted_forwards(self, unit: Unit | None) -> None:
-        """Ctrl-C came, and no hook was told. `unit` is what begins now, if that may be another forward of the outermost."""
+        """Ctrl-C came, and no hook was told. `unit` begins now, and may be the outermost one, which begins again."""
         stack = self._forward.stack
-        while stack and (
-            not _runs(stack[-1].frame) if stack[-1].frame is not None else any(each.unit is unit for each in stack[:1])
-        ):
+        while stack and (not _runs(stack[-1].frame) if stack[-1].frame is not None else stack[0].unit is unit):
             forgotten = stack.pop().unit
             for other in (forgotten, *forgotten.borrowed):  # plant: interrupted-borrowed
                 other.forget_step()

@@ -46,7 +46,7 @@ class Call:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.versions = [each.gathered_version for each in (unit, *unit.borrowed)]
+        self.versions = [other.gathered_version for other in (unit, *unit.borrowed)]
         self.state = CallState.WAITING
 
 
@@ -121,7 +121,8 @@ class Unit:
     def make_whole(self) -> None:
         """Wait until the parameters are whole."""
         if self._is_gathering:
-            self.memory.end_gather()  # where it finds no room, what was begun can still be forgotten; plant: wait-gather
+            # Where it finds no room, what was begun can still be forgotten.
+            self.memory.end_gather()  # plant: wait-gather
             self._is_gathering = False
             trace.emit("sharding.whole", unit=self.name, bytes=self.memory.whole_bytes)
 
@@ -177,7 +178,7 @@ class Unit:
 
     def check_unchanged(self, call: Call) -> None:
         """Raise where the shards are not those that the forward of this call was made with."""
-        if [each.memory.version() for each in (self, *self.borrowed)] != call.versions:  # plant: unchanged
+        if [other.memory.version() for other in (self, *self.borrowed)] != call.versions:  # plant: unchanged
             raise StateError(
                 "Weights were changed between a forward and its backward: the gradients would be wrong.",
                 where=f"unit {self.name or 'of the whole module'}",
