@@ -291,6 +291,10 @@ class TorchUnitMemory:
     def _sum_of_versions(self) -> int:
         return sum([whole._version for whole in self._wholes])
 
+    @property
+    def device(self) -> torch.device:
+        return self._shards.device
+
     def add_places(self, parameter: UnitParameter, places: Sequence[Place]) -> None:
         """Note further modules that hold a parameter."""
         parameter.places += places
@@ -312,7 +316,8 @@ class TorchUnitMemory:
     # -- changes from outside ------------------------------------------------------------------------------------------
 
     def version(self) -> int:
-        return (self._generation << 40) + sum([local._version for local in self._locals])
+        is_elsewhere = [local.data_ptr() for local in self._locals] != self._pointers
+        return ((2 * self._generation + is_elsewhere) << 40) + sum([local._version for local in self._locals])
 
     def _take_in_changes(self) -> None:
         """Bring values that were put somewhere else back into the memory of the shards.
