@@ -6,11 +6,26 @@ from typing import Any
 
 import pytest
 
-from support import processes, sharding, sharding_programs, sharding_reruns, sharding_steps, sharding_values
+from support import (
+    processes,
+    sharding,
+    sharding_changes,
+    sharding_counts,
+    sharding_fsdp2,
+    sharding_programs,
+    sharding_reruns,
+    sharding_steps,
+    sharding_values,
+)
 from support.sharding import Settings
 
 DEADLINE_S = 120
-PROGRAMS = {**sharding_programs.PROGRAMS, **sharding_values.PROGRAMS, **sharding_reruns.PROGRAMS}
+PROGRAMS = {
+    **sharding_programs.PROGRAMS,
+    **sharding_values.PROGRAMS,
+    **sharding_reruns.PROGRAMS,
+    **sharding_changes.PROGRAMS,
+}
 STEPS = sharding_steps.PROGRAMS
 EVERY_STAGE = [Settings(zero=3), Settings(zero=2, prefetch=2), Settings(zero=1, prefetch=0)]
 
@@ -52,3 +67,24 @@ def test_steps_of_several_microbatches_are_those_of_one_process(zero: int, reduc
     assert run(2, train, list(STEPS), [Settings(zero, reduce=reduce, num_steps=2)]) == [{}] * 2
     hybrid = Settings(zero, num_copies=2, reduce=reduce, num_steps=2)
     assert run(4, train, list(STEPS)[:4], [hybrid]) == [{}] * 4
+
+
+@pytest.mark.parametrize("title", sharding_fsdp2.CASES)
+def test_float32_is_that_of_fsdp2_bit_for_bit(title: str) -> None:
+    assert run(2, sharding_fsdp2.differences, title) == [[], []]
+
+
+COUNTS = {(3, "each"): (24, 12), (3, "last"): (24, 3), (2, None): (3, 12), (1, None): (3, 3)}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(("zero", "reduce"), COUNTS)
+def test_four_microbatches_of_three_units_take_so_many_collectives(zero: int, reduce: str | None, number: int) -> None:
+    assert run(number, sharding_counts.microbatches, zero, reduce) == [[COUNTS[zero, reduce]] * 2] * number
+
+
+@pytest.mark.parametrize("way", sharding_reruns.WAYS)
+def test_a_rerun_in_backward_gathers_nothing_again(way: str) -> None:
+    # Forward of a reentrant region has no gradients: to a unit it is an evaluation, which keeps nothing.
+    assert run(2, sharding_counts.reruns, way, 2) == [(6 if "reentrant" in way else 3, 3)] * 2
+    assert run(2, sharding_counts.reruns, way, 3) == [(6, 3)] * 2

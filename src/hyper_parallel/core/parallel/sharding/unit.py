@@ -97,9 +97,9 @@ class Unit:
     def acquire(self, lease: Lease) -> None:
         """Take a lease. The first one begins the gather; `make_whole` waits for it."""
         if not self.is_leased:
-            self.gathered_version = self.memory.version()
             trace.emit("sharding.gather", unit=self.name, bytes=self.memory.whole_bytes, why=lease.name)
             self.memory.begin_gather()
+            self.gathered_version = self.memory.version()  # new data of shards were taken in just now
             self._is_gathering = True
         self._leases[lease] += 1
 
