@@ -252,9 +252,13 @@ class Order:
             memory.hold_gradients(state.weight)
             if not state.is_last:
                 return
+        self._begin_reduce(unit)
+
+    def _begin_reduce(self, unit: Unit) -> None:
         self._end_reduce()
-        trace.emit("sharding.reduce", unit=unit.name, bytes=memory.reduced_bytes)
-        memory.begin_reduce(None if state.holds else state.weight)
+        trace.emit("sharding.reduce", unit=unit.name, bytes=unit.memory.reduced_bytes)
+        # What was put aside has its weight already.
+        unit.memory.begin_reduce(None if unit.accumulation.holds else unit.accumulation.weight)
         self._reducing = unit
 
     def _end_reduce(self) -> None:
@@ -272,15 +276,18 @@ class Order:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    def reduce_now(self, units: Sequence[Unit]) -> None:
+        """Send the gradients of these units, as a schedule says, and add them to this rank's sums."""
+        with self.lock:
+            for unit in units:
+                if unit.memory.is_trained and unit.memory.holds_gradients:
+                    self._begin_reduce(unit)
+            self._end_reduce()
+
     def finish_step(self, units: Sequence[Unit]) -> None:
         """Send and give what the last microbatch of a step has not: gradients of units that had no part in it."""
         with self.lock:
-            rest = _Pass(threading.get_ident())
-            for unit in units:
-                if unit.memory.holds_gradients:
-                    rest.to_reduce[unit] = None
-                    self._reduce(unit, rest)
-            self._end_reduce()
+            self.reduce_now(units)
             for unit in units:
                 if unit.memory.has_sums:
                     unit.give_gradients()

@@ -190,10 +190,10 @@ class Unit:
         if not self.has_waiting_calls:
             self.give_back(Lease.STEP)
 
-    def forget_step(self) -> None:
-        """Give up all that a step that failed has left."""
+    def forget_step(self, *, with_schedule: bool = False) -> None:
+        """Give up all that a step that failed has left. Whoever runs a schedule gives up its leases as well."""
         for call in tuple(self._calls):
             call.state = CallState.ENDED
-        self.give_back(*(lease for lease in Lease if lease is not Lease.SCHEDULE))
+        self.give_back(*(lease for lease in Lease if with_schedule or lease is not Lease.SCHEDULE))
         self.memory.drop_gradients()
         self.order.forget_reduce(self)

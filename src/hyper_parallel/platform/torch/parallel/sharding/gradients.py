@@ -17,7 +17,6 @@ import torch
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.parallel.sharding.cutting import offsets
 from hyper_parallel.platform.communication.reductions import Reduction
-from hyper_parallel.platform.communication.transport import Transport
 from hyper_parallel.platform.torch.parallel.sharding.parameters import UnitParameter
 
 __all__ = ["UnitGradients"]
@@ -38,7 +37,7 @@ class UnitGradients:
     def __init__(
         self,
         parameters: Sequence[UnitParameter],
-        transport: Transport,
+        transport: Any,
         group: Any,
         num_parts: int,
         rank: int,

@@ -24,6 +24,7 @@ from hyper_parallel.platform.torch.communication import Communication
 from hyper_parallel.platform.torch.communication.transport import TorchTransport
 from hyper_parallel.platform.torch.dtypes import to_dtype
 from hyper_parallel.platform.torch.parallel.sharding.gradients import UnitGradients
+from hyper_parallel.platform.torch.parallel.sharding.one_rank import OneRank
 from hyper_parallel.platform.torch.parallel.sharding.parameters import Place, UnitParameter, check_optimizers
 
 __all__ = ["TorchUnitMemory"]
@@ -65,11 +66,14 @@ class TorchUnitMemory:
         self._name = name
         self.parameters = list(parameters)
         self._precision = precision
-        self._transport = transport or Communication.transport
+        is_alone = len(mesh.ranks) == 1 and not Communication.transport.is_up()
+        self._transport: Any = transport or (OneRank() if is_alone else Communication.transport)
         self._rank = mesh.get_local_rank(axis)
         self._axis_size = mesh.size(axis)
-        self._group = mesh.get_group(axis)
-        self._replicas = None if replicate_axis is None else (mesh.get_group(replicate_axis), mesh.size(replicate_axis))
+        self._group = None if is_alone else mesh.get_group(axis)
+        self._replicas: tuple[Any, int] | None = None
+        if replicate_axis is not None and not is_alone:
+            self._replicas = mesh.get_group(replicate_axis), mesh.size(replicate_axis)
         self._gather_handle: Any = None
         self._received = _NOTHING
         self._is_checked = False
