@@ -132,6 +132,13 @@ def frozen_between(run: Run, model: Any) -> None:
     model.blocks[1].requires_grad_(True)
 
 
+def frozen_over_the_step(run: Run, model: Any) -> None:
+    model.blocks[1].requires_grad_(True)
+    loss = model(run.data(3, 4)).square().mean()
+    model.blocks[1].requires_grad_(False)
+    run.backward(loss)
+
+
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +243,7 @@ PROGRAMS = {
     "an evaluation before the optimizer": Program(Stack, blocks_and_all, one, evaluates),
     "a graph over the optimizer's step": Program(Stack, blocks_and_all, one, forgets_a_forward),
     "frozen between forward and backward": Program(Stack, blocks_and_all, frozen_between),
+    "frozen before backward until the next step": Program(Stack, blocks_and_all, frozen_over_the_step),
     "copies": Program(Stack, blocks_and_all, copies),
     "functional_call on the whole": Program(Stack, blocks_and_all, by_functional_call),
     "autocast": Program(Stack, blocks_and_all, under_autocast, largest=1e-3),

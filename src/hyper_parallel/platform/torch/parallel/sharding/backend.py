@@ -53,7 +53,7 @@ class TorchSharding:
         made = TorchUnitMemory(_name(modules), own, given, axes.mesh, axes.axis, axes.replicate_axis, precision, device)
         for parameter, old in zip(own, given, strict=True):
             _memory_of[parameter.shard] = _memory_of[old] = made
-        made.show_shards()
+        made.put_shards()
         for module in modules:
             _move_buffers(module, device)
         return made, tuple(dict.fromkeys(borrowed))

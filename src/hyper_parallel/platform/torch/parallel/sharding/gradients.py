@@ -69,7 +69,7 @@ class UnitGradients:
 
     @property
     def is_trained(self) -> bool:
-        return bool(self._trained)
+        return bool(self._trained or self._aside)
 
     @property
     def has_aside(self) -> bool:
@@ -143,15 +143,11 @@ class UnitGradients:
         return self._known_counts[1]
 
     def _check_same_trained(self) -> None:
-        if self._sums is None:
-            self._summed = self._names
-        elif self._summed != self._names:
-            raise StateError(
-                "Parameters were frozen, or not any more, between two microbatches of one step.",
-                expected=", ".join(self._summed),
-                got=", ".join(self._names),
-                do="Change `requires_grad` between steps.",
-            )
+        expected = tuple(self._aside) if self._sums is None else self._summed
+        if self._sums is None and self._aside.keys() <= set(self._names):
+            self._summed = expected = self._names
+        if expected != self._names:
+            raise _changed(expected, self._names)
 
     def _send(self, message: torch.Tensor) -> None:
         transport, group = self._transport, self._group
@@ -184,6 +180,8 @@ class UnitGradients:
         self._sums, self._present = None, set()
         if sums is None:
             return
+        if self._summed != self._names:
+            raise _changed(self._summed, self._names)
         if len(present) < len(self._names):
             counts = sums[self._num_values :].tolist()
             present = {name for name, count in zip(self._names, counts, strict=True) if count}
@@ -222,6 +220,15 @@ def _give(local: torch.Tensor, grad: torch.Tensor) -> None:
     if local._post_accumulate_grad_hooks:
         for hook in local._post_accumulate_grad_hooks.values():
             hook(local)
+
+
+def _changed(expected: Sequence[str], got: Sequence[str]) -> StateError:
+    return StateError(
+        "Parameters were frozen, or not any more, between two microbatches of one step.",
+        expected=", ".join(expected),
+        got=", ".join(got),
+        do="Change `requires_grad` between steps.",
+    )
 
 
 def _taken(parameter: UnitParameter) -> torch.Tensor | None:
