@@ -12,7 +12,9 @@ from support import (
     sharding_changes,
     sharding_counts,
     sharding_fsdp2,
+    sharding_optimizers,
     sharding_programs,
+    sharding_refusals,
     sharding_reruns,
     sharding_steps,
     sharding_values,
@@ -88,3 +90,31 @@ def test_a_rerun_in_backward_gathers_nothing_again(way: str) -> None:
     # Forward of a reentrant region has no gradients: to a unit it is an evaluation, which keeps nothing.
     assert run(2, sharding_counts.reruns, way, 2) == [(6 if "reentrant" in way else 3, 3)] * 2
     assert run(2, sharding_counts.reruns, way, 3) == [(6, 3)] * 2
+
+
+@pytest.mark.parametrize("title", sharding_refusals.CASES)
+def test_what_would_be_wrong_is_refused_and_the_next_step_is_right(title: str) -> None:
+    for zero in (3, 2):
+        for said, wrong in run(2, sharding_refusals.refused, title, zero):
+            assert sharding_refusals.CASES[title][1] in said
+            assert wrong == []
+
+
+def test_a_shared_parameter_is_not_replaced_in_one_place_alone() -> None:
+    assert all("several modules share" in said for said in run(2, sharding_refusals.untied))
+
+
+def test_optimizers_step_in_backward_and_with_shards_that_have_no_elements() -> None:
+    for zero in (1, 2, 3):
+        assert run(2, sharding_optimizers.in_backward, zero) == [[], []]
+    assert run(2, sharding_optimizers.clipped_and_fused) == [[], []]
+
+
+def test_transforms_and_threads_get_what_one_process_gets() -> None:
+    assert run(2, sharding_optimizers.transforms) == [[], []]
+    assert run(2, sharding_optimizers.in_threads) == [[], []]
+
+
+@pytest.mark.parametrize("way", ["before", "after"])
+def test_blocks_that_are_compiled_before_or_after_train_as_well(way: str) -> None:
+    assert run(2, sharding_optimizers.compiled, way) == [[], []]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from support.sharding import WIDTH, Of, Program, Run, shard
+from support.sharding import WIDTH, Of, Program, Run
 from support.sharding_programs import (
     Block,
     Stack,

@@ -85,9 +85,10 @@ class UnitParameter:
             StateError: it is no shard of the same tensor, or places that share the parameter have different ones.
         """
         found = [place.module._parameters.get(place.name) for place in self.places]
-        current: Any = next((each for each in found if each is not self.shard and each is not self.whole), None)
-        if current is None and None not in found:
+        others = [each for each in found if each is not self.shard and each is not self.whole]
+        if not others:
             return
+        current: Any = others[0]
         if not (isinstance(current, DTensor) and current._spec is self.spec):
             raise StateError(
                 "A sharded parameter was replaced by something else.",
