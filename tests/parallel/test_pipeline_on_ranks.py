@@ -104,7 +104,7 @@ def test_cells_are_cut_by_cost() -> None:
 
 
 def test_a_loss_of_another_dtype_than_in_the_first_step_is_refused() -> None:
-    first, second = _failing(programs.a_loss_of_another_dtype)
+    first, second = _failing(programs.a_loss_of_another_dtype, deadline_s=5)
     assert "The loss is of another form than in the first step" in (first or second)
 
 
@@ -166,10 +166,10 @@ def test_after_a_step_that_failed_the_pipeline_says_so_and_runs_no_other() -> No
     assert first.startswith("A step of this pipeline failed")
 
 
-def _failing(function: Any) -> list[Any]:
+def _failing(function: Any, deadline_s: float = 10) -> list[Any]:
     """What the ranks return, though the second one is left waiting."""
     try:
-        return processes.pool("torch", 2).run(function, deadline_s=10)
+        return processes.pool("torch", 2).run(function, deadline_s=deadline_s)
     except processes.RankError as error:
         return [error.results.get(rank) for rank in range(2)]
 

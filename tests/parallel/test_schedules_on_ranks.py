@@ -38,7 +38,7 @@ def test_processes_that_follow_damaged_schedules_show_what_the_check_says() -> N
         for (number, schedule), outcomes in zip(part, zip(*ranks, strict=True), strict=True):
             seen[all(outcomes)] += 1
             assert is_right(schedule) == all(outcomes), f"case {number}: processes say {outcomes}\n{schedule}"
-    assert min(seen.values()) >= 10, seen
+    assert min(seen.values()) >= 5, seen
 
 
 def test_the_runtime_trains_with_damaged_schedules_that_still_work_and_begins_no_other() -> None:

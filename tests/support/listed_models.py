@@ -109,16 +109,16 @@ def one_process(num_stages: int, num_microbatches: int) -> hp.Schedule:
 # -- on ranks --------------------------------------------------------------------------------------------------------
 
 
-def train_family(family: str, name: str, way: str) -> list[str]:
+def train_family(family: str, name: str, way: str, num_ranks: int = 2) -> list[str]:
     """What differs from one process where ranks train a Hugging Face model, given a batch in one of three ways."""
     with families.float64():
         expected_model, model = families.make(family), families.make(family)
         batch = families.batch(num_rows=8)
-        batch["labels"][2:4] = -100  # a microbatch whose labels all do not count
+        batch["labels"][:2] = -100  # a microbatch whose labels all do not count, the first one
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][5, 6:] = 0
         loss, gradients = families.looped(expected_model, batch, 4)
-        schedule = SCHEDULES[name](2, 4)
+        schedule = SCHEDULES[name](num_ranks, 4)
         stages = hp.split_stages(model, schedule.num_stages)
         mine = [stages[index] for index in schedule.placement.stages_on(hp.get_platform().get_rank())]
         pipeline = hp.Pipeline(mine, schedule)

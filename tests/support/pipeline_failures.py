@@ -23,7 +23,7 @@ from support.schedule_names import SCHEDULES
 
 CALL_S = 3  # how long a call waits for other ranks
 HOOK_S = 3  # how long a side of a pair waits for the other one
-STALL_S = 8
+STALL_S = 5
 
 
 class Failure(NamedTuple):

@@ -88,7 +88,8 @@ class Pipeline:
         self.coordinator = coordinator
         self._platform = platform_of(given[0].module)
         self._backend = given[0].backend
-        self._device = given[0].device
+        # Asked when it is needed: stages that were built on "meta" are filled after this.
+        self._device: Callable[[], Any] = lambda: given[0].device
         self._ranks = _world_ranks(self._platform, mesh, axis, schedule.num_ranks)
         self._rank = self._ranks.index(self._platform.get_rank())
         self._check_placement(given)
@@ -143,6 +144,11 @@ class Pipeline:
                 got=f"stages {list(got)} of {', '.join(map(str, sorted(sizes)))}",
                 where=f"rank {self._rank} of the pipeline",
             )
+
+    @property
+    def group(self) -> Any:
+        """The pipeline's ranks, as communication takes them; None: all ranks."""
+        return self._group
 
     def parameters(self) -> list[Tensor]:
         """The weights of this rank's stages that are trained, each once, for an optimizer."""
@@ -239,7 +245,7 @@ class Pipeline:
                 self._loss_meta = next(meta for meta in metas if meta is not None)
             elif mine is not None:
                 Form(None, (mine,)).check_same(Form(None, (self._loss_meta,)), "The loss")
-            part = self._backend.zeros(self._loss_meta, self._device) if loss is None else loss
+            part = self._backend.zeros(self._loss_meta, self._device()) if loss is None else loss
             return self._platform.all_reduce(part, self._group)
         return loss
 

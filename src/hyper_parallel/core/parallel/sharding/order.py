@@ -49,6 +49,10 @@ class Order:
         self._units = [known for known in self._units if known() is not None]
         self._units.append(weakref.ref(unit))
 
+    def units(self) -> list[Unit]:
+        """List all units there are, in the order in which they were made."""
+        return [unit for known in self._units if (unit := known()) is not None]
+
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, pass_id: int | None, *, is_within: bool = False) -> None:
@@ -235,9 +239,8 @@ class Order:
         A module may hide an output, in an attribute or an object that nobody looks into.
         """
         elsewhere = {unit for other in self._passes.values() if other is not ended for unit in other.units}
-        for known in self._units:
-            unit = known()
-            if unit is not None and unit not in elsewhere and unit.memory.has_new_gradients:
+        for unit in self.units():
+            if unit not in elsewhere and unit.memory.has_new_gradients:
                 ended.units[unit] = None
                 ended.to_reduce[unit] = None
 

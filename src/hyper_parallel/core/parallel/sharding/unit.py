@@ -99,7 +99,7 @@ class Unit:
         if not self.is_leased:
             trace.emit("sharding.gather", unit=self.name, bytes=self.memory.whole_bytes, why=lease.name)
             self.memory.begin_gather()
-            self.gathered_version = self.memory.version()  # new data of shards were taken in just now
+            self.gathered_version = self.memory.version()  # behind it: what was put elsewhere is taken in there
             self._is_gathering = True
         self._leases[lease] += 1
 

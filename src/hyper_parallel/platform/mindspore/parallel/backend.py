@@ -22,7 +22,7 @@ from hyper_parallel.platform.opaque import Device
 
 
 @contextmanager
-def _recording(flag: bool = True) -> Iterator[None]:
+def recording(flag: bool = True) -> Iterator[None]:
     """Around operations that are recorded for gradients, which MindSpore keeps per thread, and off."""
     before = _pynative_executor.grad_flag()
     _pynative_executor.set_grad_flag(flag)
@@ -51,7 +51,7 @@ class MindSporeStage:
         dict(self.weights())[name]._grad = None if gradient is None else gradient.copy()
 
     def forward(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        with _recording():
+        with recording():
             return function(*args, **kwargs)
 
     def backward(
@@ -61,7 +61,7 @@ class MindSporeStage:
         wanted = (*inputs, *weights)
         if not outputs or not wanted:
             return [None] * len(inputs)
-        with _recording():
+        with recording():
             starts = tuple(
                 ops.ones_like(output) if gradient is None else gradient
                 for output, gradient in zip(outputs, gradients, strict=True)
@@ -117,7 +117,7 @@ class CellsInOrder:
 
 
 def _num_weights(cell: nn.Cell) -> int:
-    embeddings = [each for _, each in cell.cells_and_names() if isinstance(each, (nn.Embedding, mint.nn.Embedding))]
+    embeddings = [part for _, part in cell.cells_and_names() if isinstance(part, (nn.Embedding, mint.nn.Embedding))]
     looked_up = {id(weight) for embedding in embeddings for weight in embedding.get_parameters()}
     return sum(weight.size for weight in cell.get_parameters() if id(weight) not in looked_up)
 
@@ -173,13 +173,13 @@ class MindSporeParallel:
         return sum((tensor * 0).sum().astype(like.dtype) for tensor in tensors)
 
     def as_input(self, tensor: Tensor, *, requires_grad: bool) -> Tensor:
-        with _recording(False):
+        with recording(False):
             if requires_grad:
                 tensor.requires_grad_()
             return tensor
 
     def as_sent(self, tensor: Tensor) -> Tensor:
-        with _recording(False):
+        with recording(False):
             return ops.stop_gradient(tensor)
 
     def scaled(self, loss: Tensor, factor: float) -> Tensor:

@@ -40,7 +40,8 @@ class TorchStage:
 
     def forward(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if args and function is self._module and self._of_blocks() is not None:
-            args, kwargs = (), {"received": args[0], **kwargs}
+            kwargs = {"received": args[0], **kwargs}
+            args = ()
         with torch.enable_grad():
             return function(*args, **kwargs)
 

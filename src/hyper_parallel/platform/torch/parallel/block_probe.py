@@ -54,6 +54,9 @@ def probe(model: nn.Module, path: str, example: Mapping[str, Any]) -> Found:
             raise
         except Exception as error:  # of the model's: it does not take blocks that return so
             reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
+        finally:
+            # The skeleton's stands-in refer to the run. A cycle would keep the user's model until Python collects it.
+            del run.skeleton
     raise _refusal(model, "Its forward could not be followed around the blocks", got="; ".join(dict.fromkeys(reasons)))
 
 
@@ -61,14 +64,14 @@ def example_of(model: nn.Module) -> dict[str, Any]:
     """The smallest batch of a model of text."""
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise _refusal(model, "It takes no token ids", got=str(getattr(model, "main_input_name", None)))
-    return {"input_ids": torch.ones(1, 2, dtype=torch.long)}
+    return {"input_ids": torch.ones(1, 2, dtype=torch.long, device="cpu")}
 
 
 def options_of(model: nn.Module) -> dict[str, Any]:
     """What a forward is told beside the batch: without a cache, which blocks would write to."""
     takes = inspect.signature(model.forward).parameters
     is_asked = hasattr(getattr(model, "config", None), "use_cache")
-    is_taken = "use_cache" in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values())
+    is_taken = "use_cache" in takes or any(argument.kind is argument.VAR_KEYWORD for argument in takes.values())
     return {"use_cache": False} if is_asked and is_taken else {}
 
 
@@ -126,7 +129,7 @@ class _Run:
     def found(self, example: Mapping[str, Any]) -> Found:
         batch = trees.map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, dict(example))
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.device("cpu"):  # whatever is the default around a call
                 self.skeleton.model(**{**options_of(self.model), **batch})
         except RunEndedError:
             if self.place is not None:

@@ -67,7 +67,7 @@ class BlockList:
 def num_weights(module: nn.Module) -> int:
     """How many weights are multiplied with: all but those of embeddings."""
     looked_up = {
-        id(weight) for each in module.modules() if isinstance(each, nn.Embedding) for weight in each.parameters()
+        id(weight) for part in module.modules() if isinstance(part, nn.Embedding) for weight in part.parameters()
     }
     return sum(weight.numel() for weight in module.parameters() if id(weight) not in looked_up)
 
@@ -202,13 +202,11 @@ class BlockStage(nn.Module):
 
     def _check_whole(self, received: torch.Tensor | None, result: object) -> None:
         """Look once whether the result depends on a weight that this stage does not have."""
-        if self._is_proved or torch.is_grad_enabled() is False:
+        if self._is_proved or not torch.is_grad_enabled() or (received is not None and received.isnan().any()):
             return
-        if (
-            received is not None
-            and not received.isnan().any()
-            and any(value.is_floating_point() and value.isnan().any() for value in _tensors(result))
-        ):
+        made = [value for value in _tensors(result) if value.is_floating_point()]
+        many = [value for value in made if value.dim()]  # a loss alone may be a mean over no label
+        if received is not None and any(value.isnan().any() for value in many or made):
             raise StateError(
                 "A result of this stage is not a number, though what it was given is.",
                 expected="numbers that depend on this stage's weights and on what it was given",

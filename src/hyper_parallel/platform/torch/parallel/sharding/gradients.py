@@ -57,7 +57,7 @@ class UnitGradients:
         self._summed: tuple[str, ...] = ()  # whose gradients are in the sums
         self._present: set[str] = set()  # of which this rank had a gradient in this step
         self._sums: torch.Tensor | None = None
-        self._known_counts: tuple[tuple[str, ...], torch.Tensor] | None = None  # the last ones, for whom
+        self._known_counts: tuple[Any, torch.Tensor] | None = None  # the last ones, for whom
 
     # -- what backward left --------------------------------------------------------------------------------------------
 
@@ -136,7 +136,8 @@ class UnitGradients:
 
     def _counts(self, device: torch.device) -> torch.Tensor:
         """One for each parameter of which this rank has had a gradient, for each rank's part."""
-        key = self._names if len(self._present) == len(self._names) else tuple(sorted(self._present))
+        is_all = len(self._present) == len(self._names)
+        key = self._names, None if is_all else frozenset(self._present)
         if self._known_counts is None or self._known_counts[0] != key:
             counts = torch.tensor([float(name in self._present) for name in self._names], device=device)
             self._known_counts = key, counts.repeat(self._num_parts)

@@ -180,7 +180,7 @@ class TorchUnitMemory:
         self._gradients.note_trained()
         self._are_trained = [local.requires_grad for local in self._locals]
         self._places_in_modules = [
-            (place.module._parameters, place.name, parameter.shard, parameter.whole)
+            (place.module._parameters, place.name, parameter.shard, parameter.whole, parameter.local)
             for parameter in self.parameters
             for place in parameter.places
         ]
@@ -308,7 +308,7 @@ class TorchUnitMemory:
             for parameter in self.parameters:
                 parameter.whole.requires_grad_(parameter.local.requires_grad)
             self._note_tensors()
-        for held, name, _, whole in self._places_in_modules:
+        for held, name, _, whole, _ in self._places_in_modules:
             held[name] = whole
 
     def show_shards(self) -> None:
@@ -322,15 +322,15 @@ class TorchUnitMemory:
             )
 
     def put_shards(self) -> None:
-        for held, name, shard, _ in self._places_in_modules:
+        for held, name, shard, _, _ in self._places_in_modules:
             held[name] = shard
 
     @property
     def _is_replaced(self) -> bool:
-        """Whether a module has something else than the shard or the whole parameter."""
-        for held, name, shard, whole in self._places_in_modules:
+        """Whether a module has something else than the shard or the whole parameter, or a shard has another tensor."""
+        for held, name, shard, whole, local in self._places_in_modules:
             current = held.get(name)
-            if current is not shard and current is not whole:
+            if (current is not shard and current is not whole) or shard._local is not local:
                 return True
         return False
 

@@ -60,10 +60,6 @@ class UnitParameter:
         self.whole_local: torch.Tensor = torch.empty(0)
         self.is_followed = False  # whether each gradient of it is told
 
-    def is_of(self, parameter: nn.Parameter) -> bool:
-        """Whether this is the shard, or the parameter that it was made of."""
-        return parameter is self.shard or parameter is self.given()
-
     def set_shard(self, local: torch.Tensor, like: nn.Parameter) -> None:
         """Make the shard of memory, with what was noted on the parameter that it follows."""
         shard = nn.Parameter(wrapped(local, self.spec), like.requires_grad)
@@ -86,9 +82,11 @@ class UnitParameter:
         """
         found = [place.module._parameters.get(place.name) for place in self.places]
         others = [each for each in found if each is not self.shard and each is not self.whole]
-        if not others:
-            return
-        current: Any = others[0]
+        if others:
+            self._take_over(others[0], found)
+        self.local = self.shard._local
+
+    def _take_over(self, current: Any, found: Sequence[Any]) -> None:
         if not (isinstance(current, DTensor) and current._spec is self.spec):
             raise StateError(
                 "A sharded parameter was replaced by something else.",
@@ -105,7 +103,7 @@ class UnitParameter:
             )
         with torch.no_grad():  # an optimizer that has the old shard still does not reach the new one's memory
             self.local.data = self.local.detach().clone()
-        self.shard, self.local = current, current._local
+        self.shard = current
 
 
 def _is_equal(one: Any, other: DTensor) -> bool:
