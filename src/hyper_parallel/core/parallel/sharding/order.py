@@ -68,14 +68,24 @@ class Order:
                 self._forget_interrupted_forward()
             if not stack and pass_id is None and self._passes:
                 self._forget_broken_passes()
-            for other in (unit, *unit.borrowed):
-                self._gather_anew_if_changed(other)
-                other.acquire(Lease.FORWARD)
-                self._use(other)
+            self._begin_forward(unit)
             if pass_id is None:
                 self._note_before(unit)
                 self._gather_ahead(unit, lambda other: other.next_in_forward)
             stack.append(unit)
+
+    def _begin_forward(self, unit: Unit) -> None:
+        taken: list[Unit] = []
+        try:
+            for other in (unit, *unit.borrowed):
+                self._gather_anew_if_changed(other)
+                other.acquire(Lease.FORWARD)
+                taken.append(other)
+                self._use(other)
+        except BaseException:  # another rank is missing, or Ctrl-C: this forward never begins
+            for other in taken:
+                other.release(Lease.FORWARD)
+            raise
 
     def after_forward(self, unit: Unit, call: Call | None, pass_id: int | None, *, is_seen: bool = True) -> None:
         """Let go of a unit, unless something else needs it whole.
@@ -176,9 +186,9 @@ class Order:
             call.state = CallState.RUNNING
             self._pass(pass_id, unit).calls[call] = None
             for other in (unit, *unit.borrowed):
+                self._join(other, pass_id)
                 other.acquire(Lease.BACKWARD)
                 self._use(other)
-                self._join(other, pass_id)
             self._gather_ahead(unit, lambda other: other.last_in_forward)
 
     def gradient_came(self, unit: Unit, pass_id: int) -> None:

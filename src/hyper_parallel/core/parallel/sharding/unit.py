@@ -106,8 +106,8 @@ class Unit:
     def make_whole(self) -> None:
         """Wait until the parameters are whole."""
         if self._is_gathering:
-            self._is_gathering = False
             self.memory.end_gather()
+            self._is_gathering = False
             trace.emit("sharding.whole", unit=self.name, bytes=self.memory.whole_bytes)
 
     def release(self, lease: Lease) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import reduce
 from typing import Any
 
 import torch
 
-from hyper_parallel._base.errors import StateError
+from hyper_parallel._base.errors import CommunicationError, StateError
 from hyper_parallel.core.parallel.sharding.cutting import offsets
 from hyper_parallel.platform.communication.reductions import Reduction
 from hyper_parallel.platform.torch.parallel.sharding.parameters import UnitParameter
@@ -94,9 +95,10 @@ class UnitGradients:
         for parameter in self._parameters:
             parameter.whole_local.grad = None
         self._aside, self._sums, self._present = {}, None, set()
-        if self._handle is not None:
-            self._handle.wait()
-            self._handle = self._on_its_way = None
+        handle, self._handle, self._on_its_way = self._handle, None, None
+        if handle is not None:
+            with suppress(CommunicationError):  # whoever communicates next in the group is told
+                handle.wait()
 
     # -- sent ----------------------------------------------------------------------------------------------------------
 
@@ -164,8 +166,8 @@ class UnitGradients:
         )
 
     def end_reduce(self) -> None:
-        self._handle.wait()
-        total, self._handle, self._on_its_way = self._on_its_way, None, None
+        handle, total, self._handle, self._on_its_way = self._handle, self._on_its_way, None, None
+        handle.wait()
         if total.dtype in _SMALL:
             total = total.view(self._num_parts, -1).sum(0, dtype=torch.float32)
         if self._replicas is not None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from hyper_parallel._base.errors import StateError
+from hyper_parallel._base.errors import CommunicationError, StateError
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.parallel.sharding.cutting import offsets
 from hyper_parallel.core.parallel.sharding.precision import MixedPrecision
@@ -275,7 +276,8 @@ class TorchUnitMemory:
     def forget_gather(self) -> None:
         if not self.parameters:
             return
-        self._gather_handle.wait()
+        with suppress(CommunicationError):  # whoever communicates next in the group is told
+            self._gather_handle.wait()
         self._received, self._gather_handle = _NOTHING, None
         self._storage.resize_(0)
 
