@@ -3,7 +3,8 @@
 The schedule says it: `0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`. So nothing is gathered or sent inside a forward or a
 backward, and two threads can run a pair of them.
 
-Example: with `zero=2`, rank 0 of `one_f_one_b(2, 2)` does `0UNSHARD 0F0 0F1 0B0 0REDUCE_GRAD 0B1 0RESHARD 0REDUCE_GRAD`.
+Example: with `zero=2`, rank 0 of `one_f_one_b(2, 2)` does
+`0UNSHARD 0F0 0F1 0B0 0REDUCE_GRAD 0B1 0RESHARD 0REDUCE_GRAD`.
 """
 
 from __future__ import annotations

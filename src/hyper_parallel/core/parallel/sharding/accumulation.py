@@ -29,6 +29,8 @@ class Accumulation:
         weight: what gradients of this microbatch count, None for 1 with the sum over ranks divided by their number.
         sum_of_weights: of this rank's microbatches until now.
         divisor: what the sums of the last microbatch are divided by; None for the number of ranks.
+        has_earlier: whether microbatches of the same step came before.
+        has_lost: whether their gradients were dropped after an error.
     """
 
     is_last: bool = True
@@ -36,6 +38,17 @@ class Accumulation:
     weight: float | None = None
     sum_of_weights: float | None = None
     divisor: Any = None
+    has_earlier: bool = False
+    has_lost: bool = False
+
+    def check_weight(self, name: str) -> None:
+        """Raise where a backward without a weight would end a step whose microbatches have weights."""
+        if self.sum_of_weights is not None and self.weight is None:
+            raise StateError(
+                "A backward outside of `accumulate`, in the middle of a step whose microbatches have weights.",
+                where=f"unit {name or 'of the whole module'}",
+                do="Run the last microbatch with `hp.accumulate(module, last=True, weight=...)` first.",
+            )
 
 
 @contextmanager
@@ -50,24 +63,32 @@ def accumulating(units: Sequence[Unit], *, last: bool, weight: float | None, red
             state.holds = (unit.zero == 1) if reduce is None else reduce == "last"
             state.weight = weight
             if weight is not None:
-                state.sum_of_weights = (state.sum_of_weights or 0.0) + weight
+                state.sum_of_weights = (state.sum_of_weights or 0.0) + weight  # plant: sum-of-weights
         if last and weight is not None:
             _share_weights(units)
     try:
         yield
+        with order.lock:
+            order.forget_what_failed(None, None)  # plant: lost-at-the-end
+        _check_nothing_lost(units)  # plant: check-lost
     except BaseException:
         with order.lock:
             _logger.warning("an error inside `accumulate`: what was added up in this step is dropped")
             for unit in units:
-                unit.forget_step()
+                unit.forget_step()  # plant: failed-step
                 unit.accumulation = Accumulation()
         raise
     with order.lock:
         if last:
-            order.finish_step(units)
+            order.finish_step(units)  # plant: finish-step
         for unit in units:
             state = unit.accumulation
-            unit.accumulation = Accumulation(sum_of_weights=None if last else state.sum_of_weights)
+            if last:
+                unit.accumulation = Accumulation()
+            else:
+                unit.accumulation = Accumulation(
+                    sum_of_weights=state.sum_of_weights, has_earlier=True
+                )  # plant: goes-on
 
 
 @contextmanager
@@ -101,6 +122,16 @@ def _share_weights(units: Sequence[Unit]) -> None:
         if key not in divisors:
             divisors[key] = unit.memory.total(unit.accumulation.sum_of_weights or 0.0)
         unit.accumulation.divisor = divisors[key]
+
+
+def _check_nothing_lost(units: Sequence[Unit]) -> None:
+    for unit in units:
+        if unit.accumulation.has_lost:
+            raise StateError(
+                "Gradients of this step were dropped after an error.",
+                where=f"unit {unit.name or 'of the whole module'}",
+                do="Begin the step again, with its first microbatch.",
+            )
 
 
 def _check(units: Sequence[Unit], last: bool, weight: float | None) -> None:

@@ -46,8 +46,9 @@ class Cut:
 
 
 def cut(shape: Sequence[int], num_ranks: int) -> Cut:
-    """Choose the dim along which a parameter is cut: the first that gives every rank something, else the longest.
+    """Choose the dim along which a parameter is cut: the first that is as long as there are ranks, else the longest.
 
+    Chunks are of the rounded-up size, so the last ranks may get nothing of that one, too: 9 on 8 is 2, 2, 2, 2, 1.
     A tensor without dims, or with nothing in it, is kept whole by every rank.
     """
     shape = tuple(shape)

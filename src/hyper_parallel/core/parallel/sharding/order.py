@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
+from typing import NamedTuple
 
 from hyper_parallel._base import trace
-from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.parallel.sharding.unit import Call, CallState, Lease, Unit
 
 __all__ = ["ORDER", "Order"]
@@ -17,19 +19,30 @@ __all__ = ["ORDER", "Order"]
 
 @dataclass
 class _Pass:
-    """One backward of the framework, from the first unit in it to its end."""
+    """One backward of the framework, from the first unit in it to its end.
+
+    `end` is what the framework runs then. It drops it where backward raises, so that a broken pass is known by it.
+    """
 
     thread: int
+    end: weakref.ref[Callable[[], None]]
     units: dict[Unit, None] = field(default_factory=dict)  # that have a part in it, in the order in which they came
     to_reduce: dict[Unit, None] = field(default_factory=dict)  # of them, those whose gradients were not sent yet
     calls: dict[Call, None] = field(default_factory=dict)  # whose backward has begun in it
+
+
+class _Forward(NamedTuple):
+    """A forward that has begun, and the Python frame that runs as long as it does."""
+
+    unit: Unit
+    frame: FrameType | None
 
 
 class _InThread(threading.local):
     """Where the forward of one thread is."""
 
     def __init__(self) -> None:
-        self.stack: list[Unit] = []  # units in forward, one within another
+        self.stack: list[_Forward] = []  # one within another
         self.before: Unit | None = None  # whose forward began last
         self.after: Unit | None = None  # whose forward ended last
 
@@ -55,37 +68,33 @@ class Order:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def before_forward(self, unit: Unit, pass_id: int | None, *, is_within: bool = False) -> None:
+    def before_forward(self, unit: Unit, pass_id: int | None, frame: FrameType | None = None) -> None:
         """Make a unit whole.
 
         Args:
             pass_id: in which backward this is a rerun; None: in none.
-            is_within: whether a forward of the same unit runs around this one.
+            frame: what runs as long as this forward. Without it, Ctrl-C is noticed when the outermost unit begins
+                again.
         """
         with self.lock:
-            stack = self._forward.stack
-            if stack and stack[0] is unit and pass_id is None and not is_within:
-                self._forget_interrupted_forward()
-            if not stack and pass_id is None and self._passes:
-                self._forget_broken_passes()
-            self._begin_forward(unit)
-            if pass_id is None:
-                self._note_before(unit)
-                self._gather_ahead(unit, lambda other: other.next_in_forward)
-            stack.append(unit)
-
-    def _begin_forward(self, unit: Unit) -> None:
-        taken: list[Unit] = []
-        try:
-            for other in (unit, *unit.borrowed):
-                self._gather_anew_if_changed(other)
-                other.acquire(Lease.FORWARD)
-                taken.append(other)
-                self._use(other)
-        except BaseException:  # another rank is missing, or Ctrl-C: this forward never begins
-            for other in taken:
-                other.release(Lease.FORWARD)
-            raise
+            self.forget_what_failed(unit, pass_id)  # plant: forward-forgets
+            taken: list[Unit] = []
+            try:
+                for other in (unit, *unit.borrowed):
+                    if pass_id is not None:
+                        self._pass(pass_id, other).units[other] = None  # plant: rerun-in-pass
+                    other.let_go_if_changed()  # plant: forward-changed
+                    other.acquire(Lease.FORWARD)
+                    taken.append(other)
+                    self._use(other)
+                if pass_id is None:
+                    self._note_before(unit)
+                    self._gather_ahead(unit, lambda other: other.next_in_forward)  # plant: ahead-in-forward
+            except BaseException:  # no room for it: this forward does not begin, and none will end
+                for other in taken:
+                    other.release(Lease.FORWARD)  # plant: forward-has-not-begun
+                raise
+            self._forward.stack.append(_Forward(unit, frame))
 
     def after_forward(self, unit: Unit, call: Call | None, pass_id: int | None, *, is_seen: bool = True) -> None:
         """Let go of a unit, unless something else needs it whole.
@@ -97,36 +106,26 @@ class Order:
         """
         with self.lock:
             stack = self._forward.stack
-            if unit not in stack:
+            if all(forward.unit is not unit for forward in stack):
                 return  # an interrupted forward was forgotten meanwhile
-            while stack.pop() is not unit:
+            while stack.pop().unit is not unit:
                 pass
+            unit.hides_outputs |= call is not None and not is_seen  # plant: hides-outputs
             for other in (unit, *unit.borrowed):
                 if pass_id is not None:
-                    self._stay_for_pass(other, pass_id)
+                    if not other.has(Lease.RERUN):  # until its backward has ended: it is not gathered twice
+                        other.acquire(Lease.RERUN)  # plant: stay-for-pass
                 elif call is not None and (other.zero < 3 or not is_seen) and not other.has(Lease.STEP):
-                    other.acquire(Lease.STEP)
-                other.release(Lease.FORWARD)
+                    other.acquire(Lease.STEP)  # plant: stay-for-step
+                other.release(Lease.FORWARD)  # plant: forward-ends
             if pass_id is None:
                 self._note_after(unit)
 
     def _use(self, unit: Unit) -> None:
-        unit.give_back(Lease.AHEAD)
+        unit.give_back(Lease.AHEAD)  # plant: ahead-used
         self._ahead.pop(unit, None)
-        unit.make_whole()
-        unit.memory.show_whole()
-
-    def _gather_anew_if_changed(self, unit: Unit) -> None:
-        """A unit that stayed whole has the values of an earlier step once the optimizer has written to the shards."""
-        if not unit.is_leased or unit.memory.version() == unit.gathered_version:
-            return
-        unit.give_back(Lease.STEP, Lease.AHEAD)
-        if unit.is_leased:
-            raise StateError(
-                "Weights were changed while they were in use.",
-                got=repr(unit),
-                do="Let the optimizer step when forward and backward are over.",
-            )
+        unit.make_whole()  # plant: wait-whole
+        unit.memory.show_whole()  # plant: show-whole
 
     def _note_before(self, unit: Unit) -> None:
         here = self._forward
@@ -139,86 +138,91 @@ class Order:
         unit.last_in_forward, here.after = here.after, unit
         if not here.stack:
             if here.before is not None:
-                here.before.next_in_forward = None
+                here.before.next_in_forward = None  # plant: last-of-forward
             here.before = here.after = None
-            self._forget_ahead()
+            self._forget_ahead()  # plant: forward-forgets-ahead
 
     def _gather_ahead(self, unit: Unit, following: Callable[[Unit], Unit | None]) -> None:
+        wanted: dict[Unit, None] = {}
         other = following(unit)
-        for _ in range(unit.prefetch):
-            if other is None or other is unit:
-                return
+        while len(wanted) < unit.prefetch and other is not None and other is not unit and other not in wanted:
+            wanted[other] = None
+            other = following(other)
+        # What did not come, as the order was another one this time, goes first.
+        self._forget_ahead(but=wanted)  # plant: ahead-did-not-come
+        for other in wanted:
             if not other.is_leased:
                 other.acquire(Lease.AHEAD)
                 self._ahead[other] = None
-            other = following(other)
 
-    def _forget_ahead(self) -> None:
-        for unit in self._ahead:
+    def _forget_ahead(self, but: Collection[Unit] = ()) -> None:
+        for unit in [unit for unit in self._ahead if unit not in but]:
+            del self._ahead[unit]
             unit.give_back(Lease.AHEAD)
-        self._ahead.clear()
 
-    def _stay_for_pass(self, unit: Unit, pass_id: int) -> None:
-        """What a rerun made whole stays so until the backward of the unit has ended: it is not gathered twice."""
-        self._pass(pass_id, unit).units[unit] = None
-        if not unit.has(Lease.RERUN):
-            unit.acquire(Lease.RERUN)
-
-    def _forget_interrupted_forward(self) -> None:
-        """The outermost unit begins again and had not ended: Ctrl-C came, and no hook was told."""
+    def forget_what_failed(self, unit: Unit | None, pass_id: int | None) -> None:
+        """Drop what errors and Ctrl-C have left, before something new begins in this thread."""
         stack = self._forward.stack
-        for unit in stack:
-            for other in (unit, *unit.borrowed):
+        if stack:  # plant: interrupted-forwards
+            self._forget_interrupted_forwards(unit if pass_id is None else None)
+        if self._passes:  # plant: broken-passes
+            self._forget_broken_passes(is_outside=not stack and pass_id is None)
+
+    def _forget_interrupted_forwards(self, unit: Unit | None) -> None:
+        """Ctrl-C came, and no hook was told. `unit` begins now, and may be the outermost one, which begins again."""
+        stack = self._forward.stack
+        while stack and (not _runs(stack[-1].frame) if stack[-1].frame is not None else stack[0].unit is unit):
+            forgotten = stack.pop().unit
+            for other in (forgotten, *forgotten.borrowed):  # plant: interrupted-borrowed
                 other.forget_step()
-        stack.clear()
-        self._forward.before = self._forward.after = None
-        self._forget_ahead()
+        if not stack:
+            self._forward.before = self._forward.after = None
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def before_backward(self, call: Call, pass_id: int) -> None:
         """Make the units of a call whole for backward."""
         with self.lock:
-            if call.state is CallState.RUNNING:
-                return
             unit = call.unit
-            unit.check_unchanged(call)
+            running = self._pass(pass_id, unit)
+            if call.state is CallState.RUNNING:  # plant: begins-once
+                return
+            unit.check_unchanged(call)  # plant: check-unchanged
+            unit.accumulation.check_weight(unit.name)  # plant: check-weight
             call.state = CallState.RUNNING
-            self._pass(pass_id, unit).calls[call] = None
+            running.calls[call] = None  # plant: calls-of-pass
             for other in (unit, *unit.borrowed):
-                self._join(other, pass_id)
+                running.units[other] = running.to_reduce[other] = None  # plant: units-of-pass
+            for other in (unit, *unit.borrowed):
                 other.acquire(Lease.BACKWARD)
                 self._use(other)
-            self._gather_ahead(unit, lambda other: other.last_in_forward)
+            self._gather_ahead(unit, lambda other: other.last_in_forward)  # plant: ahead-in-backward
 
     def gradient_came(self, unit: Unit, pass_id: int) -> None:
-        """Note that a pass has made a gradient of a unit whose outputs are not known."""
+        """Note a pass that has made a gradient of a unit whose outputs are not known. Its end looks for others."""
         with self.lock:
-            self._join(unit, pass_id)
-
-    def _join(self, unit: Unit, pass_id: int) -> None:
-        running = self._pass(pass_id, unit)
-        running.units[unit] = None
-        running.to_reduce[unit] = None
+            self._pass(pass_id, unit).units[unit] = None  # plant: gradient-came
 
     def _pass(self, pass_id: int, unit: Unit) -> _Pass:
         found = self._passes.get(pass_id)
         if found is None:
-            found = self._passes[pass_id] = _Pass(threading.get_ident())
-            unit.memory.at_end_of_backward(partial(self.end_of_backward, pass_id))
+            self.forget_what_failed(None, pass_id)  # plant: pass-forgets
+            end = partial(self.end_of_backward, pass_id)
+            unit.memory.at_end_of_backward(end)
+            found = self._passes[pass_id] = _Pass(threading.get_ident(), weakref.ref(end))
         return found
 
     def after_backward(self, call: Call, pass_id: int) -> None:
         """Let go of the units of a call, and send their gradients if no other call will add to them."""
         with self.lock:
-            if call.state is not CallState.RUNNING:
+            if call.state is not CallState.RUNNING:  # plant: ends-once
                 return
             call.state = CallState.ENDED
             for unit in (call.unit, *call.unit.borrowed):
                 unit.release(Lease.BACKWARD)
-                if not unit.has_open_calls:
-                    unit.give_back(Lease.RERUN)
-                    self._reduce(unit, self._pass(pass_id, unit))
+                if not unit.has_open_calls:  # plant: last-call
+                    unit.give_back(Lease.RERUN)  # plant: rerun-ends
+                    self._reduce(unit, self._pass(pass_id, unit))  # plant: reduce-early
 
     def end_of_backward(self, pass_id: int) -> None:
         """End what a pass has left open, and give the shards their gradients."""
@@ -230,56 +234,62 @@ class Order:
                 if call.state is CallState.RUNNING:
                     call.state = CallState.ENDED
                     for unit in (call.unit, *call.unit.borrowed):
-                        unit.release(Lease.BACKWARD)
+                        unit.release(Lease.BACKWARD)  # plant: pass-ends-backward
             for unit in ended.units:
-                unit.give_back(Lease.RERUN)
-            self._join_unannounced(ended)
+                unit.give_back(Lease.RERUN)  # plant: pass-ends-rerun
+            del self._passes[pass_id]
+            if not self._passes:  # plant: outermost-pass
+                for unit in self._unannounced():
+                    ended.units[unit] = ended.to_reduce[unit] = None
+                self._forget_ahead()  # plant: pass-forgets-ahead
             for unit in tuple(ended.to_reduce):
                 self._reduce(unit, ended)
-            self._end_reduce()
-            del self._passes[pass_id]
-            self._forget_ahead()
+            self._end_reduce()  # plant: pass-waits-reduce
             for unit in ended.units:
-                if unit.accumulation.is_last:
-                    unit.end_step()
+                if unit.accumulation.is_last and all(unit not in other.units for other in self._passes.values()):
+                    unit.end_step()  # plant: pass-ends-step
 
-    def _join_unannounced(self, ended: _Pass) -> None:
-        """Find units that have gradients though no output of theirs said that backward comes.
+    def _unannounced(self) -> list[Unit]:
+        """Find units that have gradients though no output of theirs said that backward comes, and none is running.
 
-        A module may hide an output, in an attribute or an object that nobody looks into.
+        A module may hide an output, in an attribute or an object that nobody looks into. A unit that ever did is always
+        among them: whether this rank has used it says nothing of the others.
         """
-        elsewhere = {unit for other in self._passes.values() if other is not ended for unit in other.units}
-        for unit in self.units():
-            if unit not in elsewhere and unit.memory.has_new_gradients:
-                ended.units[unit] = None
-                ended.to_reduce[unit] = None
+        elsewhere = {unit for other in self._passes.values() for unit in other.units}
+        return [  # plant: unannounced
+            unit
+            for unit in self.units()
+            if unit not in elsewhere and (unit.hides_outputs or unit.memory.has_new_gradients)
+        ]
 
     def _reduce(self, unit: Unit, running: _Pass) -> None:
         if unit not in running.to_reduce:
             return
         del running.to_reduce[unit]
-        memory, state = unit.memory, unit.accumulation
-        if not memory.is_trained:
+        state = unit.accumulation
+        if not unit.memory.is_trained:  # plant: reduce-trained
             return
-        if state.holds:
-            memory.hold_gradients(state.weight)
-            if not state.is_last:
+        if state.holds or unit.has_unsent:  # plant: hold-first
+            unit.memory.hold_gradients(state.weight)
+            unit.has_unsent = True
+            if state.holds and not state.is_last:
                 return
-        self._begin_reduce(unit)
+        self._send(unit)
 
-    def _begin_reduce(self, unit: Unit) -> None:
-        self._end_reduce()
+    def _send(self, unit: Unit) -> None:
+        is_weighted = unit.has_unsent or unit.accumulation.holds  # what lies aside has its weight already
+        self._end_reduce()  # plant: one-at-a-time
         trace.emit("sharding.reduce", unit=unit.name, bytes=unit.memory.reduced_bytes)
-        # What was put aside has its weight already.
-        unit.memory.begin_reduce(None if unit.accumulation.holds else unit.accumulation.weight)
+        unit.memory.begin_reduce(None if is_weighted else unit.accumulation.weight)  # plant: weight-once
+        unit.has_unsent = False  # plant: sent
         self._reducing = unit
 
     def _end_reduce(self) -> None:
         unit, self._reducing = self._reducing, None
         if unit is not None:
-            unit.memory.end_reduce()
+            unit.memory.end_reduce()  # plant: wait-reduce
             trace.emit("sharding.reduced", unit=unit.name)
-            if unit.accumulation.is_last:
+            if unit.accumulation.is_last:  # plant: give-in-last
                 unit.give_gradients()
 
     def forget_reduce(self, unit: Unit) -> None:
@@ -287,15 +297,25 @@ class Order:
         if self._reducing is unit:
             self._reducing = None
 
+    def _forget_broken_passes(self, *, is_outside: bool) -> None:
+        """A backward that raised never came to its end. Outside of all, none of this thread can still run."""
+        mine = threading.get_ident()
+        for number, other in list(self._passes.items()):
+            if other.end() is None or (is_outside and other.thread == mine):  # plant: is-broken
+                del self._passes[number]
+                for unit in (*other.units, *self._unannounced()):
+                    unit.forget_step()
+
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def reduce_now(self, units: Sequence[Unit]) -> None:
         """Send the gradients of these units, as a schedule says, and add them to this rank's sums."""
         with self.lock:
             for unit in units:
-                if unit.memory.is_trained and unit.memory.holds_gradients:
-                    self._begin_reduce(unit)
-            self._end_reduce()
+                # Gradients of weights that waited come without a pass.
+                if unit.has_unsent or (unit.memory.is_trained and unit.memory.holds_gradients):
+                    self._send(unit)  # plant: finish-sends
+            self._end_reduce()  # plant: finish-waits
 
     def finish_step(self, units: Sequence[Unit]) -> None:
         """Send and give what the last microbatch of a step has not: gradients of units that had no part in it."""
@@ -303,21 +323,16 @@ class Order:
             self.reduce_now(units)
             for unit in units:
                 if unit.memory.has_sums:
-                    unit.give_gradients()
-                unit.end_step()
-
-    def _forget_broken_passes(self) -> None:
-        """A backward that raised never came to its end: what it left is dropped when its thread begins a forward."""
-        mine = threading.get_ident()
-        python_threads = {thread.ident for thread in threading.enumerate() if not isinstance(thread, _NOT_OF_PYTHON)}
-        for pass_id, broken in list(self._passes.items()):
-            if broken.thread == mine or broken.thread not in python_threads:
-                del self._passes[pass_id]
-                for unit in broken.units:
-                    unit.forget_step()
+                    unit.give_gradients()  # plant: finish-gives
+                unit.end_step()  # plant: finish-ends
 
 
-# A thread that the framework made, in which backward runs on an accelerator.
-_NOT_OF_PYTHON = threading._DummyThread
+def _runs(frame: FrameType | None) -> bool:
+    """Whether a frame is among those that run now in this thread."""
+    here: FrameType | None = sys._getframe()
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is not None
+
 
 ORDER = Order()

@@ -42,11 +42,11 @@ class Call:
     Assumes: only the graph holds it. The unit knows it weakly, so that a graph that is dropped is not waited for.
     """
 
-    __slots__ = ("__weakref__", "state", "unit", "version")
+    __slots__ = ("__weakref__", "state", "unit", "versions")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.version = unit.gathered_version
+        self.versions = [other.gathered_version for other in (unit, *unit.borrowed)]
         self.state = CallState.WAITING
 
 
@@ -72,6 +72,8 @@ class Unit:
         self.zero = zero
         self.prefetch = prefetch
         self.accumulation = Accumulation()
+        self.hides_outputs = False  # whether a forward had outputs that nobody saw
+        self.has_unsent = False  # whether gradients of earlier microbatches lie aside
         self.gathered_version = memory.version()
         self.borrowed: tuple[Unit, ...] = ()  # units that have parameters which this one's modules use as well
         self.next_in_forward: Unit | None = None  # as the last forward was
@@ -96,17 +98,31 @@ class Unit:
 
     def acquire(self, lease: Lease) -> None:
         """Take a lease. The first one begins the gather; `make_whole` waits for it."""
-        if not self.is_leased:
+        if not self.is_leased:  # plant: gather-once
             trace.emit("sharding.gather", unit=self.name, bytes=self.memory.whole_bytes, why=lease.name)
             self.memory.begin_gather()
-            self.gathered_version = self.memory.version()  # behind it: what was put elsewhere is taken in there
+            # Not before: it takes in shards that were replaced.
+            self.gathered_version = self.memory.version()  # plant: gathered-version
             self._is_gathering = True
         self._leases[lease] += 1
+
+    def let_go_if_changed(self) -> None:
+        """A unit that stayed whole has the values of an earlier step once the optimizer has written to the shards."""
+        if not self.is_leased or self.memory.version() == self.gathered_version:
+            return
+        self.give_back(Lease.STEP, Lease.AHEAD)  # plant: let-go-changed
+        if self.is_leased:
+            raise StateError(
+                "Weights were changed while they were in use.",
+                got=repr(self),
+                do="Let the optimizer step when forward and backward are over.",
+            )
 
     def make_whole(self) -> None:
         """Wait until the parameters are whole."""
         if self._is_gathering:
-            self.memory.end_gather()
+            # Where it finds no room, what was begun can still be forgotten.
+            self.memory.end_gather()  # plant: wait-gather
             self._is_gathering = False
             trace.emit("sharding.whole", unit=self.name, bytes=self.memory.whole_bytes)
 
@@ -117,9 +133,9 @@ class Unit:
         was_shown = self.is_shown
         self._leases[lease] -= 1
         if was_shown and not self.is_shown:
-            self.memory.show_shards()
+            self.memory.show_shards()  # plant: show-shards
         if not self.is_leased:
-            self._let_go()
+            self._let_go()  # plant: last-lease
 
     def give_back(self, *leases: Lease) -> None:
         """Give back what is there of these leases."""
@@ -135,7 +151,7 @@ class Unit:
 
     def _let_go(self) -> None:
         trace.emit("sharding.free", unit=self.name, bytes=self.memory.whole_bytes)
-        if self._is_gathering:
+        if self._is_gathering:  # plant: gather-under-way
             self._is_gathering = False
             self.memory.forget_gather()
         else:
@@ -146,23 +162,23 @@ class Unit:
     def add_call(self) -> Call:
         """Note a forward that a backward may follow. It adds to the gradients of borrowed parameters, too."""
         call = Call(self)
-        for unit in (self, *self.borrowed):
+        for unit in (self, *self.borrowed):  # plant: calls-of-borrowed
             unit._calls.add(call)
         return call
 
     @property
     def has_waiting_calls(self) -> bool:
         """Whether a forward is alive whose backward has not begun."""
-        return any(call.state is CallState.WAITING for call in tuple(self._calls))
+        return any(call.state is CallState.WAITING for call in tuple(self._calls))  # plant: waiting-calls
 
     @property
     def has_open_calls(self) -> bool:
         """Whether a backward may still add to the gradients."""
-        return any(call.state is not CallState.ENDED for call in tuple(self._calls))
+        return any(call.state is not CallState.ENDED for call in tuple(self._calls))  # plant: open-calls
 
     def check_unchanged(self, call: Call) -> None:
         """Raise where the shards are not those that the forward of this call was made with."""
-        if self.memory.version() != call.version:
+        if [other.memory.version() for other in (self, *self.borrowed)] != call.versions:  # plant: unchanged
             raise StateError(
                 "Weights were changed between a forward and its backward: the gradients would be wrong.",
                 where=f"unit {self.name or 'of the whole module'}",
@@ -174,6 +190,8 @@ class Unit:
     def unshard(self) -> None:
         """Keep the unit whole until `reshard`: what a schedule does around several forwards and backwards."""
         with self.order.lock:
+            self.order.forget_what_failed(None, None)  # plant: unshard-forgets
+            self.let_go_if_changed()  # plant: unshard-changed
             self.acquire(Lease.SCHEDULE)
 
     def reshard(self) -> None:
@@ -182,18 +200,22 @@ class Unit:
 
     def give_gradients(self) -> None:
         """Give the sums of this step to the shards."""
-        divisor = self.accumulation.divisor
+        divisor = self.accumulation.divisor  # plant: divisor
         self.memory.give_gradients(self.memory.num_ranks if divisor is None else divisor)
 
     def end_step(self) -> None:
         """Let go of what was kept for later microbatches, if no forward waits for its backward."""
-        if not self.has_waiting_calls:
+        if not self.has_waiting_calls:  # plant: end-step
             self.give_back(Lease.STEP)
 
     def forget_step(self, *, with_schedule: bool = False) -> None:
         """Give up all that a step that failed has left. Whoever runs a schedule gives up its leases as well."""
         for call in tuple(self._calls):
-            call.state = CallState.ENDED
-        self.give_back(*(lease for lease in Lease if with_schedule or lease is not Lease.SCHEDULE))
-        self.memory.drop_gradients()
-        self.order.forget_reduce(self)
+            call.state = CallState.ENDED  # plant: forget-calls
+        self.give_back(
+            *(lease for lease in Lease if with_schedule or lease is not Lease.SCHEDULE)
+        )  # plant: forget-leases
+        self.accumulation.has_lost |= self.accumulation.has_earlier  # plant: has-lost
+        self.has_unsent = False
+        self.memory.drop_gradients()  # plant: forget-gradients
+        self.order.forget_reduce(self)  # plant: forget-reduce

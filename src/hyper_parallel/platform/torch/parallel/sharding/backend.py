@@ -58,8 +58,8 @@ class TorchSharding:
         return units_in(module)
 
     def is_sharded(self, module: nn.Module) -> bool:
-        hooks = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
-        return any(isinstance(each, UnitHooks) and each.unit is not None for each in hooks)
+        holders = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+        return any(isinstance(hooks, UnitHooks) and hooks.unit is not None for hooks in holders)
 
     def name_of(self, module: nn.Module) -> str:
         return type(module).__name__
@@ -121,7 +121,7 @@ def _check_has_no_hooks(name: str, parameter: nn.Parameter) -> None:
         raise StateError(
             "A parameter has hooks, which its shard would not have.",
             where=name,
-            do="Call `hp.fully_shard` first, and register hooks on the shards: they are called with the shard's gradient.",
+            do="Call `hp.fully_shard` first, and register hooks on the shards: these get the shard's gradient.",
         )
 
 

@@ -72,7 +72,7 @@ class UnitHooks:
         if earlier and not earlier[-1].is_active():  # Ctrl-C
             earlier.clear()
         with _unseen():
-            ORDER.before_forward(unit, now, is_within=bool(earlier))
+            ORDER.before_forward(unit, now, sys._getframe(1))
         running = _Forward(module, sys.exc_info()[1], now)
         earlier.append(running)
         if self._input_dtype is not None:
@@ -101,7 +101,7 @@ class UnitHooks:
             return output
         known = {id(value) for value in running.inputs}
         outputs = [value for value in _tensors(output) if value.requires_grad and id(value) not in known]
-        call = unit.add_call() if outputs or unit.memory.is_trained else None
+        call = unit.add_call() if outputs or running.inputs or unit.memory.is_trained else None
         if call is not None:
             for value in outputs:
                 value.register_hook(_BeforeBackward(call))

@@ -261,14 +261,14 @@ class TorchUnitMemory:
 
     def _fill(self, received: torch.Tensor) -> None:
         for group, rooms, rows in self._filled_at_once:
-            torch.split_with_sizes_copy(self._part_of(received, group), rooms, dim=1, out=rows)
+            torch.split_with_sizes_copy(self._rows_of(received, group), rooms, dim=1, out=rows)
         if self._filled_by_part:
-            parts = {id(group): self._part_of(received, group) for group in self._groups}
+            parts = {id(group): self._rows_of(received, group) for group in self._groups}
             for target, group, rank, start in self._filled_by_part:
                 values = parts[id(group)][rank, start : start + target.numel()]
                 target.copy_(values.view(target.shape))
 
-    def _part_of(self, received: torch.Tensor, group: _SameDtype) -> torch.Tensor:
+    def _rows_of(self, received: torch.Tensor, group: _SameDtype) -> torch.Tensor:
         """All ranks' values of a group, one row for each rank."""
         part = received[:, group.sent_at : group.sent_at + group.room * group.gathered.itemsize]
         return part.view(group.gathered)
