@@ -17,6 +17,7 @@ from support import (
     sharding_refusals,
     sharding_reruns,
     sharding_steps,
+    sharding_tensor_parallel,
     sharding_values,
 )
 from support.sharding import Settings
@@ -118,3 +119,8 @@ def test_transforms_and_threads_get_what_one_process_gets() -> None:
 @pytest.mark.parametrize("way", ["before", "after"])
 def test_blocks_that_are_compiled_before_or_after_train_as_well(way: str) -> None:
     assert run(2, sharding_optimizers.compiled, way) == [[], []]
+
+
+@pytest.mark.parametrize("zero", [3, 2])
+def test_parameters_that_are_cut_already_are_cut_once_more(zero: int) -> None:
+    assert run(4, sharding_tensor_parallel.differences, zero) == [[]] * 4
