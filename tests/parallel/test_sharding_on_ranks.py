@@ -20,6 +20,7 @@ from support import (
     sharding_tensor_parallel,
     sharding_values,
 )
+from support.campaign import share
 from support.sharding import Settings
 
 DEADLINE_S = 120
@@ -50,18 +51,22 @@ def train(titles: list[str], settings: list[Settings]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("title", PROGRAMS)
 def test_two_ranks_train_as_one_process(title: str) -> None:
-    assert run(2, train, [title], EVERY_STAGE) == [{}, {}]
+    """With two stages of ZeRO in turn; with all three in the campaign."""
+    place = list(PROGRAMS).index(title)
+    settings = [EVERY_STAGE[(place + number) % 3] for number in share(3, 2)]
+    assert run(2, train, [title], settings) == [{}, {}]
 
 
 def test_one_rank_alone_trains_as_one_process() -> None:
-    assert run(1, train, list(PROGRAMS), [Settings(num_steps=2)]) == [{}]
+    assert run(1, train, list(PROGRAMS)[:: 3 // len(share(3, 1))], [Settings(num_steps=2)]) == [{}]
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_four_ranks_train_as_one_process(zero: int) -> None:
     plain, hybrid = Settings(zero=zero, num_steps=2), Settings(zero=zero, prefetch=3, num_copies=2, num_steps=2)
-    assert run(4, train, list(PROGRAMS)[zero::6], [plain]) == [{}] * 4
-    assert run(4, train, list(PROGRAMS)[zero + 3 :: 6], [hybrid]) == [{}] * 4
+    every = 18 // len(share(3, 1))  # an eighteenth in every run, a sixth in the campaign
+    assert run(4, train, list(PROGRAMS)[zero::every], [plain]) == [{}] * 4
+    assert run(4, train, list(PROGRAMS)[zero + 3 :: every], [hybrid]) == [{}] * 4
 
 
 @pytest.mark.parametrize("reduce", ["each", "last"])
@@ -69,7 +74,7 @@ def test_four_ranks_train_as_one_process(zero: int) -> None:
 def test_steps_of_several_microbatches_are_those_of_one_process(zero: int, reduce: str) -> None:
     assert run(2, train, list(STEPS), [Settings(zero, reduce=reduce, num_steps=2)]) == [{}] * 2
     hybrid = Settings(zero, num_copies=2, reduce=reduce, num_steps=2)
-    assert run(4, train, list(STEPS)[:4], [hybrid]) == [{}] * 4
+    assert run(4, train, list(STEPS)[zero :: 12 // len(share(3, 2))], [hybrid]) == [{}] * 4
 
 
 @pytest.mark.parametrize("title", sharding_fsdp2.CASES)

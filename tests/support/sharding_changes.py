@@ -121,7 +121,12 @@ def evaluates(model: Any, number: int) -> None:
 
 def forgets_a_forward(model: Any, number: int) -> None:
     """A forward with a graph, alive while the optimizer steps."""
-    model.kept_loss = [model(torch.ones(2, 4)).sum()] if number < 1 else []
+    model.kept_loss = [model(torch.ones(2, 4)).sum()] if number == 0 else []
+
+
+def drops_a_forward(run: Run, model: Any) -> None:
+    model.kept_loss = []
+    one(run, model)
 
 
 def frozen_between(run: Run, model: Any) -> None:
@@ -241,7 +246,7 @@ PROGRAMS = {
     "to float32 and back": Program(Stack, blocks_and_all, one, to_float32_and_back),
     "frozen and trained again": Program(Stack, blocks_and_all, one, unfreezes),
     "an evaluation before the optimizer": Program(Stack, blocks_and_all, one, evaluates),
-    "a graph over the optimizer's step": Program(Stack, blocks_and_all, one, forgets_a_forward),
+    "a graph over the optimizer's step": Program(Stack, blocks_and_all, drops_a_forward, forgets_a_forward),
     "frozen between forward and backward": Program(Stack, blocks_and_all, frozen_between),
     "frozen before backward until the next step": Program(Stack, blocks_and_all, frozen_over_the_step),
     "copies": Program(Stack, blocks_and_all, copies),

@@ -69,6 +69,13 @@ def _without_gradients(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x * 0.5 + target
 
 
+def _train_what_must_be(model: nn.Module) -> None:
+    """Something is trained, and whether an output needs a gradient is the same on all ranks."""
+    for module in (model[-1], *model.modules()):  # type: ignore[index]
+        if module is model[-1] or type(module) is ByRank:  # type: ignore[index]
+            module.requires_grad_(True)
+
+
 class Drawn:
     """A program as it was drawn."""
 
@@ -116,7 +123,7 @@ class Drawn:
         if self.has("frozen", 0.4):
             for parameter in model.parameters():
                 parameter.requires_grad_(self.rng.random() < 0.7)
-            model[-1].requires_grad_(True)  # there is something to train
+        _train_what_must_be(model)
         return model
 
     def _module(self, depth: int) -> nn.Module:
@@ -214,7 +221,7 @@ class Drawn:
                     parameter.mul_(0.9)
             if toggles and parameter.is_leaf:
                 parameter.requires_grad_(not parameter.requires_grad)
-        model[-1].requires_grad_(True)  # type: ignore[index]
+        _train_what_must_be(model)
 
     def program(self) -> Program:
         return Program(self.model, self.units, self.step, self.between, self.is_weighted, largest=1e-10)
