@@ -46,7 +46,7 @@ class TorchSharding:
             unit.memory.add_places(owner, added)
             borrowed.append(unit)
         made = TorchUnitMemory(_name(modules), own, given, axes.mesh, axes.axis, axes.replicate_axis, precision, device)
-        made.show_shards()
+        made.put_shards()
         for module in modules:
             _move_buffers(module, device)
         return made, tuple(dict.fromkeys(borrowed))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import reduce
 from typing import Any
 
 import torch
 
-from hyper_parallel._base.errors import StateError
+from hyper_parallel._base.errors import CommunicationError, StateError
 from hyper_parallel.core.parallel.sharding.cutting import offsets
 from hyper_parallel.platform.communication.reductions import Reduction
 from hyper_parallel.platform.torch.parallel.sharding.parameters import UnitParameter
@@ -57,7 +58,7 @@ class UnitGradients:
         self._summed: tuple[str, ...] = ()  # whose gradients are in the sums
         self._present: set[str] = set()  # of which this rank had a gradient in this step
         self._sums: torch.Tensor | None = None
-        self._known_counts: tuple[tuple[str, ...], torch.Tensor] | None = None  # the last ones, for whom
+        self._known_counts: tuple[Any, torch.Tensor] | None = None  # the last ones, for whom
 
     # -- what backward left --------------------------------------------------------------------------------------------
 
@@ -69,7 +70,7 @@ class UnitGradients:
 
     @property
     def is_trained(self) -> bool:
-        return bool(self._trained)
+        return bool(self._trained or self._aside)
 
     @property
     def has_aside(self) -> bool:
@@ -94,9 +95,10 @@ class UnitGradients:
         for parameter in self._parameters:
             parameter.whole_local.grad = None
         self._aside, self._sums, self._present = {}, None, set()
-        if self._handle is not None:
-            self._handle.wait()
-            self._handle = self._on_its_way = None
+        handle, self._handle, self._on_its_way = self._handle, None, None
+        if handle is not None:
+            with suppress(CommunicationError):  # whoever communicates next in the group is told
+                handle.wait()
 
     # -- sent ----------------------------------------------------------------------------------------------------------
 
@@ -136,22 +138,19 @@ class UnitGradients:
 
     def _counts(self, device: torch.device) -> torch.Tensor:
         """One for each parameter of which this rank has had a gradient, for each rank's part."""
-        key = self._names if len(self._present) == len(self._names) else tuple(sorted(self._present))
+        is_all = len(self._present) == len(self._names)
+        key = self._names, None if is_all else frozenset(self._present)
         if self._known_counts is None or self._known_counts[0] != key:
             counts = torch.tensor([float(name in self._present) for name in self._names], device=device)
             self._known_counts = key, counts.repeat(self._num_parts)
         return self._known_counts[1]
 
     def _check_same_trained(self) -> None:
-        if self._sums is None:
-            self._summed = self._names
-        elif self._summed != self._names:
-            raise StateError(
-                "Parameters were frozen, or not any more, between two microbatches of one step.",
-                expected=", ".join(self._summed),
-                got=", ".join(self._names),
-                do="Change `requires_grad` between steps.",
-            )
+        expected = tuple(self._aside) if self._sums is None else self._summed
+        if self._sums is None and self._aside.keys() <= set(self._names):
+            self._summed = expected = self._names
+        if expected != self._names:
+            raise _changed(expected, self._names)
 
     def _send(self, message: torch.Tensor) -> None:
         transport, group = self._transport, self._group
@@ -167,8 +166,8 @@ class UnitGradients:
         )
 
     def end_reduce(self) -> None:
-        self._handle.wait()
-        total, self._handle, self._on_its_way = self._on_its_way, None, None
+        handle, total, self._handle, self._on_its_way = self._handle, self._on_its_way, None, None
+        handle.wait()
         if total.dtype in _SMALL:
             total = total.view(self._num_parts, -1).sum(0, dtype=torch.float32)
         if self._replicas is not None:
@@ -184,6 +183,8 @@ class UnitGradients:
         self._sums, self._present = None, set()
         if sums is None:
             return
+        if self._summed != self._names:
+            raise _changed(self._summed, self._names)
         if len(present) < len(self._names):
             counts = sums[self._num_values :].tolist()
             present = {name for name, count in zip(self._names, counts, strict=True) if count}
@@ -222,6 +223,15 @@ def _give(local: torch.Tensor, grad: torch.Tensor) -> None:
     if local._post_accumulate_grad_hooks:
         for hook in local._post_accumulate_grad_hooks.values():
             hook(local)
+
+
+def _changed(expected: Sequence[str], got: Sequence[str]) -> StateError:
+    return StateError(
+        "Parameters were frozen, or not any more, between two microbatches of one step.",
+        expected=", ".join(expected),
+        got=", ".join(got),
+        do="Change `requires_grad` between steps.",
+    )
 
 
 def _taken(parameter: UnitParameter) -> torch.Tensor | None:

@@ -66,7 +66,7 @@ class UnitHooks:
             raise StateError(
                 "This module is a copy of one that is sharded: it has shards, and nothing that gathers them.",
                 where=type(module).__name__,
-                do="Call `hp.fully_shard(copy, mesh=...)` on it as well.",
+                do="Copy the model before it is sharded, and shard the copy as well.",
             )
         now = pass_id()
         earlier = self._thread.running

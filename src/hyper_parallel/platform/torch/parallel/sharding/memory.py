@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from hyper_parallel._base.errors import StateError
+from hyper_parallel._base.errors import CommunicationError, StateError
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.parallel.sharding.cutting import offsets
 from hyper_parallel.core.parallel.sharding.precision import MixedPrecision
@@ -175,6 +176,8 @@ class TorchUnitMemory:
         self._locals = [parameter.local for parameter, _ in self._places]
         self._pointers = [place.data_ptr() for _, place in self._places]
         self._wholes = [parameter.whole_local for parameter in self.parameters]
+        self._filled = [whole for whole in self._wholes if whole.numel()]
+        self._filled_at = [whole.storage_offset() * whole.element_size() for whole in self._filled]
         self._gradients.note_trained()
         self._are_trained = [local.requires_grad for local in self._locals]
         self._places_in_modules = [
@@ -273,14 +276,19 @@ class TorchUnitMemory:
     def forget_gather(self) -> None:
         if not self.parameters:
             return
-        self._gather_handle.wait()
+        with suppress(CommunicationError):  # whoever communicates next in the group is told
+            self._gather_handle.wait()
         self._received, self._gather_handle = _NOTHING, None
         self._storage.resize_(0)
 
     def free(self) -> None:
         is_written = self._sum_of_versions() != self._whole_versions
+        base = self._storage.data_ptr()
+        is_elsewhere = [whole.data_ptr() - base for whole in self._filled] != self._filled_at
         self._storage.resize_(0)
-        if is_written:
+        if is_elsewhere:  # parameter.data = x
+            self._make_wholes(self._shards.device)
+        if is_written or is_elsewhere:
             raise StateError(
                 "A parameter was written to inside forward or backward. The write is lost: what it reached goes away.",
                 where=f"unit {self._name or 'of the whole module'}: "
@@ -299,7 +307,7 @@ class TorchUnitMemory:
         """Note further modules that hold a parameter."""
         parameter.places += places
         self._note_tensors()
-        self.show_shards()
+        self.put_shards()
 
     def show_whole(self) -> None:
         if [local.requires_grad for local in self._locals] != self._are_trained:
@@ -310,25 +318,43 @@ class TorchUnitMemory:
             held[name] = whole
 
     def show_shards(self) -> None:
+        is_replaced = self._is_replaced
+        self.put_shards()
+        if is_replaced:
+            raise StateError(
+                "A parameter was replaced inside forward or backward. What came in its place is lost.",
+                where=f"unit {self._name or 'of the whole module'}",
+                do="Replace parameters outside of forward, where they are shards.",
+            )
+
+    def put_shards(self) -> None:
         for held, name, shard, _, _ in self._places_in_modules:
             held[name] = shard
+
+    @property
+    def _is_replaced(self) -> bool:
+        """Whether a module has something else than the shard or the whole parameter, or a shard has another tensor."""
+        for held, name, shard, whole, local in self._places_in_modules:
+            current = held.get(name)
+            if (current is not shard and current is not whole) or shard._local is not local:
+                return True
+        return False
 
     # -- changes from outside ------------------------------------------------------------------------------------------
 
     def version(self) -> int:
-        is_elsewhere = [local.data_ptr() for local in self._locals] != self._pointers
-        return ((2 * self._generation + is_elsewhere) << 40) + sum([local._version for local in self._locals])
+        is_new = self._is_replaced or [local.data_ptr() for local in self._locals] != self._pointers
+        return ((self._generation + is_new) << 40) + sum([local._version for local in self._locals])
 
     def _take_in_changes(self) -> None:
         """Bring values that were put somewhere else back into the memory of the shards.
 
         `parameter.data = x`, `load_state_dict(assign=True)`, `module.to(device)` and `hp.materialize` do that.
         """
-        for held, name, shard, whole, local in self._places_in_modules:
-            current = held.get(name)
-            if (current is not shard and current is not whole) or shard._local is not local:
-                self._take_over_parameters()
-                break
+        if self._is_replaced:
+            for parameter in self.parameters:
+                parameter.take_over()
+            self._note_tensors()
         if [local.data_ptr() for local in self._locals] != self._pointers:
             moved = [pair for pair in self._places if pair[0].local.data_ptr() != pair[1].data_ptr()]
             self._check_alike()
@@ -353,15 +379,6 @@ class TorchUnitMemory:
                 where=f"unit {self._name or 'of the whole module'}",
                 do="Call `hp.materialize(model, seed=...)`, or load a checkpoint, before the first forward.",
             )
-
-    def _take_over_parameters(self) -> None:
-        for parameter in self.parameters:
-            for place in parameter.places:
-                current = place.module._parameters.get(place.name)
-                if current is not parameter.shard and current is not parameter.whole:
-                    parameter.take_over(current)
-            parameter.local = parameter.shard._local
-        self._note_tensors()
 
     def _check_alike(self) -> None:
         devices = {parameter.local.device for parameter in self.parameters}

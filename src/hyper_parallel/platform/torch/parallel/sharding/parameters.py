@@ -74,12 +74,19 @@ class UnitParameter:
         self.is_followed = False
         self.whole_local = self.whole if self.inner_spec is None else self.whole._local
 
-    def take_over(self, current: Any) -> None:
+    def take_over(self) -> None:
         """Take over a shard that was put in place of the own one, as `load_state_dict(assign=True)` does.
 
         Raises:
-            StateError: it is no shard of the same tensor.
+            StateError: it is no shard of the same tensor, or places that share the parameter have different ones.
         """
+        found = [place.module._parameters.get(place.name) for place in self.places]
+        others = [each for each in found if each is not self.shard and each is not self.whole]
+        if others:
+            self._take_over(others[0], found)
+        self.local = self.shard._local
+
+    def _take_over(self, current: Any, found: Sequence[Any]) -> None:
         if not (isinstance(current, DTensor) and current._spec is self.spec):
             raise StateError(
                 "A sharded parameter was replaced by something else.",
@@ -88,7 +95,19 @@ class UnitParameter:
                 where=self.name,
                 do="Write into the parameter, or call `hp.fully_shard` after the replacement.",
             )
-        self.shard, self.local = current, current._local
+        if any(each is not current and not _is_equal(each, current) for each in found):
+            raise StateError(
+                "A parameter that several modules share was replaced in some of them.",
+                where=", ".join(f"{type(place.module).__name__}.{place.name}" for place in self.places),
+                do="Replace it in all of them, or call `hp.fully_shard` after the replacement.",
+            )
+        with torch.no_grad():  # an optimizer that has the old shard still does not reach the new one's memory
+            self.local.data = self.local.detach().clone()
+        self.shard = current
+
+
+def _is_equal(one: Any, other: DTensor) -> bool:
+    return isinstance(one, DTensor) and one._spec is other._spec and torch.equal(one._local, other._local)
 
 
 def check_optimizers(parameters: Sequence[UnitParameter]) -> None:
