@@ -175,7 +175,7 @@ SHARDING = [
     Bug("whole memory stays for ever", "last-lease", removed),
     Bug("a gather under way is freed like one that has ended", "gather-under-way", condition("False")),
     Bug("a call adds nothing to borrowed parameters", "calls-of-borrowed", removed),
-    Bug("no call is open", "open-calls", value("False")),
+    Bug("a call is waited for when it has ended", "call-ends", removed),
     Bug("a change between forward and backward is not seen", "unchanged", condition("False")),
     Bug("a schedule begins with what an error has left", "unshard-forgets", removed),
     Bug("a schedule keeps what has changed", "unshard-changed", removed),

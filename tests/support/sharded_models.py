@@ -71,7 +71,8 @@ class Module:
             world.check()
             return None
         outputs = [] if self.hides_outputs or output is None or output is value else [output]
-        call = unit.add_call() if outputs or value is not None or unit.memory.is_trained else None
+        may_follow = outputs or value is not None or unit.memory.is_trained
+        call = unit.add_call(is_rerun=now is not None) if may_follow else None
         if call is not None:
             for each in outputs * self.num_outputs:
                 each.hooks.append(_BeforeBackward(world, call))

@@ -189,7 +189,7 @@ class Order:
                 return
             unit.check_unchanged(call)  # plant: check-unchanged
             unit.accumulation.check_weight(unit.name)  # plant: check-weight
-            call.state = CallState.RUNNING
+            call.begin()
             running.calls[call] = None  # plant: calls-of-pass
             for other in (unit, *unit.borrowed):
                 running.units[other] = running.to_reduce[other] = None  # plant: units-of-pass
@@ -217,10 +217,10 @@ class Order:
         with self.lock:
             if call.state is not CallState.RUNNING:  # plant: ends-once
                 return
-            call.state = CallState.ENDED
+            call.end()
             for unit in (call.unit, *call.unit.borrowed):
                 unit.release(Lease.BACKWARD)
-                if not unit.has_open_calls:  # plant: last-call
+                if not unit.calls:  # plant: last-call
                     unit.give_back(Lease.RERUN)  # plant: rerun-ends
                     self._reduce(unit, self._pass(pass_id, unit))  # plant: reduce-early
 
@@ -232,7 +232,7 @@ class Order:
                 return
             for call in ended.calls:
                 if call.state is CallState.RUNNING:
-                    call.state = CallState.ENDED
+                    call.end()
                     for unit in (call.unit, *call.unit.borrowed):
                         unit.release(Lease.BACKWARD)  # plant: pass-ends-backward
             for unit in ended.units:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,8 @@ if TYPE_CHECKING:
     from hyper_parallel.core.parallel.sharding.order import Order
 
 __all__ = ["Call", "CallState", "Lease", "Unit"]
+
+_MOST_CALLS = 64  # that are waited for; who forwards without backward never ends a step
 
 
 class Lease(IntEnum):
@@ -38,17 +39,41 @@ class CallState(Enum):
 
 
 class Call:
-    """One forward of a unit that a backward may follow. It lives as long as the graph of that forward.
+    """One forward of a unit that a backward may follow.
 
-    Assumes: only the graph holds it. The unit knows it weakly, so that a graph that is dropped is not waited for.
+    Its graph holds it. So does the unit, until a step ends: a graph that is dropped before counts as one whose backward
+    may still come, since when it is dropped may differ from rank to rank.
+
+    Args:
+        is_rerun: whether this forward runs in a backward. Nobody waits for its own backward before that begins.
     """
 
     __slots__ = ("__weakref__", "state", "unit", "versions")
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, *, is_rerun: bool) -> None:
         self.unit = unit
         self.versions = [other.gathered_version for other in (unit, *unit.borrowed)]
-        self.state = CallState.WAITING
+        self.state = CallState.LATE if is_rerun else CallState.WAITING
+        if not is_rerun:
+            self._is_waited_for()
+
+    def begin(self) -> None:
+        """Its backward begins."""
+        self.state = CallState.RUNNING
+        self._is_waited_for()
+
+    def end(self, state: CallState = CallState.ENDED) -> None:
+        """Its backward is over, or nobody waits for it any more."""
+        self.state = state
+        for unit in (self.unit, *self.unit.borrowed):
+            if self in unit.calls:
+                unit.calls.remove(self)  # plant: call-ends
+
+    def _is_waited_for(self) -> None:
+        """It adds to the gradients of borrowed parameters, too."""
+        for unit in (self.unit, *self.unit.borrowed):  # plant: calls-of-borrowed
+            if self not in unit.calls:
+                unit.calls.append(self)
 
 
 class Unit:
@@ -81,7 +106,7 @@ class Unit:
         self.last_in_forward: Unit | None = None
         self._leases = [0] * len(Lease)
         self._is_gathering = False
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.calls: list[Call] = []  # of this step, whose backward may still add to the gradients
         order.add(self)
 
     def __repr__(self) -> str:
@@ -160,18 +185,12 @@ class Unit:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def add_call(self) -> Call:
-        """Note a forward that a backward may follow. It adds to the gradients of borrowed parameters, too."""
-        call = Call(self)
-        for unit in (self, *self.borrowed):  # plant: calls-of-borrowed
-            unit._calls.add(call)
-        return call
-
-    @property
-    def has_open_calls(self) -> bool:
-        """Whether a backward may still add to the gradients."""
-        is_open = (CallState.WAITING, CallState.RUNNING)
-        return any(call.state in is_open for call in tuple(self._calls))  # plant: open-calls
+    def add_call(self, *, is_rerun: bool) -> Call:
+        """Note a forward that a backward may follow."""
+        waiting = [call for call in self.calls if call.state is CallState.WAITING]
+        if len(waiting) == _MOST_CALLS:
+            waiting[0].end(CallState.LATE)
+        return Call(self, is_rerun=is_rerun)
 
     def check_unchanged(self, call: Call) -> None:
         """Raise where the shards are not those that the forward of this call was made with."""
@@ -203,18 +222,17 @@ class Unit:
     def end_step(self) -> None:
         """Let go of what was kept for later microbatches.
 
-        A backward that has not come is not waited for in later steps: when its graph is dropped, and so whether it is
-        waited for, may differ from rank to rank.
+        A backward that has not come is not waited for in later steps.
         """
-        for call in tuple(self._calls):
+        for call in tuple(self.calls):
             if call.state is CallState.WAITING:
-                call.state = CallState.LATE
+                call.end(CallState.LATE)
         self.give_back(Lease.STEP)  # plant: end-step
 
     def forget_step(self, *, with_schedule: bool = False) -> None:
         """Give up all that a step that failed has left. Whoever runs a schedule gives up its leases as well."""
-        for call in tuple(self._calls):
-            call.state = CallState.ENDED  # plant: forget-calls
+        for call in tuple(self.calls):
+            call.end()  # plant: forget-calls
         self.give_back(
             *(lease for lease in Lease if with_schedule or lease is not Lease.SCHEDULE)
         )  # plant: forget-leases

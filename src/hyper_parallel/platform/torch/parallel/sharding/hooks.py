@@ -102,7 +102,9 @@ class UnitHooks:
             return output
         known = {id(value) for value in running.inputs}
         outputs = [value for value in _tensors(output) if value.requires_grad and id(value) not in known]
-        call = unit.add_call() if outputs or running.inputs or unit.memory.is_trained else None
+        is_rerun = running.pass_id is not None
+        may_follow = outputs or running.inputs or unit.memory.is_trained
+        call = unit.add_call(is_rerun=is_rerun) if may_follow else None
         if call is not None:
             memory: Any = unit.memory
             for value in outputs:
