@@ -196,7 +196,8 @@ COUNTS: dict[str, tuple[Callable[[Any], tuple[int, int]], tuple[int, int]]] = {
     "in passes of their own": (lambda order: in_step(3, None, order=order, runs="in passes of their own"), (24, 12)),
     # One of them in vain: of a unit that runs twice, only the last unit before it is known.
     "each block runs twice": (lambda order: in_step(3, None, order=order, runs="twice", microbatches=1), (11, 3)),
-    "two forwards before their backwards": (of_two_forwards_before_their_backwards, (3, 6)),
+    # Each of the two backwards ends a step.
+    "two forwards before their backwards": (of_two_forwards_before_their_backwards, (6, 6)),
     "second step of another order": (in_second_step_of_another_order, (8, 4)),
     "schedule after Ctrl-C": (of_a_schedule_after_ctrl_c, (3, 3)),
     "schedule after a dropped forward": (of_a_schedule_after_a_dropped_forward, (3, 3)),

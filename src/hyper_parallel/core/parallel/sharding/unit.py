@@ -32,6 +32,7 @@ class CallState(Enum):
     """Where the backward of one forward stands."""
 
     WAITING = "waiting"
+    LATE = "late"  # the step has ended without it: it may still come, and nobody waits for it
     RUNNING = "running"
     ENDED = "ended"
 
@@ -167,14 +168,10 @@ class Unit:
         return call
 
     @property
-    def has_waiting_calls(self) -> bool:
-        """Whether a forward is alive whose backward has not begun."""
-        return any(call.state is CallState.WAITING for call in tuple(self._calls))  # plant: waiting-calls
-
-    @property
     def has_open_calls(self) -> bool:
         """Whether a backward may still add to the gradients."""
-        return any(call.state is not CallState.ENDED for call in tuple(self._calls))  # plant: open-calls
+        is_open = (CallState.WAITING, CallState.RUNNING)
+        return any(call.state in is_open for call in tuple(self._calls))  # plant: open-calls
 
     def check_unchanged(self, call: Call) -> None:
         """Raise where the shards are not those that the forward of this call was made with."""
@@ -204,9 +201,15 @@ class Unit:
         self.memory.give_gradients(self.memory.num_ranks if divisor is None else divisor)
 
     def end_step(self) -> None:
-        """Let go of what was kept for later microbatches, if no forward waits for its backward."""
-        if not self.has_waiting_calls:  # plant: end-step
-            self.give_back(Lease.STEP)
+        """Let go of what was kept for later microbatches.
+
+        A backward that has not come is not waited for in later steps: when its graph is dropped, and so whether it is
+        waited for, may differ from rank to rank.
+        """
+        for call in tuple(self._calls):
+            if call.state is CallState.WAITING:
+                call.state = CallState.LATE
+        self.give_back(Lease.STEP)  # plant: end-step
 
     def forget_step(self, *, with_schedule: bool = False) -> None:
         """Give up all that a step that failed has left. Whoever runs a schedule gives up its leases as well."""

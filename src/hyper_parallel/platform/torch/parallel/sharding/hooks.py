@@ -2,7 +2,8 @@
 
 The hook on an output says that backward has come to the unit. The one on an input says that it has left it: autograd
 runs what was recorded last first, and the input was made before anything of the unit was. So all of the unit's
-gradients are there then. An input that is a leaf says nothing: its own gradient may be done long before.
+gradients are there then. An input that is a leaf says nothing: its own gradient may be done long before. Nor does one
+on another device, whose backward runs in another thread.
 """
 
 from __future__ import annotations
@@ -103,10 +104,11 @@ class UnitHooks:
         outputs = [value for value in _tensors(output) if value.requires_grad and id(value) not in known]
         call = unit.add_call() if outputs or running.inputs or unit.memory.is_trained else None
         if call is not None:
+            memory: Any = unit.memory
             for value in outputs:
                 value.register_hook(_BeforeBackward(call))
             for value in running.inputs:
-                if value.grad_fn is not None:
+                if value.grad_fn is not None and value.device == memory.device:
                     value.register_hook(_AfterBackward(call))
             if not outputs:
                 _follow_gradients(unit)

@@ -299,6 +299,10 @@ class TorchUnitMemory:
     def _sum_of_versions(self) -> int:
         return sum([whole._version for whole in self._wholes])
 
+    @property
+    def device(self) -> torch.device:
+        return self._shards.device
+
     def add_places(self, parameter: UnitParameter, places: Sequence[Place]) -> None:
         """Note further modules that hold a parameter."""
         parameter.places += places
