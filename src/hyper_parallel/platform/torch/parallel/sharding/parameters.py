@@ -81,7 +81,7 @@ class UnitParameter:
             StateError: it is no shard of the same tensor, or places that share the parameter have different ones.
         """
         found = [place.module._parameters.get(place.name) for place in self.places]
-        others = [each for each in found if each is not self.shard and each is not self.whole]
+        others = [one for one in found if one is not self.shard and one is not self.whole]
         if others:
             self._take_over(others[0], found)
         self.local = self.shard._local
@@ -95,7 +95,7 @@ class UnitParameter:
                 where=self.name,
                 do="Write into the parameter, or call `hp.fully_shard` after the replacement.",
             )
-        if any(each is not current and not _is_equal(each, current) for each in found):
+        if any(one is not current and not _is_equal(one, current) for one in found):
             raise StateError(
                 "A parameter that several modules share was replaced in some of them.",
                 where=", ".join(f"{type(place.module).__name__}.{place.name}" for place in self.places),
