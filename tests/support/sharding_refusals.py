@@ -129,14 +129,6 @@ def backward_of_backward(model: nn.Module) -> None:
     grad.square().sum().backward()
 
 
-def scaled(model: nn.Module) -> None:
-    """A rank whose gradients are infinite must stop all of them: there is no rule for it yet."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.scale(loss_of(model)).backward()
-    scaler.step(optimizer)
-
-
 CASES: dict[str, tuple[Callable[[Any], object], str]] = {
     "written in forward": (InForward(_write), "was written to inside forward"),
     "new data in forward": (InForward(_new_data), "was written to inside forward"),
@@ -154,7 +146,6 @@ CASES: dict[str, tuple[Callable[[Any], object], str]] = {
     "a copy called": (a_copy, "is a copy of one that is sharded"),
     "autograd.grad of shards": (to_shards, "not have been used in the graph"),
     "backward of a backward": (backward_of_backward, "storage of size 0"),
-    "GradScaler": (scaled, "has no rule"),
 }
 
 

@@ -20,7 +20,7 @@ from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.torch.dtensor.function_table import TABLE, names
 from hyper_parallel.platform.torch.dtensor.local_calls import local_call
 from hyper_parallel.platform.torch.dtensor.movement import anchored, coordinate_on
-from hyper_parallel.platform.torch.dtensor.optimizer_steps import prepare_for_lists
+from hyper_parallel.platform.torch.dtensor.optimizer_steps import UNSCALE, prepare_for_lists
 from hyper_parallel.platform.torch.dtensor.tensor import DTensor, moved, wrapped
 
 __all__ = ["TorchDispatchBackend"]
@@ -62,7 +62,7 @@ class TorchDispatchBackend:
                 do="Take the result, or copy it: `target.copy_(result)`.",
             )
         if entry is None:
-            if name.startswith(("_foreach_", "_fused_")):
+            if name.startswith(("_foreach_", "_fused_", UNSCALE)):
                 return prepare_for_lists(name, args, kwargs)
             if not are_unknown_ops_replicated():
                 return None

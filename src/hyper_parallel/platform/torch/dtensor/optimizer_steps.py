@@ -11,9 +11,12 @@ from hyper_parallel._base.errors import ArgumentError
 from hyper_parallel.core.shard._op_dispatch import ArgumentSlot, PreparedOp
 from hyper_parallel.core.shard.rule_answer import RuleAnswer
 from hyper_parallel.core.shard.spec import Spec
+from hyper_parallel.platform.torch.dtensor.movement import reduce_values
 from hyper_parallel.platform.torch.dtensor.tensor import wrapped
 
-__all__ = ["prepare_for_lists"]
+__all__ = ["UNSCALE", "prepare_for_lists"]
+
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # of `torch.amp.GradScaler`
 
 
 def prepare_for_lists(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> PreparedOp:
@@ -52,6 +55,8 @@ def prepare_for_lists(name: str, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
     def call(func: Any, local_args: Sequence[Any], local_kwargs: dict[str, Any]) -> Any:
         result = func(*local_args, **local_kwargs)
+        if name == UNSCALE:
+            _share_infinities(local_args[1], [spec for spec in specs if spec is not None])
         if not isinstance(result, (list, tuple)):
             return None
         return [
@@ -60,6 +65,17 @@ def prepare_for_lists(name: str, args: Sequence[Any], kwargs: dict[str, Any]) ->
         ]
 
     return PreparedOp(answer, [slot.index for slot in slots], local=call, is_raw=True)
+
+
+def _share_infinities(found: torch.Tensor, specs: Sequence[Spec]) -> None:
+    """Tell all ranks that one has met a number that is none: all of them leave out the step."""
+    axes: dict[Any, dict[str, None]] = {}
+    for spec in specs:
+        axes.setdefault(spec.layout.mesh, {}).update(dict.fromkeys(spec.layout.varying_axes))
+    for mesh, names in axes.items():
+        varying = tuple(axis for axis in mesh.axis_names if axis in names)
+        if varying:
+            found.copy_(reduce_values(found, mesh, varying, "max"))
 
 
 def _partner(name: str, first: Sequence[Any], position: int, slot: ArgumentSlot) -> Spec:
