@@ -50,6 +50,10 @@ class Transport(ABC):
         """Return the world rank; 0 while nothing was started."""
 
     @abstractmethod
+    def open_store(self) -> Any:
+        """Open a connection of its own to the store at which the ranks met; None where there is none."""
+
+    @abstractmethod
     def world(self) -> Any:
         """Return the group of all ranks."""
 

@@ -17,14 +17,14 @@ from hyper_parallel.platform.checkpoint_files import LoadedTensors
 from hyper_parallel.platform.mindspore.parameters import Parameters, new_parameter
 from hyper_parallel.platform.tensor_file import TensorRecord
 
-_CODES = {
+CODES = {
     mindspore.float64: "F64", mindspore.float32: "F32", mindspore.float16: "F16", mindspore.bfloat16: "BF16",
     mindspore.int64: "I64", mindspore.int32: "I32", mindspore.int16: "I16", mindspore.int8: "I8",
     mindspore.uint64: "U64", mindspore.uint32: "U32", mindspore.uint16: "U16", mindspore.uint8: "U8",
     mindspore.bool_: "BOOL", mindspore.complex64: "C64",
     mindspore.float8_e4m3fn: "F8_E4M3", mindspore.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 _NOT_IN_NUMPY = {mindspore.float8_e4m3fn, mindspore.float8_e5m2}
 
 
@@ -50,7 +50,7 @@ class _Codec:
     tensor_type: type = Tensor
 
     def code(self, tensor: Tensor) -> str | None:
-        return _CODES.get(tensor.dtype)
+        return CODES.get(tensor.dtype)
 
     def refusal(self, tensor: Tensor) -> str | None:
         if tensor.is_meta:
@@ -71,7 +71,7 @@ class _Codec:
         return np.ascontiguousarray(tensor.asnumpy()).reshape(-1).view(np.uint8)
 
     def tensor(self, record: TensorRecord) -> Parameter:
-        dtype = _DTYPES.get(record.dtype)
+        dtype = DTYPES.get(record.dtype)
         if dtype is None:
             raise ArgumentTypeError(
                 "MindSpore has no such dtype here.",

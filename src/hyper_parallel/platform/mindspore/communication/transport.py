@@ -48,11 +48,14 @@ class MindSporeTransport(Transport):
     @property
     def roll_call(self) -> RollCall:
         if self._roll_call is None:
-            store = None if self._store is None else starting.connect_again(self._store)
+            store = self.open_store()
             # On the CPU messages do not say to which call or group they belong: those of a failed one would be taken
             # for later ones.
             self._roll_call = RollCall(self.rank(), store, self.is_up, 0, breaks_all=_is_host())
         return self._roll_call
+
+    def open_store(self) -> Any:
+        return None if self._store is None else starting.connect_again(self._store)
 
     def is_up(self) -> bool:
         return not self._was_ended and _is_initialized()

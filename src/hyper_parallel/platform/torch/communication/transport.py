@@ -74,6 +74,9 @@ class TorchTransport(Transport):
         if board is not None:
             board.close()
 
+    def open_store(self) -> Any:
+        return _open_store() if self.is_up() else None
+
     def is_up(self) -> bool:
         return dist.is_available() and dist.is_initialized()
 

@@ -1,0 +1,64 @@
+"""Copies of what a save in the background writes: training may change the tensors while it runs.
+
+The memory is kept from save to save: as large as what this rank writes, and pinned where a device copies to it. Memory
+that is new costs several times as long as the copy itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.parallel.saving.backend import SavingBackend
+from hyper_parallel.core.parallel.saving.rank_file import num_threads
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.parallel.saving.save import Source
+
+__all__ = ["staged"]
+
+_ALIGNED = 64
+_STRIPE_BYTES = 16 << 20
+_arena: list[Any] = []
+
+
+def staged(sources: Sequence[Source], backend: SavingBackend) -> list[Source]:
+    """Copy all pieces, and return sources of the copies."""
+    starts, end = [], 0
+    for source in sources:
+        starts.append(end)
+        end += -(-source.spec.size_bytes // _ALIGNED) * _ALIGNED
+    locals_ = [source.local for source in sources]
+    if not _arena or _arena[0].size < end:
+        _arena.clear()
+        _arena.append(backend.host_memory(end, locals_))
+    memory = _arena[0]
+    backend.join_device(locals_)
+    copies = []
+    stripes: list[tuple[Any, Any]] = []
+    for source, start in zip(sources, starts, strict=True):
+        copy = memory[start : start + source.spec.size_bytes]
+        data = source.read()
+        for at in range(0, copy.size, _STRIPE_BYTES):
+            stripes.append((copy[at : at + _STRIPE_BYTES], data[at : at + _STRIPE_BYTES]))
+        copies.append(replace(source, local=None, read=lambda copy=copy: copy))
+        if len(stripes) >= 64:
+            _copy(stripes)
+            stripes.clear()
+    _copy(stripes)
+    return copies
+
+
+def _copy(stripes: Sequence[tuple[Any, Any]]) -> None:
+    def copy(stripe: tuple[Any, Any]) -> None:
+        stripe[0][:] = stripe[1]
+
+    if sum(target.size for target, _ in stripes) < _STRIPE_BYTES:
+        for stripe in stripes:
+            copy(stripe)
+        return
+    with ThreadPoolExecutor(num_threads(), thread_name_prefix="hyper_parallel save") as threads:
+        for _ in threads.map(copy, stripes):
+            pass
