@@ -73,6 +73,11 @@ _PUBLIC = {
     "Microbatch": "hyper_parallel.core.parallel.pipeline.running",
     "HookCoordinator": "hyper_parallel.core.parallel.pipeline.coordinator",
     "overlap_forward_backward": "hyper_parallel.core.parallel.pipeline.coordinator",
+    "save": "hyper_parallel.core.parallel.saving.save",
+    "load": "hyper_parallel.core.parallel.saving.load",
+    "verify": "hyper_parallel.core.parallel.saving.verify",
+    "latest": "hyper_parallel.core.parallel.saving.folder",
+    "Saving": "hyper_parallel.core.parallel.saving.background",
 }
 
 # Of these a framework has its own: they are asked for each time, as `get_platform` is.

@@ -25,7 +25,7 @@ CODES = {
     mindspore.float8_e4m3fn: "F8_E4M3", mindspore.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-_NOT_IN_NUMPY = {mindspore.float8_e4m3fn, mindspore.float8_e5m2}
+NOT_IN_NUMPY = {mindspore.float8_e4m3fn, mindspore.float8_e5m2}
 
 
 class CheckpointFiles:
@@ -66,25 +66,35 @@ class _Codec:
         return None
 
     def content(self, tensor: Tensor) -> Any:
-        if tensor.dtype in _NOT_IN_NUMPY:
-            tensor = tensor.view(mindspore.uint8)
-        return np.ascontiguousarray(tensor.asnumpy()).reshape(-1).view(np.uint8)
+        return content_of(tensor)
 
     def tensor(self, record: TensorRecord) -> Parameter:
-        dtype = DTYPES.get(record.dtype)
-        if dtype is None:
-            raise ArgumentTypeError(
-                "MindSpore has no such dtype here.",
-                got=record.dtype,
-                where=f"tensor {record.name!r}",
-                do="Cast it before saving.",
-            )
-        if dtype in _NOT_IN_NUMPY:
-            parameter = _loaded(mint.empty(record.shape, dtype=dtype, device="meta"), record.name)
-            stored = Tensor.convert_bytes_to_tensor(bytes(record.data), record.shape, dtype)
-            Parameters.update_param_data(parameter, Tensor(stored))
-            return parameter
-        return _loaded(np.ndarray(record.shape, _dtype_to_nptype(dtype), record.data), record.name)  # a copy
+        return tensor_of(record)
+
+
+def content_of(tensor: Tensor) -> Any:
+    """Return the bytes of a tensor as a flat array: of its own memory, where that is contiguous."""
+    if tensor.dtype in NOT_IN_NUMPY:
+        tensor = tensor.view(mindspore.uint8)
+    return np.ascontiguousarray(tensor.asnumpy()).reshape(-1).view(np.uint8)
+
+
+def tensor_of(record: TensorRecord) -> Parameter:
+    """Make a new tensor with a copy of the record's bytes."""
+    dtype = DTYPES.get(record.dtype)
+    if dtype is None:
+        raise ArgumentTypeError(
+            "MindSpore has no such dtype here.",
+            got=record.dtype,
+            where=f"tensor {record.name!r}",
+            do="Cast it before saving.",
+        )
+    if dtype in NOT_IN_NUMPY:
+        parameter = _loaded(mint.empty(record.shape, dtype=dtype, device="meta"), record.name)
+        stored = Tensor.convert_bytes_to_tensor(bytes(record.data), record.shape, dtype)
+        Parameters.update_param_data(parameter, Tensor(stored))
+        return parameter
+    return _loaded(np.ndarray(record.shape, _dtype_to_nptype(dtype), record.data), record.name)  # a copy
 
 
 def _loaded(data: object, name: str) -> Parameter:

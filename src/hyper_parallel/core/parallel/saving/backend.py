@@ -49,10 +49,13 @@ class OptimizerState(Protocol):
     def states(self) -> dict[str, dict[str, Any]]:
         """State by parameter and name: tensors, and plain values."""
 
-    def targets(self, wanted: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]]) -> dict[tuple[str, str], Held]:
+    def targets(
+        self, wanted: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]], *, strict: bool
+    ) -> dict[tuple[str, str], Held]:
         """Find or make the tensors for state of these dtypes and shapes. The optimizer is as it was.
 
-        State that is wanted of a parameter that the optimizer has not is left out.
+        State that is wanted of a parameter that the optimizer has not is left out. `strict`: state that is made with
+        the optimizer, and is not wanted, is an error.
         """
 
     def assign(self, values: Mapping[str, Mapping[str, Any]], options: Mapping[str, Mapping[str, Any]]) -> None:
@@ -75,8 +78,8 @@ class SavingBackend(Protocol):
     def tensors(self, module: Module) -> dict[str, Tensor]:
         """Parameters and buffers that are kept, by name. A tied one is the same object under each of its names."""
 
-    def parameter_names(self, module: Module) -> dict[int, str]:
-        """Names of parameters by identity; the first name of a tied one, as in `tensors`."""
+    def parameters(self, module: Module) -> dict[str, Tensor]:
+        """Parameters by name; a tied one under its first name, as in `tensors`."""
 
     def is_tensor(self, value: object) -> bool: ...
 
@@ -105,7 +108,7 @@ class SavingBackend(Protocol):
     def host_memory(self, num_bytes: int, tensors: Sequence[Tensor]) -> Any:
         """Make a flat array that these tensors are copied to quickly: pinned, where that helps."""
 
-    def optimizer(self, optimizer: Any, names: Mapping[int, str]) -> OptimizerState: ...
+    def optimizer(self, optimizer: Any, parameters: Mapping[str, Tensor]) -> OptimizerState: ...
 
 
 def saving_of(module: object, call: str) -> SavingBackend:

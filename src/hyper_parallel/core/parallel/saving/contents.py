@@ -75,7 +75,7 @@ def contents_of(
     """Collect all that this rank has. `is_written`: the tensors will be loaded into."""
     contents = Contents(backend)
     seen: dict[int, str] = {}
-    names: dict[int, str] = {}
+    parameters: dict[str, Any] = {}
     ties: dict[str, str] = {}
     for part in parts:
         for name, tensor in backend.tensors(part.module).items():
@@ -97,10 +97,10 @@ def contents_of(
             if name in part.tied:
                 contents.ties[key] = f"model/{part.tied[name]}"
                 ties[name] = part.tied[name]
-        for identity, name in backend.parameter_names(part.module).items():
-            names.setdefault(identity, name)
+        for name, parameter in backend.parameters(part.module).items():
+            parameters.setdefault(name, parameter)
     if optimizer is not None:
-        contents.optimizer = backend.optimizer(optimizer, names)
+        contents.optimizer = backend.optimizer(optimizer, parameters)
         if not is_written:
             _add_optimizer(contents, contents.optimizer, ties)
     return contents

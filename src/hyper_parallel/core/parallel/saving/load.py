@@ -294,7 +294,7 @@ class _Loading:
                 if param is not None and tensor is not None and (param, name) not in keys:
                     wanted.setdefault(param, {})[name] = tensor.dtype, tensor.shape
                     keys[param, name] = manifest.aliases.get(key, key)
-        for (param, name), held in optimizer.targets(wanted).items():
+        for (param, name), held in optimizer.targets(wanted, strict=self._strict).items():
             canonical = keys[param, name]
             self._add(canonical, manifest.tensors[canonical], held, state_key(param, name))
         self._state_values = {

@@ -57,8 +57,8 @@ class TorchSaving:
             found[_clean(name)] = value
         return found
 
-    def parameter_names(self, module: nn.Module) -> dict[int, str]:
-        return {id(value): _clean(name) for name, value in _bare(module).named_parameters()}
+    def parameters(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        return {_clean(name): value for name, value in _bare(module).named_parameters()}
 
     def is_tensor(self, value: object) -> bool:
         return isinstance(value, torch.Tensor)
@@ -112,14 +112,14 @@ class TorchSaving:
         is_pinned = any(tensor.device.type == "cuda" for tensor in tensors)
         return torch.empty(max(1, num_bytes), dtype=torch.uint8, pin_memory=is_pinned).numpy()
 
-    def optimizer(self, optimizer: Any, names: Mapping[int, str]) -> TorchOptimizerState:
-        return TorchOptimizerState(self, optimizer, names)
+    def optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> TorchOptimizerState:
+        return TorchOptimizerState(self, optimizer, parameters)
 
 
 class TorchOptimizerState:
     """See `OptimizerState`."""
 
-    def __init__(self, saving: TorchSaving, optimizer: Any, names: Mapping[int, str]) -> None:
+    def __init__(self, saving: TorchSaving, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
             raise ArgumentTypeError(
                 "This is no optimizer of PyTorch.", expected="a torch.optim.Optimizer", got=describe(optimizer)
@@ -129,6 +129,9 @@ class TorchOptimizerState:
         self._params: dict[str, Any] = {}
         self._groups: list[list[str]] = []
         self._made: dict[tuple[str, str], torch.Tensor] = {}
+        names: dict[int, str] = {}
+        for name, value in parameters.items():  # a tied one has its first name
+            names.setdefault(id(value), name)
         for index, group in enumerate(optimizer.param_groups):
             self._groups.append([])
             for param in group["params"]:
@@ -155,7 +158,9 @@ class TorchOptimizerState:
         state = self._optimizer.state
         return {name: dict(state[param]) for name, param in self._params.items() if state.get(param)}
 
-    def targets(self, wanted: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]]) -> dict[tuple[str, str], Held]:
+    def targets(
+        self, wanted: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]], *, strict: bool
+    ) -> dict[tuple[str, str], Held]:
         found = {}
         for param, states in wanted.items():
             if param not in self._params:

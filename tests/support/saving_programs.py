@@ -1,0 +1,235 @@
+"""Programs that save and load on ranks, run inside the worker processes of `support.processes`, on PyTorch.
+
+The model has tensors of all kinds, and values that follow from names alone: whoever has a box of one knows what is to
+be in it, whatever the plan and the number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hyper_parallel as hp
+from support.process_worker import keep_platform_groups, kept_mesh
+
+SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "one.weight": ((7, 5), torch.float32),
+    "one.bias": ((7,), torch.float32),
+    "two.weight": ((5, 6, 3), torch.float32),
+    "small": ((9, 4), torch.bfloat16),
+    "long_one": ((4, 8), torch.float64),
+    "number": ((), torch.float32),
+    "nothing": ((0, 3), torch.float32),
+    "thin": ((1, 11), torch.float16),
+}
+BUFFERS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "count": ((), torch.int64),
+    "mask": ((6,), torch.bool),
+    "table": ((3, 2), torch.complex64),
+}
+SECOND_STAGE = {"long_one", "number", "nothing", "thin", "mask", "table"}
+# name -> (shape of the mesh, its axes, axes that split dims 0 and 1)
+PLANS: dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[Any, Any]]] = {
+    "dp": ((-1,), ("dp",), ("dp", None)),
+    "tp": ((-1,), ("tp",), (None, "tp")),
+    "dp x tp": ((2, -1), ("dp", "tp"), ("dp", "tp")),
+    "tp then dp in one dim": ((2, -1), ("dp", "tp"), (("tp", "dp"), None)),
+    "two copies of dp": ((2, -1), ("copies", "dp"), ("dp", None)),
+}
+ON_RANKS = {
+    1: ["plain", "dp"],
+    2: ["plain", "dp", "tp", "pp", "fsdp2"],
+    3: ["dp", "tp"],
+    4: ["plain", "tp", "dp x tp", "tp then dp in one dim", "two copies of dp", "pp x dp", "fsdp2 x tp"],
+}
+
+
+def values_of(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if dtype == torch.bool:
+        return values > 0
+    return (values * 100).to(dtype)
+
+
+class Net(nn.Module):
+    """The tensors of these names, right or all zeros."""
+
+    def __init__(self, names: set[str], *, is_zero: bool) -> None:
+        super().__init__()
+        for table in (SHAPES, BUFFERS):
+            for name, (shape, dtype) in table.items():
+                if name in names:
+                    values = torch.zeros(shape, dtype=dtype) if is_zero else values_of(name, shape, dtype)
+                    self._put(name, values, is_parameter=table is SHAPES)
+
+    def _put(self, name: str, values: torch.Tensor, *, is_parameter: bool) -> None:
+        *path, last = name.split(".")
+        owner: nn.Module = self
+        for step in path:
+            if step not in owner._modules:
+                owner.add_module(step, nn.Module())
+            owner = owner.get_submodule(step)
+        if is_parameter:
+            owner.register_parameter(last, nn.Parameter(values))
+        else:
+            owner.register_buffer(last, values)
+
+
+ALL = {*SHAPES, *BUFFERS}
+
+
+def model_of(plan: str, *, is_zero: bool) -> Any:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if plan == "plain":
+        return Net(ALL, is_zero=is_zero)
+    if plan.startswith("fsdp2"):
+        return _with_fsdp2(Net(ALL, is_zero=is_zero), has_tp="tp" in plan)
+    if plan.startswith("pp"):
+        stage = rank * 2 // world
+        names = ALL & SECOND_STAGE if stage else ALL - SECOND_STAGE
+        net: Any = Net(names, is_zero=is_zero)
+        if world > 2:
+            half = world // 2
+            mesh = hp.DeviceMesh("cpu", list(range(stage * half, stage * half + half)), mesh_dim_names=("dp",))
+            net = _sharded(net, mesh, ("dp", None))
+        return [hp.PipelineStage(net, stage, 2)]
+    shape, axes, splits = PLANS[plan]
+    known = [size for size in shape if size > 0]
+    sizes = tuple(size if size > 0 else world // (known[0] if known else 1) for size in shape)
+    return _sharded(Net(ALL, is_zero=is_zero), hp.init_device_mesh("cpu", sizes, mesh_dim_names=axes), splits)
+
+
+def _sharded(net: nn.Module, mesh: hp.DeviceMesh, splits: tuple[Any, Any]) -> nn.Module:
+    parameters = {}
+    for name, parameter in net.named_parameters():
+        parameters[name] = tuple(splits[dim] if dim < 2 else None for dim in range(parameter.ndim))
+    made = hp.shard_module(net, mesh, hp.ShardPlan(parameters=parameters))
+    keep_platform_groups()
+    return made
+
+
+def _with_fsdp2(net: nn.Module, *, has_tp: bool) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for name in ("number", "nothing", "small", "long_one", "thin"):  # FSDP2 wants one dtype, and no numbers
+        value = net._parameters.pop(name)
+        net.register_buffer(name, value.detach())
+    if not has_tp:
+        fully_shard(net, mesh=kept_mesh((dist.get_world_size(),), ("dp",)))
+        return net
+    mesh = kept_mesh((2, dist.get_world_size() // 2), ("dp", "tp"))
+    for path, dim in (("one.weight", 0), ("two.weight", 1)):
+        owner = net.get_submodule(path.split(".")[0])
+        parts = distribute_tensor(owner.weight.detach(), mesh["tp"], [Shard(dim)])
+        owner.register_parameter("weight", nn.Parameter(parts))
+    owner = net.get_submodule("one")
+    owner.register_parameter("bias", nn.Parameter(distribute_tensor(owner.bias.detach(), mesh["tp"], [Shard(0)])))
+    fully_shard(net, mesh=mesh["dp"])
+    return net
+
+
+def modules_of(model: Any) -> list[nn.Module]:
+    return [stage.module for stage in model] if isinstance(model, list) else [model]
+
+
+def optimizer_of(model: Any, *, is_zero: bool) -> torch.optim.Optimizer:
+    """Adam as after three steps, without taking them: every value follows from its name."""
+    named = {name: value for module in modules_of(model) for name, value in module.named_parameters()}
+    groups: list[dict[str, Any]] = [
+        {"params": [value for name, value in named.items() if "weight" in name], "lr": 0.0 if is_zero else 0.5},
+        {"params": [value for name, value in named.items() if "weight" not in name], "weight_decay": 0.25},
+    ]
+    optimizer = torch.optim.Adam([group for group in groups if group["params"]], lr=0.125, betas=(0.5, 0.75))
+    if not is_zero:
+        for name, value in named.items():
+            if name == "thin":  # frozen: it has no state
+                continue
+            state = optimizer.state[value]
+            state["step"] = torch.tensor(3.0)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state[kind] = _like(value, values_of(f"{name}/{kind}", tuple(value.shape), value.dtype))
+    return optimizer
+
+
+def _like(value: Any, whole: torch.Tensor) -> Any:
+    if isinstance(value, hp.DTensor):
+        return hp.distribute_tensor(whole, value.layout)
+    if hasattr(value, "_local_tensor"):
+        from torch.distributed.tensor import distribute_tensor
+
+        made = torch.zeros_like(value)
+        if not any(type(placement).__name__ == "_StridedShard" for placement in value.placements):
+            return distribute_tensor(whole, value.device_mesh, value.placements)
+        made._local_tensor.copy_(_part(value, whole))
+        return made
+    return whole
+
+
+def _part(value: Any, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, as a distributed one lies; not by the code that is tested."""
+    if isinstance(value, hp.DTensor):
+        return hp.distribute_tensor(whole, value.layout).to_local()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, starts = compute_local_shape_and_global_offset(whole.shape, value.device_mesh, value.placements)
+    return whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
+
+
+def wrong_values(model: Any, optimizer: Any = None) -> list[str]:
+    """Names of tensors that do not have the values that they were saved with."""
+    wrong = []
+
+    def check(name: str, value: Any, expected: torch.Tensor) -> None:
+        local = value
+        if isinstance(value, hp.DTensor):
+            local, expected = value.to_local(), _part(value, expected)
+        elif hasattr(value, "_local_tensor"):
+            local, expected = value._local_tensor, _part(value, expected)
+        if local.dtype != expected.dtype or not torch.equal(local.detach(), expected):
+            wrong.append(name)
+
+    for module in modules_of(model):
+        for name, value in module.state_dict(keep_vars=True).items():
+            shape, dtype = {**SHAPES, **BUFFERS}[name]
+            check(name, value, values_of(name, shape, dtype))
+            state = {} if optimizer is None else optimizer.state.get(value, {})
+            for kind, kept in state.items():
+                expected = torch.tensor(3.0) if kind == "step" else values_of(f"{name}/{kind}", shape, dtype)
+                check(f"{name}/{kind}", kept, expected)
+            if optimizer is not None and isinstance(value, nn.Parameter) and bool(state) == (name == "thin"):
+                wrong.append(f"{name} has state: {bool(state)}")
+    for group in () if optimizer is None else optimizer.param_groups:
+        if group["betas"] != (0.5, 0.75) or (group["lr"], group["weight_decay"]) not in ((0.5, 0), (0.125, 0.25)):
+            wrong.append(f"a group with {group['lr']}, {group['weight_decay']}, {group['betas']}")
+    return wrong
+
+
+def save_all(folder: str, plans: list[str]) -> None:
+    for plan in plans:
+        model = model_of(plan, is_zero=False)
+        optimizer = optimizer_of(model, is_zero=False)
+        path = Path(folder, f"{plan} on {dist.get_world_size()}")
+        hp.save(path, model=model, optimizer=optimizer, extra={"plan": plan}, timeout=30)
+
+
+def load_all(folder: str, plans: list[str]) -> list[str]:
+    """Load every checkpoint of a folder into every plan; what is wrong, in words."""
+    wrong = []
+    for plan in plans:
+        for saved in sorted(os.listdir(folder)):
+            has_buffers = ("fsdp2" in plan) != ("fsdp2" in saved)  # parameters in one, without state in the other
+            model = model_of(plan, is_zero=True)
+            optimizer = None if has_buffers else optimizer_of(model, is_zero=True)
+            extra = hp.load(Path(folder, saved), model=model, optimizer=optimizer, timeout=30)
+            if extra != {"plan": saved.partition(" on ")[0]}:
+                wrong.append(f"{saved}: extra {extra}")
+            wrong += [f"{saved} into {plan}: {name}" for name in wrong_values(model, optimizer)]
+    return wrong
