@@ -50,8 +50,11 @@ class Transport(ABC):
         """Return the world rank; 0 while nothing was started."""
 
     @abstractmethod
-    def open_store(self) -> Any:
-        """Open a connection of its own to the store at which the ranks met; None where there is none."""
+    def store_of_saves(self) -> Any:
+        """Return a connection to the store at which the ranks met, for saves and loads alone; None where there is none.
+
+        It lives as long as the world.
+        """
 
     @abstractmethod
     def world(self) -> Any:

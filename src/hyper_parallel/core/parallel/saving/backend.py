@@ -72,8 +72,8 @@ class SavingBackend(Protocol):
 
     def num_ranks(self) -> int: ...
 
-    def open_store(self) -> Store | None:
-        """Open a connection of its own to the store at which ranks met. None where there is none."""
+    def store(self) -> Store | None:
+        """A connection to the store at which ranks met, for saves and loads alone. None where there is none."""
 
     def tensors(self, module: Module) -> dict[str, Tensor]:
         """Parameters and buffers that are kept, by name. A tied one is the same object under each of its names."""

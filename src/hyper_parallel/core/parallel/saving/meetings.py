@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import Any
-
 from hyper_parallel._base.errors import ArgumentError, StateError, describe
 from hyper_parallel.core.parallel.saving.backend import SavingBackend
 from hyper_parallel.core.parallel.saving.meeting import Meeting, Store
@@ -13,7 +11,6 @@ from hyper_parallel.core.parallel.saving.meeting import Meeting, Store
 __all__ = ["new_meeting"]
 
 _numbers = itertools.count(1)
-_store: list[Any] = []  # of the world that is up: a connection of its own, used by one thread at a time
 
 
 def new_meeting(call: str, backend: SavingBackend, path: object, timeout: object) -> Meeting:
@@ -23,7 +20,7 @@ def new_meeting(call: str, backend: SavingBackend, path: object, timeout: object
     number, rank, num_ranks = next(_numbers), backend.rank(), backend.num_ranks()
     store: Store | None = None
     if num_ranks > 1:
-        store = backend.open_store()
+        store = backend.store()
         if store is None:
             raise StateError(
                 f"`{call}` needs the store at which ranks meet, and there is none.",

@@ -40,8 +40,8 @@ class MindSporeSaving:
         transport = Communication.transport
         return len(transport.ranks_of(transport.world())) if transport.is_up() else 1
 
-    def open_store(self) -> Any:
-        return Communication.transport.open_store()
+    def store(self) -> Any:
+        return Communication.transport.store_of_saves()
 
     def tensors(self, module: nn.Cell) -> dict[str, Tensor]:
         if not isinstance(module, nn.Cell):

@@ -38,8 +38,8 @@ class TorchSaving:
         transport = Communication.transport
         return len(transport.ranks_of(transport.world())) if transport.is_up() else 1
 
-    def open_store(self) -> Any:
-        return Communication.transport.open_store()
+    def store(self) -> Any:
+        return Communication.transport.store_of_saves()
 
     def tensors(self, module: nn.Module) -> dict[str, torch.Tensor]:
         found = {}
