@@ -44,7 +44,7 @@ class Saving:
             except BaseException as error:
                 self._error = error
                 if not threading.main_thread().is_alive():  # nobody is left who could be told
-                    _logger.error("the checkpoint %s was not saved: %s", self.path, error)
+                    _logger.exception("the checkpoint %s was not saved", self.path)
 
         self._thread = threading.Thread(target=run, name="hyper_parallel save")
         self._thread.start()

@@ -10,13 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, describe
+from hyper_parallel._base.errors import ArgumentError, ArgumentTypeError, HyperParallelError, describe
 from hyper_parallel.core.parallel.pipeline.running import Pipeline
 from hyper_parallel.core.parallel.pipeline.stage import PipelineStage
 from hyper_parallel.core.parallel.saving.backend import Held, OptimizerState, SavingBackend, saving_of
 from hyper_parallel.core.parallel.saving.description import Described, Description
 from hyper_parallel.core.parallel.saving.values import to_json
+from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.opaque import Module
+from hyper_parallel.platform.selection import backend
 
 __all__ = ["Contents", "ModelPart", "contents_of", "parts_of_model", "state_key"]
 
@@ -65,20 +67,22 @@ def parts_of_model(model: object) -> list[ModelPart]:
     return [ModelPart(stage.module, stage.index, stage.tied) for stage in sorted(model, key=lambda stage: stage.index)]
 
 
-def backend_of(parts: Iterable[ModelPart], call: str) -> SavingBackend:
-    return saving_of(next(iter(parts)).module, call)
+def backend_of(model: object, call: str) -> SavingBackend:
+    """The framework of a model. One that is no model has that of the process, so that its ranks meet to hear of it."""
+    try:
+        return saving_of(parts_of_model(model)[0].module, call)
+    except HyperParallelError:
+        return backend(get_platform(), SavingBackend, call)
 
 
-def contents_of(
-    backend: SavingBackend, parts: Iterable[ModelPart], optimizer: object, *, is_written: bool
-) -> Contents:
+def contents_of(saving: SavingBackend, model: object, optimizer: object, *, is_written: bool) -> Contents:
     """Collect all that this rank has. `is_written`: the tensors will be loaded into."""
-    contents = Contents(backend)
+    contents = Contents(saving)
     seen: dict[int, str] = {}
     parameters: dict[str, Any] = {}
     ties: dict[str, str] = {}
-    for part in parts:
-        for name, tensor in backend.tensors(part.module).items():
+    for part in parts_of_model(model):
+        for name, tensor in saving.tensors(part.module).items():
             key = f"model/{name}"
             if key in contents.held or key in contents.aliases:
                 if seen.get(id(tensor)) == contents.aliases.get(key, key):
@@ -92,15 +96,15 @@ def contents_of(
                 contents.aliases[key] = seen[id(tensor)]
                 continue
             seen[id(tensor)] = key
-            contents.held[key] = backend.held(tensor, name, is_written=is_written)
+            contents.held[key] = saving.held(tensor, name, is_written=is_written)
             contents.stages[key] = part.stage
             if name in part.tied:
                 contents.ties[key] = f"model/{part.tied[name]}"
                 ties[name] = part.tied[name]
-        for name, parameter in backend.parameters(part.module).items():
+        for name, parameter in saving.parameters(part.module).items():
             parameters.setdefault(name, parameter)
     if optimizer is not None:
-        contents.optimizer = backend.optimizer(optimizer, parameters)
+        contents.optimizer = saving.optimizer(optimizer, parameters)
         if not is_written:
             _add_optimizer(contents, contents.optimizer, ties)
     return contents

@@ -67,7 +67,9 @@ class Files:
                     raise damaged(path, f"{size} bytes", f"{file.num_bytes} bytes")
                 header = os.pread(descriptor, file.header_bytes, 0)
                 if zlib.crc32(header) != file.header_sum:
-                    raise damaged(path, "the header of another file, or a damaged one", f"checksum {file.header_sum:08x}")
+                    raise damaged(
+                        path, "the header of another file, or a damaged one", f"checksum {file.header_sum:08x}"
+                    )
                 self._descriptors[index] = os.dup(descriptor)
         except (FileNotFoundError, NotPlainError) as error:
             got = "no such file" if isinstance(error, FileNotFoundError) else str(error.got)
@@ -159,13 +161,15 @@ class Files:
         strides = [element_bytes * math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
         if dim < 2:  # one run
             run = next(runs_of(part, element_bytes))
-            self._read(part.item.file, part.item.start + run.start, memoryview(made))
+            self._read(part.item.file, part.item.start + run.start, _flat(made))
             return made
         num_bytes = inside.sizes[dim - 1] * strides[dim - 1]
         stride, num_rows = strides[dim - 2], inside.sizes[dim - 2]
         rows = made.reshape(-1, num_bytes)
         at = 0
-        leading = [range(start, start + size) for start, size in zip(inside.starts, inside.sizes, strict=True)][: dim - 2]
+        leading = [range(start, start + size) for start, size in zip(inside.starts, inside.sizes, strict=True)][
+            : dim - 2
+        ]
         step = max(1, _BLOCK_BYTES // stride)
         buffer = np.empty(stride * (step - 1) + num_bytes, np.uint8)
         for place in itertools.product(*leading):
@@ -174,7 +178,7 @@ class Files:
             for row in range(0, num_rows, step):
                 count = min(step, num_rows - row)
                 block = buffer[: stride * (count - 1) + num_bytes]
-                self._read(part.item.file, part.item.start + begin + row * stride, memoryview(block))
+                self._read(part.item.file, part.item.start + begin + row * stride, _flat(block))
                 spread = np.lib.stride_tricks.as_strided(block, (count, num_bytes), (stride, 1), writeable=False)
                 rows[at : at + count] = spread
                 at += count

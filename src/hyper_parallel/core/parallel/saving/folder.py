@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -256,8 +255,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 def _exchange(first: str, second: str) -> None:
     """Let two folders change names, in one step."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
-    number = errno.ENOSYS
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc on Linux
+    number: int = errno.ENOSYS
     if rename is not None:
         if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
             return

@@ -21,7 +21,6 @@ from hyper_parallel.core.parallel.saving.contents import (
     Contents,
     backend_of,
     contents_of,
-    parts_of_model,
     split_state_key,
     state_key,
 )
@@ -75,15 +74,14 @@ def load(
         {'step': 1}
     """
     finish_running()
-    parts = parts_of_model(model)
-    backend = backend_of(parts, "load")
+    backend = backend_of(model, "load")
     meeting = new_meeting("load", backend, path, timeout)
 
     def source() -> Source:
         target = folder.target_of(path)
         return Source(target, folder.read_manifest(target))
 
-    extra = load_from(source, backend, parts, optimizer, strict, meeting)
+    extra = load_from(source, backend, model, optimizer, strict, meeting)
     return from_json(extra)
 
 
@@ -103,7 +101,9 @@ class _Target:
     held: Held
 
 
-def load_from(make_source: Any, backend: SavingBackend, parts: Any, optimizer: Any, strict: bool, meeting: Meeting) -> Any:
+def load_from(
+    make_source: Any, backend: SavingBackend, model: Any, optimizer: Any, strict: bool, meeting: Meeting
+) -> Any:
     """Load what `make_source` finds, in two phases; return its `extra`."""
     begun = time.perf_counter()
     error: BaseException | None = None
@@ -112,7 +112,7 @@ def load_from(make_source: Any, backend: SavingBackend, parts: Any, optimizer: A
     try:
         check_flag(strict, "strict")
         source = make_source()
-        contents = contents_of(backend, parts, optimizer, is_written=True)
+        contents = contents_of(backend, model, optimizer, is_written=True)
         loading = _Loading(source, contents, strict)
         num_bytes = loading.files.check((target.wanted for target in loading.targets), meeting.beat)
         mine = {"id": source.manifest.id, "used": hex(loading.used_bits())}
@@ -188,7 +188,8 @@ class _Loading:
     def write(self) -> None:
         """Write to the model: all has been checked."""
         backend = self._contents.backend
-        direct, others = [], []
+        direct: list[tuple[_Target, Any]] = []
+        others: list[tuple[_Target, Any]] = []
         for target in self.targets:
             if target.held.box.is_empty or 0 in target.held.shape:
                 continue
@@ -197,7 +198,9 @@ class _Loading:
                 memory = backend.own_bytes(target.held.local)
             (others if memory is None else direct).append((target, memory))
         with ThreadPoolExecutor(num_threads(), thread_name_prefix="hyper_parallel load") as threads:
-            for _ in threads.map(lambda pair: self.files.read_tensor(pair[0].wanted, pair[0].held.box, pair[1]), direct):
+            for _ in threads.map(
+                lambda pair: self.files.read_tensor(pair[0].wanted, pair[0].held.box, pair[1]), direct
+            ):
                 pass
         for target, _ in direct:
             backend.note_written(target.held.local)

@@ -186,9 +186,7 @@ def _tensor(dtype: str, shape: list[int], items: list[Any]) -> SavedTensor:
     )
 
 
-def _check_tensor(
-    key: str, tensor: SavedTensor, files: tuple[SavedFile, ...], proved: set[tuple[object, ...]]
-) -> None:
+def _check_tensor(key: str, tensor: SavedTensor, files: tuple[SavedFile, ...], proved: set[tuple[object, ...]]) -> None:
     boxes = tuple(item.box for item in tensor.items)
     if (tensor.shape, boxes) not in proved:
         fault = fault_of_tiling(boxes, tensor.shape)

@@ -10,6 +10,7 @@ grow for `timeout_s` is named, by rank 0 to all others; and rank 0 by each of th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 from hyper_parallel._base.errors import CommunicationError, HyperParallelError, describe
 from hyper_parallel.platform.communication.answers import ranks_in_words
 
-__all__ = ["Meeting", "Store"]
+__all__ = ["Meeting", "Store", "prefix_of"]
 
 _BEAT_S = 0.5
 _LEAVE_S = 5.0  # how long rank 0 stays for the others to hear the last answer
@@ -35,6 +36,11 @@ class Store(Protocol):
     def get(self, key: str, /) -> str | bytes: ...
 
 
+def prefix_of(number: int) -> str:
+    """What the keys of a meeting begin with."""
+    return f"hyper_parallel/saving/{number}/"
+
+
 class Meeting:
     """One save or load of all ranks, round by round. A rank alone needs no store.
 
@@ -47,7 +53,7 @@ class Meeting:
         self.rank, self.num_ranks = rank, num_ranks
         self._call, self._where, self._timeout_s = call, where, timeout_s
         self._store = store
-        self._prefix = f"hyper_parallel/saving/{number}/"
+        self._prefix = prefix_of(number)
         self._round = 0
         self._last_beat = 0.0
 
@@ -84,6 +90,7 @@ class Meeting:
                 self._add("there", 1)
                 answer = self._wait_for_answer()
         except (HyperParallelError, OSError, KeyboardInterrupt):
+            self._give_up()
             raise
         except Exception as lost:  # whatever a framework's store raises when its other end has gone
             raise CommunicationError(
@@ -99,6 +106,11 @@ class Meeting:
                 answer["what"], got=answer["got"], where=self._where, do=answer["do"],
             )  # fmt: skip
         return answer["value"]
+
+    def _give_up(self) -> None:
+        with contextlib.suppress(Exception):  # the store may have gone
+            if self._store is not None:
+                self._store.add(f"{self._prefix}over", 1)
 
     def leave(self) -> None:
         """End the meeting after its last round: rank 0 stays until the others have heard the answer."""
@@ -119,6 +131,7 @@ class Meeting:
     def _answer(self, text: str, decide: Decide) -> tuple[dict[str, Any], BaseException | None]:
         missing = self._wait_for_all()
         if missing:
+            self._give_up()
             timeout = f"{self._timeout_s:g} s"
             what = f"`{self._call}` cannot go on: {ranks_in_words(missing)} did not get on for {timeout}."
             error = CommunicationError(
@@ -151,7 +164,8 @@ class Meeting:
 
     def _wait_for_all(self) -> list[int]:
         """Wait for what the others give; return the ranks that have not come when the deadline is over."""
-        pause, looked, beats = _POLL_S[0], 0.0, {}
+        pause, looked = _POLL_S[0], 0.0
+        beats: dict[int, int] = {}
         changed: dict[int, float] = {}
         while self._add("there", 0) < self.num_ranks - 1:
             self.beat()

@@ -68,10 +68,10 @@ def write_rank_file(path: str, contents: Sequence[Content], target: str, on_prog
         try:
             _check_room(descriptor, end)
             os.ftruncate(descriptor, end)
-            _write_all(descriptor, [(by_name[spec.name], starts[spec.name], sums[spec.name]) for spec in specs], on_progress)
-            totals = [
-                combined(zip(sums[spec.name], _chunk_sizes(spec.size_bytes), strict=True)) for spec in specs
-            ]
+            _write_all(
+                descriptor, [(by_name[spec.name], starts[spec.name], sums[spec.name]) for spec in specs], on_progress
+            )
+            totals = [combined(zip(sums[spec.name], _chunk_sizes(spec.size_bytes), strict=True)) for spec in specs]
             header = sealed_header(specs, {}, totals)
             _write(descriptor, memoryview(header), 0)
             os.fsync(descriptor)

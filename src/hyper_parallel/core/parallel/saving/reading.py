@@ -38,9 +38,7 @@ def parts_of(tensor: SavedTensor, box: Box) -> list[Part]:
         return []
     if not tensor.shape:
         return [Part(item, box) for item in tensor.items]
-    return [
-        Part(item, common) for item in tensor.items if (common := item.box.intersection(box)) is not None
-    ]
+    return [Part(item, common) for item in tensor.items if (common := item.box.intersection(box)) is not None]
 
 
 def runs_of(part: Part, element_bytes: int) -> Iterator[Run]:

@@ -6,18 +6,27 @@ that is new costs several times as long as the copy itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from hyper_parallel.core.parallel.saving.backend import SavingBackend
 from hyper_parallel.core.parallel.saving.rank_file import num_threads
+from hyper_parallel.platform.tensor_file import TensorSpec
 
-if TYPE_CHECKING:
-    from hyper_parallel.core.parallel.saving.save import Source
+__all__ = ["Source", "staged"]
 
-__all__ = ["staged"]
+
+@dataclass(frozen=True)
+class Source:
+    """A piece of a tensor that this rank writes: its name in the file, and its bytes when they are asked for."""
+
+    spec: TensorSpec
+    local: Any
+    read: Callable[[], Any]
+
 
 _ALIGNED = 64
 _STRIPE_BYTES = 16 << 20
@@ -41,14 +50,19 @@ def staged(sources: Sequence[Source], backend: SavingBackend) -> list[Source]:
     for source, start in zip(sources, starts, strict=True):
         copy = memory[start : start + source.spec.size_bytes]
         data = source.read()
-        for at in range(0, copy.size, _STRIPE_BYTES):
-            stripes.append((copy[at : at + _STRIPE_BYTES], data[at : at + _STRIPE_BYTES]))
-        copies.append(replace(source, local=None, read=lambda copy=copy: copy))
+        stripes += [
+            (copy[at : at + _STRIPE_BYTES], data[at : at + _STRIPE_BYTES]) for at in range(0, copy.size, _STRIPE_BYTES)
+        ]
+        copies.append(replace(source, local=None, read=partial(_same, copy)))
         if len(stripes) >= 64:
             _copy(stripes)
             stripes.clear()
     _copy(stripes)
     return copies
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _copy(stripes: Sequence[tuple[Any, Any]]) -> None:

@@ -23,7 +23,9 @@ def to_json(value: object, where: str, depth: int = 0) -> Any:
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, (bool, int, float, str)):  # of a subclass such as NumPy's float64, or an enumeration of numbers
+    if isinstance(
+        value, (bool, int, float, str)
+    ):  # of a subclass such as NumPy's float64, or an enumeration of numbers
         for plain in (bool, int, float, str):
             if isinstance(value, plain):
                 return plain(value)

@@ -25,7 +25,9 @@ class Verified:
     saved_at: float
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.num_tensors} tensors, {self.num_bytes} bytes in {self.num_files} files, all as written"
+        return (
+            f"{self.path}: {self.num_tensors} tensors, {self.num_bytes} bytes in {self.num_files} files, all as written"
+        )
 
 
 def verify(path: str | os.PathLike[str]) -> Verified:

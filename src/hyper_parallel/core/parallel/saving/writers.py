@@ -5,8 +5,9 @@ Every rank computes the same answer from the same descriptions, so nothing more 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError
@@ -63,20 +64,20 @@ def plan_writing(descriptions: Sequence[Description], description_of: Sequence[i
             continue
         spread = tensor.spread
         if spread is None:
-            spread = ((Box((0,) * len(tensor.shape), tensor.shape), holders[key]),)
+            spread = ((Box((0,) * len(tensor.shape), tuple(tensor.shape)), holders[key]),)
         elif (id(spread), tensor.shape) not in proved:
             _check_tiling(key, tensor, spread)
             proved.add((id(spread), tensor.shape))
         element_bytes = size_bytes(tensor.dtype, ())
-        for box, ranks in spread:
+        for box, owners in spread:
             num_bytes = box.num_elements * element_bytes
-            if len(ranks) == 1:
-                items[ranks[0]].append(Item(key, box))
-                loads[ranks[0]] += num_bytes
+            if len(owners) == 1:
+                items[owners[0]].append(Item(key, box))
+                loads[owners[0]] += num_bytes
             else:
                 for piece in _cut(box, -(-num_bytes // most_bytes)):
                     part = num_bytes * piece.num_elements // box.num_elements
-                    shared.append(_Shared(part, Item(key, piece), ranks))
+                    shared.append(_Shared(part, Item(key, piece), owners))
     # The largest first, each to whom has least: the well known rule for even loads. The sort is stable.
     for size, item, ranks in sorted(shared, key=lambda entry: -entry.size_bytes):
         rank = min(ranks, key=loads.__getitem__)
@@ -102,7 +103,7 @@ def _cut(box: Box, num: int) -> list[Box]:
             (*box.starts[:dim], box.starts[dim] + begin, *box.starts[dim + 1 :]),
             (*box.sizes[:dim], end - begin, *box.sizes[dim + 1 :]),
         )
-        for begin, end in zip(begins, begins[1:], strict=False)
+        for begin, end in itertools.pairwise(begins)
     ]
 
 
@@ -120,9 +121,7 @@ def _merged(
     merged: dict[tuple[Spread, Spread], Spread] = {}
     for description, ranks in zip(descriptions, ranks_of, strict=True):
         renamed = {
-            key: first_of_tie[tie]
-            for key, tie in description.ties.items()
-            if first_of_tie.setdefault(tie, key) != key
+            key: first_of_tie[tie] for key, tie in description.ties.items() if first_of_tie.setdefault(tie, key) != key
         }
         names.append(renamed)
         aliases |= renamed
@@ -191,7 +190,5 @@ def _check_tiling(key: str, tensor: Described, spread: Spread) -> None:
 
 def share_of_most(plan: WritePlan) -> float:
     """What the rank that writes most writes, over the mean of all ranks."""
-    loads = [
-        sum(size_bytes(plan.tensors[item.key].dtype, item.box.sizes) for item in items) for items in plan.items
-    ]
+    loads = [sum(size_bytes(plan.tensors[item.key].dtype, item.box.sizes) for item in items) for items in plan.items]
     return max(loads) * len(loads) / max(math.fsum(loads), 1)

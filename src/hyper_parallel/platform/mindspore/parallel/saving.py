@@ -71,7 +71,9 @@ class MindSporeSaving:
                     "A distributed tensor is not reduced yet, so no rank has its values.", got=repr(layout), where=where
                 )
             spread = _spread_of_layout(layout, shape)
-            box = next((box for box, ranks in spread if self.rank() in ranks), Box((0,) * len(shape), (0,) * len(shape)))
+            box = next(
+                (box for box, ranks in spread if self.rank() in ranks), Box((0,) * len(shape), (0,) * len(shape))
+            )
             if tuple(local.shape) != box.sizes and not box.is_empty:
                 raise StateError(
                     "A distributed tensor's part is not the one that its layout says.",
@@ -96,7 +98,9 @@ class MindSporeSaving:
 
     def write(self, local: Tensor, dtype: str, data: Any) -> None:
         made = tensor_of(TensorRecord("loaded", dtype, tuple(local.shape), memoryview(data)))
-        Parameters.load_into_param(local, Tensor(made) if made.dtype == local.dtype else Tensor(made).astype(local.dtype))
+        Parameters.load_into_param(
+            local, Tensor(made) if made.dtype == local.dtype else Tensor(made).astype(local.dtype)
+        )
 
     def join_device(self, tensors: Sequence[Tensor]) -> None:
         """Reading a tensor's bytes waits for what computes it."""

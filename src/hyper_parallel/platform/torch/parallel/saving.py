@@ -135,8 +135,8 @@ class TorchOptimizerState:
         for index, group in enumerate(optimizer.param_groups):
             self._groups.append([])
             for param in group["params"]:
-                name = names.get(id(param))
-                if name is None:
+                known = names.get(id(param))
+                if known is None:
                     raise ArgumentError(
                         "The optimizer trains a parameter that the model has not.",
                         expected="parameters of the model that is saved or loaded",
@@ -144,8 +144,8 @@ class TorchOptimizerState:
                         where=f"group {index} of the optimizer",
                         do="Give the model that the optimizer was made for, as it is now.",
                     )
-                self._params[name] = param
-                self._groups[-1].append(name)
+                self._params[known] = param
+                self._groups[-1].append(known)
 
     def groups(self) -> list[Group]:
         made = []
