@@ -17,7 +17,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import ArgumentError, DamagedFileError, describe
 from hyper_parallel._base.files import NotPlainError, checked_path, opened
@@ -255,9 +255,11 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 def _exchange(first: str, second: str) -> None:
     """Let two folders change names, in one step."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc on Linux
-    number: int = errno.ENOSYS
-    if rename is not None:
+    try:
+        rename: Any = ctypes.CDLL(None, use_errno=True).renameat2  # glibc on Linux
+    except (AttributeError, OSError, TypeError):
+        number = errno.ENOSYS
+    else:
         if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
             return
         number = ctypes.get_errno()

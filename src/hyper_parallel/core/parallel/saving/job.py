@@ -152,7 +152,7 @@ class Job:
             spec = TensorSpec(name_in_file(item, held.shape), held.dtype, item.box.sizes)
             box = item.box.inside(held.box) if item.box.sizes else item.box
             made.append(
-                Source(spec, held.local, box, partial(_bytes_of, self.backend, held.local, box, held.box.sizes))
+                Source(spec, held.local, partial(_bytes_of, self.backend, held.local, box, held.box.sizes))
             )
         return made
 

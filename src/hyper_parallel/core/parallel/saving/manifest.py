@@ -132,7 +132,7 @@ class Manifest:
             raise damaged(path, "another one", f"checksum {expected.decode()}")
         try:
             return _checked(json.loads(content))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise damaged(path, f"{type(error).__name__}: {error}") from error
 
 

@@ -200,7 +200,7 @@ class Meeting:
                 if new != beat:
                     beat, changed = new, now
                 # Rank 0 waits as long for the others: it is to name the one that is missing before it is named itself.
-                if now - changed > 1.5 * self._timeout_s + 2:
+                if now - changed > 1.5 * self._timeout_s + 0.5:
                     raise CommunicationError(
                         f"`{self._call}` cannot go on: rank 0 did not get on for {now - changed:.0f} s.",
                         expected="its answer", got="nothing", where=self._where, do=_LOOK,
