@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support import killed_checkpoints, processes
 
-EVERY = 1 if os.environ.get("HYPER_PARALLEL_CAMPAIGN") == "full" else 17
+EVERY = 1 if os.environ.get("HYPER_PARALLEL_CAMPAIGN") == "full" else 29
 CASES = [
     killed_checkpoints.Case(num_ranks, victim, within, over_old)
     for num_ranks, victim in ((2, 0), (2, 1), (4, 0), (4, 3))
@@ -17,7 +17,7 @@ CASES = [
 
 
 def test_a_kill_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
-    """Each file call in the full campaign; in every run each 17th, beginning at another one in each case."""
+    """Each file call in the full campaign; in every run each 29th, beginning at another one in each case."""
     (found,) = processes.pool("none", 1).run(
         killed_checkpoints.kill_everywhere, str(tmp_path), CASES, EVERY, 12, deadline_s=1200
     )

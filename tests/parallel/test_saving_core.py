@@ -67,7 +67,9 @@ def test_the_boxes_of_every_layout_tile(seed: int) -> None:
     ranks: list[object] = list(range(sizes[0] * sizes[1] * sizes[2]))
     mesh = DeviceMesh("cpu", _shaped(ranks, sizes), mesh_dim_names=("a", "b", "c"))
     axes = rng.sample(["a", "b", "c"], 3)
-    layout = mesh.layout(*rng.choice([(axes[0], axes[1]), (tuple(axes), None), (None, (axes[2], axes[0])), (None, None)]))
+    layout = mesh.layout(
+        *rng.choice([(axes[0], axes[1]), (tuple(axes), None), (None, (axes[2], axes[0])), (None, None)])
+    )
     shape = rng.randint(0, 9), rng.randint(0, 9)
     spread = merged_spread(dict(boxes_of(layout, shape)))
     assert fault_of_tiling([box for box, _ in spread], shape) is None
@@ -176,7 +178,9 @@ def test_a_weight_that_stages_tie_is_saved_once_under_all_its_names() -> None:
 
 
 @pytest.mark.parametrize("seed", share(2000, 200))
-def test_runs_and_chunks_are_those_of_a_part_counted_element_by_element(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_and_chunks_are_those_of_a_part_counted_element_by_element(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Held against indices of a small item, with chunks of 16 bytes."""
     from hyper_parallel.core.parallel.saving import reading
 
@@ -225,7 +229,9 @@ def small_manifest() -> Manifest:
     tensors = {
         "model/a": SavedTensor("F32", (4,), (SavedItem(0, 64, Box((0,), (4,)), "00000000"),)),
         "model/none": SavedTensor("F32", (0,), ()),
-        "model/large": SavedTensor("U8", (CHUNK_BYTES + 1,), (SavedItem(0, 80, Box((0,), (CHUNK_BYTES + 1,)), "0" * 16),)),
+        "model/large": SavedTensor(
+            "U8", (CHUNK_BYTES + 1,), (SavedItem(0, 80, Box((0,), (CHUNK_BYTES + 1,)), "0" * 16),)
+        ),
     }
     file = SavedFile("rank-00000.safetensors", 81 + CHUNK_BYTES, 64, 7)
     return Manifest("0123", 5.5, (file,), tensors, {"model/b": "model/a"}, None, {"step": 1}, {"ranks": 1})

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,7 +26,7 @@ from hyper_parallel.core.parallel.saving import committing, folder, load, meetin
 from hyper_parallel.core.parallel.saving.backend import Held
 from hyper_parallel.core.parallel.saving.description import merged_spread
 
-TIMEOUT_S = 1.0
+SHORT_S, LONG_S = 1.0, 20.0  # with a dead rank; where all are alive
 NOT_FILE_CALLS = {"fspath", "fsdecode", "fsencode", "sched_getaffinity", "getpid"}
 
 
@@ -189,11 +190,13 @@ def fork(function: Callable[[], object]) -> int:
         os._exit(status)
 
 
-def save_as(rank: int, num_ranks: int, store: str, target: str, fill: int, on_call: Any = None) -> None:
+def save_as(
+    rank: int, num_ranks: int, store: str, target: str, fill: int, on_call: Any = None, timeout_s: float = 20.0
+) -> None:
     with as_rank(rank, num_ranks, FileStore(store)):
         watching = contextlib.nullcontext() if on_call is None else watched(on_call)
         with watching:
-            save.save(target, model=Arrays(fill, rank, num_ranks), extra=fill, timeout=TIMEOUT_S)
+            save.save(target, model=Arrays(fill, rank, num_ranks), extra=fill, timeout=timeout_s)
 
 
 class KillAt:
@@ -228,6 +231,45 @@ def content_of(target: str, num_ranks: int = 1) -> int:
     return int(fill)
 
 
+def save_steps(base: str, num_ranks: int) -> None:
+    """Two checkpoints, "1" and "2", of as many ranks."""
+    for fill in (1, 2):
+        if any(_all_save(Path(base, f"store-{fill}"), num_ranks, str(Path(base, str(fill))), fill)):
+            raise RuntimeError("a rank could not save")
+
+
+def _all_save(
+    store: Path,
+    num_ranks: int,
+    target: str,
+    fill: int,
+    watchers: Mapping[int, Any] | None = None,
+    timeout_s: float = LONG_S,
+) -> list[int]:
+    """Save on all ranks, in processes of their own: how they ended."""
+    store.mkdir(parents=True)
+    found = watchers or {}
+    return _join([
+        fork(partial(save_as, rank, num_ranks, str(store), target, fill, found.get(rank), timeout_s))
+        for rank in range(num_ranks)
+    ])  # fmt: skip
+
+
+def two_jobs(base: str) -> int:
+    """Two jobs that know nothing of each other save to one place again and again; whose checkpoint is there at last."""
+    target = str(Path(base, "ckpt", "step"))
+
+    def job(fill: int) -> None:
+        for _ in range(25):
+            save_as(0, 1, base, target, fill)
+
+    if any(_join([fork(partial(job, fill)) for fill in (1, 2)])):
+        raise RuntimeError("a job could not save")
+    if os.listdir(Path(base, "ckpt")) != ["step"]:
+        raise RuntimeError(f"left: {os.listdir(Path(base, 'ckpt'))}")
+    return content_of(target)
+
+
 class Case(NamedTuple):
     """Which rank is killed, whether within a call or before it, and whether an old checkpoint is in the place."""
 
@@ -242,18 +284,17 @@ def trial(base: str, case: Case, stop_at: int) -> str:
     place = Path(base, "-".join(map(str, (*case, stop_at))))
     target = str(place / "ckpt" / "step")
 
-    def all_save(fill: int, on_call: Any = None) -> list[int]:
-        store = place / f"store-{fill}"
-        store.mkdir(parents=True)
-        return _join([
-            fork(lambda r=r: save_as(r, case.num_ranks, str(store), target, fill, on_call if r == case.victim else None))
-            for r in range(case.num_ranks)
-        ])  # fmt: skip
+    def all_save(fill: int, on_call: Any = None, timeout_s: float = LONG_S) -> list[int]:
+        store = place / f"store-{fill}-{time.monotonic_ns()}"
+        return _all_save(store, case.num_ranks, target, fill, {case.victim: on_call}, timeout_s)
 
     if case.over_old:
         all_save(1)
-    statuses = all_save(2, KillAt(stop_at, within=case.within))
+    statuses = all_save(2, KillAt(stop_at, within=case.within), SHORT_S)
     was_killed = statuses[case.victim] == -signal.SIGKILL
+    if not was_killed and any(statuses):  # no rank was dead, though one was slow
+        statuses = all_save(2, KillAt(stop_at, within=case.within))
+        was_killed = statuses[case.victim] == -signal.SIGKILL
     try:
         fill: int | None = content_of(target)
     except FileNotFoundError:
@@ -265,7 +306,9 @@ def trial(base: str, case: Case, stop_at: int) -> str:
     # The next save of all ranks works, and nothing is left of the dead one.
     again = all_save(3)
     if any(again) or content_of(target) != 3 or os.listdir(place / "ckpt") != ["step"]:
-        raise RuntimeError(f"the next save ends with {again}, {os.listdir(place / 'ckpt')} after call {stop_at}, {case}")
+        raise RuntimeError(
+            f"the next save ends with {again}, {os.listdir(place / 'ckpt')} after call {stop_at}, {case}"
+        )
     shutil.rmtree(place)
     if not was_killed:
         return "none left"
@@ -285,7 +328,7 @@ def kill_everywhere(base: str, cases: Sequence[Case], every: int, at_once: int) 
     while todo or running:
         while todo and len(running) < at_once:
             case, stop_at = todo.pop()
-            running[fork(lambda case=case, at=stop_at: _write_trial(base, case, at))] = case, stop_at
+            running[fork(partial(_write_trial, base, case, stop_at))] = case, stop_at
         pid, status = os.waitpid(-1, 0)
         case, stop_at = running.pop(pid)
         said = Path(base, f"said-{pid}").read_text()
@@ -316,13 +359,8 @@ def _num_calls(base: str, case: Case) -> int:
         return function(*args)
 
     for fill in (1, 2) if case.over_old else (2,):
-        store = place / f"store-{fill}"
-        store.mkdir()
-        watcher = count if fill == 2 else None
-        _join([
-            fork(lambda r=r: save_as(r, case.num_ranks, str(store), target, fill, watcher if r == case.victim else None))
-            for r in range(case.num_ranks)
-        ])  # fmt: skip
+        watchers = {case.victim: count} if fill == 2 else None
+        _all_save(place / f"store-{fill}", case.num_ranks, target, fill, watchers)
     number = counts.stat().st_size
     shutil.rmtree(place)
     return number
@@ -353,9 +391,7 @@ def with_full_disk(base: str) -> list[str]:
     for rank in (0, 1):
         store = Path(base, f"store-{rank}")
         store.mkdir()
-        first = Path(base, f"first-{rank}")
-        first.mkdir()
-        _join([fork(lambda r=r: save_as(r, 2, str(first), target, 1)) for r in range(2)])
+        _all_save(Path(base, f"first-{rank}"), 2, target, 1)
 
         def full(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             if name == "pwrite":
@@ -368,7 +404,7 @@ def with_full_disk(base: str) -> list[str]:
             except (OSError, RuntimeError) as error:
                 Path(base, f"said-{victim}-{r}").write_text(f"{type(error).__name__}: {error}")
 
-        _join([fork(lambda r=r: tell(r)) for r in range(2)])
+        _join([fork(partial(tell, r)) for r in range(2)])
         said += [Path(base, f"said-{rank}-{r}").read_text() for r in range(2)]
         if content_of(target) != 1 or os.listdir(Path(base, "ckpt")) != ["step"]:
             raise RuntimeError(f"{os.listdir(Path(base, 'ckpt'))} after a full disk on rank {rank}")

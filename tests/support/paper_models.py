@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hyper_parallel import DeviceMesh
 from hyper_parallel.core.dtensor.boxes import Box, boxes_of
 from hyper_parallel.core.parallel.saving.checksums import CHUNK_BYTES
-from hyper_parallel.core.parallel.saving.description import Described, Description, merged_spread
+from hyper_parallel.core.parallel.saving.description import Described, Description, Spread, merged_spread
 from hyper_parallel.core.parallel.saving.manifest import SavedItem, SavedTensor
 from hyper_parallel.core.parallel.saving.reading import chunks_of, parts_of
 from hyper_parallel.core.parallel.saving.writers import WritePlan, size_bytes
@@ -20,6 +21,31 @@ BLOCK = {
 }  # fmt: skip
 
 
+class _Stage:
+    """The tensors of one stage, on `dp * tp` ranks of its own."""
+
+    def __init__(self, number: int, dp: int, tp: int) -> None:
+        first = number * dp * tp
+        ranks = [[first + d * tp + t for t in range(tp)] for d in range(dp)]
+        self._number = number
+        self._mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
+        self._spreads: dict[Any, Spread] = {}
+        self.tensors: dict[str, Described] = {}
+
+    def add(self, name: str, shape: tuple[int, ...], dim: int | None) -> None:
+        axes: list[Any] = ["dp"] + [None] * (len(shape) - 1)
+        if dim is not None:
+            axes[dim] = ("tp", "dp") if dim == 0 else "tp"
+        layout = self._mesh.layout(*axes)
+        if (layout, shape) not in self._spreads:
+            self._spreads[layout, shape] = merged_spread(dict(boxes_of(layout, shape)))
+        spread = self._spreads[layout, shape]
+        self.tensors[f"model/{name}"] = Described("BF16", shape, spread, self._number)
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            self.tensors[f"optimizer/{name}/{kind}"] = Described("F32", shape, spread, self._number)
+        self.tensors[f"optimizer/{name}/step"] = Described("F32", (), None, self._number)
+
+
 def described_model(
     *, layers: int, width: int, pp: int, dp: int, tp: int, vocabulary: int = 128256
 ) -> tuple[list[Description], list[int], list[float]]:
@@ -29,32 +55,16 @@ def described_model(
     """
     per_stage = dp * tp
     descriptions = []
-    for stage in range(pp):
-        ranks = [[stage * per_stage + d * tp + t for t in range(tp)] for d in range(dp)]
-        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
-        spreads: dict[object, object] = {}
-        tensors: dict[str, Described] = {}
-
-        def add(name: str, shape: tuple[int, ...], dim: int | None) -> None:
-            axes: list[object] = ["dp"] + [None] * (len(shape) - 1)
-            if dim is not None:
-                axes[dim] = ("tp", "dp") if dim == 0 else "tp"
-            layout = mesh.layout(*axes)  # type: ignore[arg-type]
-            spread = spreads.setdefault((layout, shape), merged_spread(dict(boxes_of(layout, shape))))
-            tensors[f"model/{name}"] = Described("BF16", shape, spread, stage)  # type: ignore[arg-type]
-            for kind in ("master", "exp_avg", "exp_avg_sq"):
-                tensors[f"optimizer/{name}/{kind}"] = Described("F32", shape, spread, stage)  # type: ignore[arg-type]
-            tensors[f"optimizer/{name}/step"] = Described("F32", (), None, stage)
-
-        first = stage * layers // pp
-        for layer in range(first, (stage + 1) * layers // pp):
+    for number in range(pp):
+        stage = _Stage(number, dp, tp)
+        for layer in range(number * layers // pp, (number + 1) * layers // pp):
             for name, (sizes, dim) in BLOCK.items():
-                add(f"layers.{layer}.{name}", tuple(int(size * width) for size in sizes), dim)
-        if stage == 0:
-            add("embed.weight", (vocabulary, width), 0)
-        if stage == pp - 1:
-            add("head.weight", (vocabulary, width), 0)
-        descriptions.append(Description(tensors, {}, {}))
+                stage.add(f"layers.{layer}.{name}", tuple(int(size * width) for size in sizes), dim)
+        if number == 0:
+            stage.add("embed.weight", (vocabulary, width), 0)
+        if number == pp - 1:
+            stage.add("head.weight", (vocabulary, width), 0)
+        descriptions.append(Description(stage.tensors, {}, {}))
     description_of = [rank // per_stage for rank in range(pp * per_stage)]
     totals = [
         sum(size_bytes(tensor.dtype, tensor.shape) for tensor in description.tensors.values())

@@ -11,7 +11,6 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +19,8 @@ from hyper_parallel._base.files import NotPlainError, opened
 from hyper_parallel.core.dtensor.boxes import Box
 from hyper_parallel.core.parallel.saving.checksums import CHUNK_BYTES, sums_from_text
 from hyper_parallel.core.parallel.saving.manifest import SavedFile, SavedItem, SavedTensor, damaged
-from hyper_parallel.core.parallel.saving.rank_file import num_threads
 from hyper_parallel.core.parallel.saving.reading import Part, chunks_of, runs_of
+from hyper_parallel.core.parallel.saving.threads import for_each, num_threads
 
 __all__ = ["Files", "Wanted"]
 
@@ -99,21 +98,13 @@ class Files:
                     size = min(CHUNK_BYTES, num_bytes - chunk * CHUNK_BYTES)
                     jobs.append((key, item, chunk, size, sums[chunk]))
                     total += size
-        count = num_threads()
-        if total <= 4 * CHUNK_BYTES or count == 1:
-            self._check_chunks(jobs, on_progress)
-            return total
+        count = 1 if total <= 4 * CHUNK_BYTES else num_threads()
         # Neighbours stay together, so that each thread reads one way through a file.
         size = max(1, min(32, len(jobs) // count))
-        with ThreadPoolExecutor(count, thread_name_prefix="hyper_parallel load") as threads:
-            groups = [jobs[at : at + size] for at in range(0, len(jobs), size)]
-            for _ in threads.map(lambda group: self._check_chunks(group, None), groups):
-                on_progress()
+        for_each([jobs[at : at + size] for at in range(0, len(jobs), size)], self._check_chunks, count, on_progress)
         return total
 
-    def _check_chunks(
-        self, jobs: Iterable[tuple[str, SavedItem, int, int, int]], on_progress: Callable[[], None] | None
-    ) -> None:
+    def _check_chunks(self, jobs: Sequence[tuple[str, SavedItem, int, int, int]]) -> None:
         buffer = memoryview(bytearray(CHUNK_BYTES))
         for key, item, chunk, size, expected in jobs:
             view = buffer[:size]
@@ -122,8 +113,6 @@ class Files:
             if got != expected:
                 path = os.path.join(self._folder, self._files[item.file].name)
                 raise damaged(path, f"{got:08x} in {key}, part {chunk} of {item.box}", f"checksum {expected:08x}")
-            if on_progress is not None:
-                on_progress()
 
     def _read(self, file: int, start: int, view: memoryview) -> None:
         descriptor = self._descriptors[file]

@@ -24,11 +24,6 @@ from hyper_parallel._base.files import NotPlainError, checked_path, opened
 from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.parallel.saving.manifest import MANIFEST, Manifest, damaged, is_manifest
 
-try:
-    import fcntl
-except ImportError:  # no such system tells whether a writer is alive
-    fcntl = None  # type: ignore[assignment]
-
 __all__ = ["Partial", "commit", "latest", "make_partial", "read_manifest", "retain"]
 
 _logger = get_logger("saving")
@@ -224,13 +219,13 @@ def _content(path: str) -> bytes:
 
 def _lock(descriptor: int) -> bool | None:
     """Try to lock a folder. None where there are no locks, so that nobody takes it for one of a dead writer."""
-    if fcntl is None:
-        return None
     try:
+        import fcntl
+
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
+    except (ImportError, OSError):
         return None
     return True
 

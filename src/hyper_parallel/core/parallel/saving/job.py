@@ -151,9 +151,7 @@ class Job:
             held = self.contents.held[opened.names.get(item.key, item.key)]
             spec = TensorSpec(name_in_file(item, held.shape), held.dtype, item.box.sizes)
             box = item.box.inside(held.box) if item.box.sizes else item.box
-            made.append(
-                Source(spec, held.local, partial(_bytes_of, self.backend, held.local, box, held.box.sizes))
-            )
+            made.append(Source(spec, held.local, partial(_bytes_of, self.backend, held.local, box, held.box.sizes)))
         return made
 
     def run(self, opened: Opened, sources: Sequence[Source], note: Callable[[int], None] | None = None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.parallel.saving import folder
 from hyper_parallel.core.parallel.saving.backend import Held, SavingBackend
 from hyper_parallel.core.parallel.saving.background import finish_running
+from hyper_parallel.core.parallel.saving.checksums import CHUNK_BYTES
 from hyper_parallel.core.parallel.saving.contents import (
     Contents,
     backend_of,
@@ -28,8 +28,8 @@ from hyper_parallel.core.parallel.saving.files import Files, Wanted
 from hyper_parallel.core.parallel.saving.manifest import Manifest, SavedTensor
 from hyper_parallel.core.parallel.saving.meeting import Meeting
 from hyper_parallel.core.parallel.saving.meetings import new_meeting
-from hyper_parallel.core.parallel.saving.rank_file import num_threads
 from hyper_parallel.core.parallel.saving.reading import parts_of
+from hyper_parallel.core.parallel.saving.threads import for_each, num_threads
 from hyper_parallel.core.parallel.saving.values import from_json
 from hyper_parallel.platform.arguments import check_flag
 
@@ -197,11 +197,12 @@ class _Loading:
             if target.held.dtype == target.wanted.tensor.dtype:
                 memory = backend.own_bytes(target.held.local)
             (others if memory is None else direct).append((target, memory))
-        with ThreadPoolExecutor(num_threads(), thread_name_prefix="hyper_parallel load") as threads:
-            for _ in threads.map(
-                lambda pair: self.files.read_tensor(pair[0].wanted, pair[0].held.box, pair[1]), direct
-            ):
-                pass
+
+        def read(pair: tuple[_Target, Any]) -> None:
+            self.files.read_tensor(pair[0].wanted, pair[0].held.box, pair[1])
+
+        is_small = sum(memory.size for _, memory in direct) <= 4 * CHUNK_BYTES
+        for_each(direct, read, 1 if is_small else num_threads(), lambda: None)
         for target, _ in direct:
             backend.note_written(target.held.local)
         for target, _ in others:

@@ -13,16 +13,16 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hyper_parallel.core.parallel.saving.checksums import CHUNK_BYTES, combined
 from hyper_parallel.core.parallel.saving.folder import explained, sync_folder
+from hyper_parallel.core.parallel.saving.threads import num_threads, running
 from hyper_parallel.platform.tensor_file import TensorSpec, in_file_order, sealed_header
 
-__all__ = ["Content", "Written", "num_threads", "write_rank_file"]
+__all__ = ["Content", "Written", "write_rank_file"]
 
 _MOST_UNDER_WAY = 64  # chunks: what is copied to the host for them alone stays little
 _SYNC_BYTES = 64 << 20  # the disk begins so early, and not when all is written
@@ -43,10 +43,6 @@ class Written(NamedTuple):
     header_sum: int
     starts: dict[str, int]
     sums: dict[str, list[int]]
-
-
-def num_threads() -> int:
-    return max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 
 def write_rank_file(path: str, contents: Sequence[Content], target: str, on_progress: Callable[[], None]) -> Written:
@@ -102,9 +98,7 @@ def _write_all(
     writing = _Writing(descriptor)
     is_small = sum(content.spec.size_bytes for content, _, _ in jobs) <= 4 * CHUNK_BYTES
     count = 1 if is_small else num_threads()
-    with ThreadPoolExecutor(count + 1, thread_name_prefix="hyper_parallel save") as threads:
-        running = [threads.submit(writing.write_chunks) for _ in range(count)]
-        running.append(threads.submit(writing.flush))
+    with running([writing.write_chunks] * count + [writing.flush]):
         try:
             for content, start, sums in jobs:
                 data = content.read() if sums and not writing.errors else None
@@ -115,8 +109,6 @@ def _write_all(
                     on_progress()
         finally:
             writing.end(count)
-        for future in running:
-            future.result()
     if writing.errors:
         raise writing.errors[0]
 

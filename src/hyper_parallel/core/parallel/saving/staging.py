@@ -7,13 +7,12 @@ that is new costs several times as long as the copy itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from hyper_parallel.core.parallel.saving.backend import SavingBackend
-from hyper_parallel.core.parallel.saving.rank_file import num_threads
+from hyper_parallel.core.parallel.saving.threads import for_each, num_threads
 from hyper_parallel.platform.tensor_file import TensorSpec
 
 __all__ = ["Source", "staged"]
@@ -69,10 +68,5 @@ def _copy(stripes: Sequence[tuple[Any, Any]]) -> None:
     def copy(stripe: tuple[Any, Any]) -> None:
         stripe[0][:] = stripe[1]
 
-    if sum(target.size for target, _ in stripes) < _STRIPE_BYTES:
-        for stripe in stripes:
-            copy(stripe)
-        return
-    with ThreadPoolExecutor(num_threads(), thread_name_prefix="hyper_parallel save") as threads:
-        for _ in threads.map(copy, stripes):
-            pass
+    is_small = sum(target.size for target, _ in stripes) < _STRIPE_BYTES
+    for_each(stripes, copy, 1 if is_small else num_threads(), lambda: None)
