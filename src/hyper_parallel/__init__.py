@@ -77,6 +77,9 @@ _PUBLIC = {
     "load": "hyper_parallel.core.parallel.saving.load",
     "verify": "hyper_parallel.core.parallel.saving.verify",
     "latest": "hyper_parallel.core.parallel.saving.folder",
+    "export_hugging_face": "hyper_parallel.core.parallel.saving.hugging_face",
+    "import_hugging_face": "hyper_parallel.core.parallel.saving.hugging_face",
+    "convert": "hyper_parallel.core.parallel.saving.convert",
     "Saving": "hyper_parallel.core.parallel.saving.background",
 }
 

@@ -240,3 +240,144 @@ def load_all(folder: str, plans: list[str]) -> list[str]:
             found = differences(kept(model, optimizer), whole if is_alike else alone)
             wrong += [f"{saved} into {plan}: {name}" for name in found]
     return wrong
+
+
+# Where one rank is not as the others
+
+
+def raised_by(call: Any) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def load_with_one_wrong_rank(folder: str, wrong_rank: int) -> tuple[tuple[str, str], bool, tuple[str, str]]:
+    """One rank has another model: what each rank hears, whether its model is as it was, and the next load."""
+    path = Path(folder, "plain on 2")
+    net = Net(ALL, is_zero=True)
+    if dist.get_rank() == wrong_rank:
+        net.register_parameter("further", nn.Parameter(torch.zeros(2)))
+    before = kept(net)
+    heard = raised_by(lambda: hp.load(path, model=net, timeout=20))
+    is_unchanged = differences(kept(net), before) == []
+    whole_net = Net(ALL, is_zero=True)
+    return heard, is_unchanged, raised_by(lambda: hp.load(path, model=whole_net, timeout=20))
+
+
+def save_unlike_others(folder: str) -> list[tuple[str, str]]:
+    """Ranks disagree on `extra`, on the folder, on a dtype; one has an argument that cannot be used."""
+    rank = dist.get_rank()
+    net = nn.Linear(3, 3)
+    other = nn.Linear(3, 3).to(torch.float64 if rank else torch.float32)
+    return [
+        raised_by(lambda: hp.save(f"{folder}/extra", model=net, extra=rank, timeout=20)),
+        raised_by(lambda: hp.save(f"{folder}/{rank}", model=net, timeout=20)),
+        raised_by(lambda: hp.save(f"{folder}/dtype", model=other, timeout=20)),
+        raised_by(lambda: hp.save(f"{folder}/extra", model=net, extra=object() if rank else None, timeout=20)),
+        raised_by(lambda: hp.save(f"{folder}/model", model=3 if rank else net, timeout=20)),
+        raised_by(lambda: hp.save(f"{folder}/good", model=net, timeout=20)),
+    ]
+
+
+def save_without(folder: str, absent: int, in_background: bool) -> tuple[str, str]:
+    """One rank does not make the call: what the others hear. Then all do, and it works."""
+    net = nn.Linear(3, 3)
+    heard = "", ""
+    if dist.get_rank() != absent:
+        heard = raised_by(lambda: hp.save(f"{folder}/first", model=net, background=in_background, timeout=0.6))
+    dist.barrier()
+    hp.save(f"{folder}/second", model=net, timeout=20)
+    return heard
+
+
+def save_and_load_at_once(folder: str) -> tuple[str, str]:
+    net = nn.Linear(3, 3)
+    hp.save(f"{folder}/a", model=net, timeout=20)
+    if dist.get_rank():
+        return raised_by(lambda: hp.load(f"{folder}/a", model=net, timeout=20))
+    return raised_by(lambda: hp.save(f"{folder}/b", model=net, timeout=20))
+
+
+def stages_with_one_name_for_two(folder: str) -> tuple[str, str]:
+    stage = hp.PipelineStage(nn.Sequential(nn.Linear(3, 3)), dist.get_rank(), 2)
+    return raised_by(lambda: hp.save(f"{folder}/a", model=[stage], timeout=20))
+
+
+def tied_stages(folder: str) -> list[str]:
+    """A weight in the first and the last stage: saved once, also its state; what one process and the stages load."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(4)]
+    layers[3].weight = layers[0].weight
+    model = nn.Sequential(*layers)
+    stage = hp.split_stages(model, 2)[dist.get_rank()]
+    optimizer = torch.optim.Adam(stage.module.parameters(), lr=0.1)
+    for value in stage.module.parameters():
+        value.grad = torch.ones_like(value)
+    optimizer.step()
+    expected = kept([stage], optimizer)
+    hp.save(f"{folder}/a", model=[stage], optimizer=optimizer, timeout=20)
+    with torch.no_grad():
+        for value in stage.module.parameters():
+            value.zero_()
+    fresh = torch.optim.Adam(stage.module.parameters(), lr=0.2)
+    hp.load(
+        f"{folder}/a",
+        model=hp.PipelineStage(stage.module, stage.index, 2, tied=stage.tied),
+        optimizer=fresh,
+        timeout=20,
+    )
+    return differences(kept([stage], fresh), expected)
+
+
+def train_on_after_load(folder: str) -> list[str]:
+    """FSDP2 and our DTensors under Adam: training from a checkpoint is training that did not stop."""
+    from torch.distributed.fsdp import fully_shard
+
+    wrong = []
+    for kind in ("fsdp2", "ours"):
+        models = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            net: Any = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+            if kind == "fsdp2":
+                fully_shard(net, mesh=kept_mesh((dist.get_world_size(),), ("dp",)))
+            else:
+                mesh = hp.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+                plan = hp.ShardPlan(parameters={"*.weight": ("dp", None), "*.bias": ("dp",)}, inputs={"": (None, None)})
+                net = hp.shard_module(net, mesh, plan)
+            models.append((net, torch.optim.Adam(net.parameters(), lr=0.1 + seed)))
+        batch = torch.randn(6, 5)
+
+        def step(net: Any, optimizer: Any, batch: torch.Tensor = batch) -> None:
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+
+        step(*models[0])
+        hp.save(f"{folder}/{kind}", model=models[0][0], optimizer=models[0][1], timeout=20)
+        hp.load(f"{folder}/{kind}", model=models[1][0], optimizer=models[1][1], timeout=20)
+        for net, optimizer in models:
+            step(net, optimizer)
+        wrong += differences(kept(*models[1]), kept(*models[0]))
+    keep_platform_groups()
+    return wrong
+
+
+def save_in_background_between_collectives(folder: str) -> list[str]:
+    """Saves in the background beside collectives of training; what the last checkpoint has wrong."""
+    net = Net(ALL, is_zero=False)
+    for step in range(4):
+        saving = hp.save(f"{folder}/{step}", model=net, extra=step, background=True, keep=2, timeout=20)
+        for _ in range(20):
+            dist.all_reduce(torch.ones(100))
+    saving.wait()
+    dist.barrier()
+    target = Net(ALL, is_zero=True)
+    found = hp.latest(folder)
+    extra = hp.load(str(found), model=target, timeout=20)
+    return [
+        *differences(kept(target), kept(net)),
+        *([] if extra == 3 and sorted(os.listdir(folder)) == ["2", "3"] else ["x"]),
+    ]
