@@ -31,6 +31,7 @@ WITHOUT_FRAMEWORK = {
         DeviceMesh init_device_mesh Layout layout Shard Replicate Partial distribute_tensor ones zeros empty full rand randn
         DistributedOp EinsumRule StrategyRule shard_module ShardPlan custom_shard comm_debug explicit_communication unknown_ops NoRuleError
         HookCoordinator overlap_forward_backward Schedule ScheduleError schedules PipelineStage split_stages Pipeline Microbatch
+        save load verify latest export_hugging_face import_hugging_face convert Saving
     """,
     "hyper_parallel.platform": PLATFORM + "platform_of",
     "hyper_parallel.platform.platform": PLATFORM,
