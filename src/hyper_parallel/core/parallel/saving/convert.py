@@ -51,10 +51,10 @@ class DcpBackend(Protocol):
     def is_dcp(self, path: str) -> bool: ...
 
     def read(self, path: str) -> DcpContents:
-        """Look at a DCP folder. What is in its pickles is held against a list; nothing else is made, and no code runs."""
+        """Look at a DCP folder. What is in its pickles is held against a list: nothing else is made, no code runs."""
 
     def write(self, path: str, state: Mapping[str, Any], tensor: Callable[[Any], Any]) -> None:
-        """Write a state dict as a DCP folder; `tensor` makes (dtype, shape, bytes) of its leaves that are of tensors."""
+        """Write a state dict as a DCP folder; `tensor` makes (dtype, shape, bytes) of leaves that are tensors."""
 
 
 class _Leaf:

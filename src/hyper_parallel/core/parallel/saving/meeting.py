@@ -207,7 +207,8 @@ class Meeting:
                     )  # fmt: skip
             time.sleep(pause)
             pause = min(1.5 * pause, _POLL_S[1])
-        answer: dict[str, Any] = json.loads(self._store.get(f"{self._prefix}{self._round}/answer"))  # type: ignore[union-attr]
+        text = self._store.get(f"{self._prefix}{self._round}/answer")  # type: ignore[union-attr]
+        answer: dict[str, Any] = json.loads(text)
         return answer
 
     def _set(self, name: str, text: str) -> None:

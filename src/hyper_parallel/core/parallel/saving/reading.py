@@ -1,7 +1,7 @@
 """Which bytes of which files a rank reads for a box that it wants: pure, from a manifest.
 
-Example: a rank wants rows 2 to 5 of a tensor that lies in two files, rows 0 to 3 and 4 to 7. It reads the second half of
-the one item and the first half of the other, and compares the checksums of the chunks that these halves touch.
+Example: a rank wants rows 2 to 5 of a tensor that lies in two files, rows 0 to 3 and 4 to 7. It reads the second half
+of the one item and the first half of the other, and compares the checksums of the chunks that these halves touch.
 """
 
 from __future__ import annotations
