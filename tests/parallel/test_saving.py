@@ -266,7 +266,7 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
-        ({"model": 3}, TypeError, "A model is a module"),
+        ({"model": 3}, TypeError, "tell which framework"),
         ({"model": []}, TypeError, "or a list of stages"),
         ({"extra": {"x": torch.zeros(2)}}, TypeError, r"plain values beside tensors.*\n.*extra\['x'\]"),
         ({"keep": 0}, ValueError, "number of checkpoints"),

@@ -67,12 +67,12 @@ def parts_of_model(model: object) -> list[ModelPart]:
     return [ModelPart(stage.module, stage.index, stage.tied) for stage in sorted(model, key=lambda stage: stage.index)]
 
 
-def backend_of(model: object, call: str) -> SavingBackend:
-    """The framework of a model. One that is no model has that of the process, so that its ranks meet to hear of it."""
+def backend_of(model: object, call: str) -> tuple[SavingBackend, HyperParallelError | None]:
+    """The framework of a model. For one that is no model, that of the process and the error: all ranks hear of it."""
     try:
-        return saving_of(parts_of_model(model)[0].module, call)
-    except HyperParallelError:
-        return backend(get_platform(), SavingBackend, call)
+        return saving_of(parts_of_model(model)[0].module, call), None
+    except HyperParallelError as error:
+        return backend(get_platform(), SavingBackend, call), error
 
 
 def contents_of(saving: SavingBackend, model: object, optimizer: object, *, is_written: bool) -> Contents:

@@ -125,17 +125,17 @@ def _to_dcp(origin: str, place: str, formats: DcpBackend) -> None:
     partial = folder.make_partial(place)
     try:
         with Files(origin, manifest.files) as files:
-            wanted = {each.key: each for each in everything(manifest)}
+            wanted = {found.key: found for found in everything(manifest)}
 
             def tensor(leaf: Any) -> Any:
                 if not isinstance(leaf, _Leaf):
                     return None
-                each = wanted[leaf.key]
-                files.check([each], lambda: None)
-                data = np.empty(each.tensor.num_bytes, np.uint8)
+                found = wanted[leaf.key]
+                files.check([found], lambda: None)
+                data = np.empty(found.tensor.num_bytes, np.uint8)
                 if data.size:
-                    files.read_tensor(each, Box((0,) * len(each.tensor.shape), each.tensor.shape), data)
-                return each.tensor.dtype, each.tensor.shape, data
+                    files.read_tensor(found, Box((0,) * len(found.tensor.shape), found.tensor.shape), data)
+                return found.tensor.dtype, found.tensor.shape, data
 
             formats.write(partial.path, state, tensor)
         folder.commit(partial, place)

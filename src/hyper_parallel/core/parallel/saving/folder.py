@@ -62,12 +62,27 @@ def make_partial(target: str) -> Partial:
         os.makedirs(parent, exist_ok=True)
         check_replaceable(target)
         _remove_leftovers(parent, name)
-        number = secrets.token_hex(8)
-        path = f"{target}.partial-{number}"
-        os.mkdir(path)
+        for _ in range(100):
+            made = _new_partial(target)
+            if made is not None:
+                return made
+    raise OSError(errno.EAGAIN, "Other jobs took 100 new folders away", target)
+
+
+def _new_partial(target: str) -> Partial | None:
+    """Make a locked folder. None where another job has taken it for one of a dead writer before it was locked."""
+    number = secrets.token_hex(8)
+    path = f"{target}.partial-{number}"
+    os.mkdir(path)
+    try:
         descriptor = os.open(path, os.O_RDONLY)
-        _lock(descriptor)
-    return Partial(path, number, descriptor)
+    except FileNotFoundError:
+        return None
+    with contextlib.suppress(FileNotFoundError):
+        if _lock(descriptor) is not False and os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+            return Partial(path, number, descriptor)
+    os.close(descriptor)
+    return None
 
 
 def check_replaceable(target: str) -> None:

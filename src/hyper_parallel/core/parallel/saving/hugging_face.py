@@ -124,9 +124,15 @@ def import_hugging_face(
         >>> hp.import_hugging_face("weights", model=torch.nn.Linear(4, 2))
     """
     finish_running()
-    backend = backend_of(model, "import_hugging_face")
+    backend, no_model = backend_of(model, "import_hugging_face")
     meeting = new_meeting("import_hugging_face", backend, folder, timeout)
-    load_from(lambda: _source_of(folder, meeting), backend, model, None, strict, meeting)
+
+    def source() -> Source:
+        if no_model is not None:
+            raise no_model
+        return _source_of(folder, meeting)
+
+    load_from(source, backend, model, None, strict, meeting)
 
 
 def _source_of(folder: str | os.PathLike[str], meeting: Meeting) -> Source:

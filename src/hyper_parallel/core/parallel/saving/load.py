@@ -74,10 +74,12 @@ def load(
         {'step': 1}
     """
     finish_running()
-    backend = backend_of(model, "load")
+    backend, no_model = backend_of(model, "load")
     meeting = new_meeting("load", backend, path, timeout)
 
     def source() -> Source:
+        if no_model is not None:
+            raise no_model
         target = folder.target_of(path)
         return Source(target, folder.read_manifest(target))
 

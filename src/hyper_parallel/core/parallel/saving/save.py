@@ -85,10 +85,12 @@ def save(
         {'step': 100}
     """
     finish_running()
-    backend = backend_of(model, "save")
+    backend, no_model = backend_of(model, "save")
     job = Job(new_meeting("save", backend, path, timeout), backend)
     begun = time.perf_counter()
     try:
+        if no_model is not None:
+            raise no_model  # noqa: TRY301 - the other ranks are told by the same way
         check_flag(background, "background")
         job.prepare(path, model, optimizer, extra, keep)
         error: BaseException | None = None
