@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from support import killed_checkpoints, processes
 
 EVERY = 1 if os.environ.get("HYPER_PARALLEL_CAMPAIGN") == "full" else 29
@@ -41,3 +43,11 @@ def test_a_full_disk_on_one_rank_is_said_on_all_and_the_old_checkpoint_is_whole(
         assert other.startswith("CommunicationError")
         assert f"failed on rank {victim}" in other
         assert "No space left" in other
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_whose_disk_hangs_is_named(victim: int, tmp_path: Path) -> None:
+    (said,) = processes.pool("none", 1).run(killed_checkpoints.with_hanging_disk, str(tmp_path), victim, deadline_s=60)
+    assert len(said) == 2
+    for text in said:
+        assert f"rank {victim} did not get on for" in text

@@ -472,5 +472,10 @@ with ranks.as_rank(0, 1, None):
     save.save(sys.argv[1], model=ranks.Arrays(7, 0, 1), extra=7, background=True)
 assert not os.path.exists(sys.argv[1])
 """
-    processes.run_program([sys.executable, "-c", program, str(tmp_path / "a")], deadline_s=60)
+    said = processes.run_program([sys.executable, "-c", program, str(tmp_path / "a")], deadline_s=60)
     assert killed_checkpoints.content_of(str(tmp_path / "a")) == 7
+    assert "not saved" not in said
+    failing = program.replace("return function(*args)", 'raise OSError(5, "Input/output error")').replace("0.5", "0")
+    said = processes.run_program([sys.executable, "-c", failing, str(tmp_path / "b")], deadline_s=60)
+    assert f"the checkpoint {tmp_path / 'b'} was not saved" in said
+    assert os.listdir(tmp_path) == ["a"]

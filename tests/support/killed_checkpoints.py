@@ -86,7 +86,7 @@ class ArraysBackend:
         return self._num_ranks
 
     def store(self) -> Any:
-        return self._store
+        return None if self._store is None else (self._store, None)
 
     def tensors(self, module: Any) -> dict[str, Any]:
         return dict(module.arrays)
@@ -382,6 +382,29 @@ def _join(children: Sequence[int]) -> list[int]:
             raise RuntimeError("a rank hangs")
         time.sleep(0.001)
     return [statuses[child] for child in children]
+
+
+def with_hanging_disk(base: str, victim: int) -> list[str]:
+    """Three ranks, of which one hangs in its first write: what the others say."""
+    target, store = str(Path(base, "ckpt", "step")), Path(base, "store")
+    store.mkdir()
+
+    def hang(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if name == "pwrite":
+            time.sleep(1000)
+        return function(*args)
+
+    def tell(rank: int) -> None:
+        try:
+            save_as(rank, 3, str(store), target, 2, hang if rank == victim else None, SHORT_S)
+        except RuntimeError as error:
+            Path(base, f"said-{rank}").write_text(str(error))
+
+    children = {rank: fork(partial(tell, rank)) for rank in range(3)}
+    _join([children[rank] for rank in range(3) if rank != victim])
+    os.kill(children[victim], signal.SIGKILL)
+    _join([children[victim]])
+    return [Path(base, f"said-{rank}").read_text() for rank in range(3) if rank != victim]
 
 
 def with_full_disk(base: str) -> list[str]:

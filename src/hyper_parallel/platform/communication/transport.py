@@ -53,7 +53,7 @@ class Transport(ABC):
     def store_of_saves(self) -> Any:
         """Return a connection to the store at which the ranks met, for saves and loads alone; None where there is none.
 
-        It lives as long as the world.
+        It lives as long as the world, and comes with an object: who holds that may use it when the world has ended.
         """
 
     @abstractmethod

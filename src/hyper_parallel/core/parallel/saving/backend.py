@@ -72,8 +72,11 @@ class SavingBackend(Protocol):
 
     def num_ranks(self) -> int: ...
 
-    def store(self) -> Store | None:
-        """A connection to the store at which ranks met, for saves and loads alone. None where there is none."""
+    def store(self) -> tuple[Store, object] | None:
+        """A connection to the store at which ranks met, for saves and loads alone; None where there is none.
+
+        It may be used as long as the object beside it is held.
+        """
 
     def tensors(self, module: Module) -> dict[str, Tensor]:
         """Parameters and buffers that are kept, by name. A tied one is the same object under each of its names."""

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 from collections.abc import Callable
 
-from hyper_parallel._base.log import get_logger
 from hyper_parallel.core.parallel.saving.checksums import CHUNK_BYTES
 
 __all__ = ["Saving", "finish_running", "keep_running"]
-
-_logger = get_logger("saving")
 
 
 class Saving:
     """A save in the background. `hp.save(..., background=True)` returns it.
 
     The values are copied already: training may change them. Whoever does not wait hears of an error at the next save or
-    load; a process that ends waits for the save, and logs its error.
+    load; a process that ends waits for the save, and writes its error to standard error.
 
     Example:
         >>> import torch, hyper_parallel as hp
@@ -43,8 +42,6 @@ class Saving:
                 write()
             except BaseException as error:
                 self._error = error
-                if not threading.main_thread().is_alive():  # nobody is left who could be told
-                    _logger.exception("the checkpoint %s was not saved", self.path)
 
         self._thread = threading.Thread(target=run, name="hyper_parallel save")
         self._thread.start()
@@ -79,6 +76,16 @@ _running: list[Saving] = []
 
 def keep_running(saving: Saving) -> None:
     _running.append(saving)
+
+
+def _tell_at_end() -> None:
+    """Say of a save that failed, and of which nobody heard, that it did: after this nobody can be told."""
+    for saving in _running:
+        if saving._error is not None and not saving._is_told:
+            sys.stderr.write(f"hyper_parallel: the checkpoint {saving.path} was not saved.\n{saving._error}\n")
+
+
+atexit.register(_tell_at_end)  # the interpreter has waited for the thread before
 
 
 def finish_running() -> None:

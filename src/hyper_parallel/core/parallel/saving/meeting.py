@@ -48,11 +48,20 @@ class Meeting:
     """
 
     def __init__(
-        self, call: str, store: Store | None, rank: int, num_ranks: int, number: int, timeout_s: float, where: str
+        self,
+        call: str,
+        store: Store | None,
+        rank: int,
+        num_ranks: int,
+        number: int,
+        timeout_s: float,
+        where: str,
+        held: object = None,
     ) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._call, self._where, self._timeout_s = call, where, timeout_s
         self._store = store
+        self._held = held  # the store ends when nobody holds it: the world may end before a save in the background
         self._prefix = prefix_of(number)
         self._round = 0
         self._last_beat = 0.0

@@ -23,15 +23,17 @@ def new_meeting(call: str, backend: SavingBackend, path: object, timeout: object
         raise ArgumentError("`timeout` is a time in seconds.", expected="more than 0", got=describe(timeout))
     rank, num_ranks = backend.rank(), backend.num_ranks()
     store: Store | None = None
+    held: object = None
     number = 0
     if num_ranks > 1:
-        store = backend.store()
-        if store is None:
+        found = backend.store()
+        if found is None:
             raise StateError(
                 f"`{call}` needs the store at which ranks meet, and there is none.",
                 expected="communication that was started by `init_process_group()`",
                 where=f"rank {rank} of {num_ranks}",
             )
+        store, held = found
         if _last[0] is not store:
             _last[:] = [store, 0]
         number = _last[1] + 1
@@ -39,4 +41,4 @@ def new_meeting(call: str, backend: SavingBackend, path: object, timeout: object
             number += 1
         _last[1] = number
     where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else describe(path)
-    return Meeting(call, store, rank, num_ranks, number, float(timeout), str(where))
+    return Meeting(call, store, rank, num_ranks, number, float(timeout), str(where), held)

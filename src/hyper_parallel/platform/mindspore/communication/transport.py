@@ -62,7 +62,7 @@ class MindSporeTransport(Transport):
         if of is not self._store:
             store = starting.connect_again(self._store)
             self._store_of_saves = self._store, store
-        return store
+        return store, self._store
 
     def is_up(self) -> bool:
         return not self._was_ended and _is_initialized()

@@ -82,7 +82,8 @@ class TorchTransport(Transport):
         if of_world() is not dist.group.WORLD:
             store = _open_store()
             self._store_of_saves = weakref.ref(dist.group.WORLD), store
-        return store
+        # The server of the store ends with the world's own object: who holds that may go on when the world has ended.
+        return None if store is None else (store, c10d._get_default_store())
 
     def is_up(self) -> bool:
         return dist.is_available() and dist.is_initialized()
