@@ -118,6 +118,9 @@ class ArraysBackend:
     def write(self, local: Any, dtype: str, data: Any) -> None:
         raise NotImplementedError
 
+    def launch_copy(self, local: Any, box: Box, out: Any) -> bool:
+        return False
+
     def join_device(self, tensors: Sequence[Any]) -> None: ...
 
     def host_memory(self, num_bytes: int, tensors: Sequence[Any]) -> Any:

@@ -105,6 +105,12 @@ class SavingBackend(Protocol):
     def write(self, local: Tensor, dtype: str, data: Any) -> None:
         """Copy bytes of a tensor of this dtype, and of the same shape, into a tensor."""
 
+    def launch_copy(self, local: Tensor, box: Box, out: Any) -> bool:
+        """Begin to copy a box of a tensor on a device into a flat array on the host; False for one on the host.
+
+        `join_device` waits until it is there.
+        """
+
     def join_device(self, tensors: Sequence[Tensor]) -> None:
         """Wait until what was launched before has been computed."""
 

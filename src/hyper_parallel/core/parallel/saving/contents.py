@@ -79,6 +79,7 @@ def contents_of(saving: SavingBackend, model: object, optimizer: object, *, is_w
     """Collect all that this rank has. `is_written`: the tensors will be loaded into."""
     contents = Contents(saving)
     seen: dict[int, str] = {}
+    alive: list[Any] = []  # an identity says nothing once its object has gone
     parameters: dict[str, Any] = {}
     ties: dict[str, str] = {}
     for part in parts_of_model(model):
@@ -96,6 +97,7 @@ def contents_of(saving: SavingBackend, model: object, optimizer: object, *, is_w
                 contents.aliases[key] = seen[id(tensor)]
                 continue
             seen[id(tensor)] = key
+            alive.append(tensor)
             contents.held[key] = saving.held(tensor, name, is_written=is_written)
             contents.stages[key] = part.stage
             if name in part.tied:

@@ -85,15 +85,13 @@ class Job:
         text = "" if error is not None else self.contents.description().to_text()
         first = meeting.round(None if error is not None else self._first(text), self._first_answer, error)
         meeting.beat()
-        digests: list[str] = first["holds"]
+        distinct: list[str] = first["distinct"]
         if first["wanted"]:
             mine = text if meeting.rank in first["wanted"] else None
             told = meeting.round(mine, lambda given: [given[rank] for rank in first["wanted"]])
-            _learn(digests, told)
-        distinct = list(dict.fromkeys(digests))
-        index = {digest: number for number, digest in enumerate(distinct)}
+            _learn(distinct, told)
         try:
-            plan = plan_writing([_known[digest] for digest in distinct], [index[digest] for digest in digests])
+            plan = plan_writing([_known[digest] for digest in distinct], first["of"])
         except BaseException as raised:  # all ranks have the same one, and meet once more to end alike
             meeting.round(None, _nothing, raised)
             raise
@@ -102,7 +100,7 @@ class Job:
             path=first["path"],
             id=first["id"],
             plan=plan,
-            names={canonical: own for own, canonical in plan.names[index[digests[meeting.rank]]].items()},
+            names={canonical: own for own, canonical in plan.names[first["of"][meeting.rank]].items()},
             items=items,
             optimizer_ranks=set(first["optimizer"]),
             num_bytes=sum(size_bytes(plan.tensors[item.key].dtype, item.box.sizes) for item in items),
@@ -136,11 +134,13 @@ class Job:
         for rank, entry in enumerate(given):
             first_with.setdefault(entry["holds"], rank)
             first_optimizer.setdefault(entry["optimizer"], rank)
+        number_of = {digest: number for number, digest in enumerate(first_with)}
         is_same = all(entry["known"] == given[0]["known"] for entry in given)
         return {
             "path": self._made.path,
             "id": self._made.id,
-            "holds": [entry["holds"] for entry in given],
+            "distinct": list(first_with),
+            "of": [number_of[entry["holds"]] for entry in given],
             "wanted": [rank for digest, rank in first_with.items() if not (is_same and digest in _known)],
             "optimizer": list(first_optimizer.values()),
         }
@@ -151,7 +151,9 @@ class Job:
             held = self.contents.held[opened.names.get(item.key, item.key)]
             spec = TensorSpec(name_in_file(item, held.shape), held.dtype, item.box.sizes)
             box = item.box.inside(held.box) if item.box.sizes else item.box
-            made.append(Source(spec, held.local, partial(_bytes_of, self.backend, held.local, box, held.box.sizes)))
+            made.append(
+                Source(spec, held.local, box, partial(_bytes_of, self.backend, held.local, box, held.box.sizes))
+            )
         return made
 
     def run(self, opened: Opened, sources: Sequence[Source], note: Callable[[int], None] | None = None) -> None:
@@ -215,9 +217,9 @@ class Job:
             folder.retain(self.target, self.keep)
 
 
-def _learn(digests: list[str], texts: list[str]) -> None:
+def _learn(distinct: list[str], texts: list[str]) -> None:
     told = {digest_of(text): Description.from_text(text) for text in texts}
-    known = {digest: _known[digest] for digest in set(digests) if digest in _known}
+    known = {digest: _known[digest] for digest in distinct if digest in _known}
     _known.clear()
     _known.update(known | told)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from hyper_parallel.core.dtensor.boxes import Box
 from hyper_parallel.core.parallel.saving.backend import SavingBackend
 from hyper_parallel.core.parallel.saving.threads import for_each, num_threads
 from hyper_parallel.platform.tensor_file import TensorSpec
@@ -24,6 +25,7 @@ class Source:
 
     spec: TensorSpec
     local: Any
+    box: Box  # of the local tensor
     read: Callable[[], Any]
 
 
@@ -48,15 +50,18 @@ def staged(sources: Sequence[Source], backend: SavingBackend) -> list[Source]:
     stripes: list[tuple[Any, Any]] = []
     for source, start in zip(sources, starts, strict=True):
         copy = memory[start : start + source.spec.size_bytes]
+        copies.append(replace(source, local=None, read=partial(_same, copy)))
+        if backend.launch_copy(source.local, source.box, copy):
+            continue
         data = source.read()
         stripes += [
             (copy[at : at + _STRIPE_BYTES], data[at : at + _STRIPE_BYTES]) for at in range(0, copy.size, _STRIPE_BYTES)
         ]
-        copies.append(replace(source, local=None, read=partial(_same, copy)))
         if len(stripes) >= 64:
             _copy(stripes)
             stripes.clear()
     _copy(stripes)
+    backend.join_device(locals_)
     return copies
 
 

@@ -102,6 +102,9 @@ class MindSporeSaving:
             local, Tensor(made) if made.dtype == local.dtype else Tensor(made).astype(local.dtype)
         )
 
+    def launch_copy(self, local: Tensor, box: Box, out: Any) -> bool:
+        return False  # read by `bytes_of`, on every device
+
     def join_device(self, tensors: Sequence[Tensor]) -> None:
         """Reading a tensor's bytes waits for what computes it."""
 

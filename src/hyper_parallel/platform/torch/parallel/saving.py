@@ -104,6 +104,13 @@ class TorchSaving:
         with torch.no_grad():
             local.copy_(values)
 
+    def launch_copy(self, local: torch.Tensor, box: Box, out: Any) -> bool:
+        if local.device.type == "cpu":
+            return False
+        part = local[tuple(slice(start, end) for start, end in zip(box.starts, box.ends, strict=True))]
+        torch.from_numpy(out).view(local.dtype).reshape(box.sizes).copy_(part, non_blocking=True)
+        return True
+
     def join_device(self, tensors: Sequence[torch.Tensor]) -> None:
         for device in {tensor.device for tensor in tensors if tensor is not None and tensor.device.type == "cuda"}:
             torch.cuda.synchronize(device)
