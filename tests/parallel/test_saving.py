@@ -328,6 +328,15 @@ def test_a_folder_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
     hp.save(tmp_path / "empty", model=net())
 
 
+def test_a_link_to_a_checkpoint_stays_one(tmp_path: Path) -> None:
+    hp.save(tmp_path / "real", model=net(), extra=1)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    hp.save(tmp_path / "link", model=net(), extra=2)
+    assert (tmp_path / "link").is_symlink()
+    assert hp.load(tmp_path / "real", model=net()) == 2
+    assert sorted(os.listdir(tmp_path)) == ["link", "real"]
+
+
 def test_what_a_dead_save_left_goes_with_the_next_and_that_of_a_live_one_stays(tmp_path: Path) -> None:
     dead = tmp_path / "a.partial-0123456789abcdef"
     dead.mkdir()

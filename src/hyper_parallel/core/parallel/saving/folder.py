@@ -43,8 +43,8 @@ class Partial(NamedTuple):
 
 
 def target_of(path: object) -> str:
-    """Return the folder that a checkpoint is saved as, without a slash at the end."""
-    text = os.path.abspath(checked_path(path))
+    """Return the folder that a checkpoint is saved as: behind links, and without a slash at the end."""
+    text = os.path.realpath(checked_path(path))
     if text == os.path.dirname(text):
         raise ArgumentError("A checkpoint is a folder of its own.", got=describe(path))
     return text

@@ -89,7 +89,7 @@ def load(
 
 @dataclass(frozen=True)
 class Source:
-    """What is loaded: files in a folder, and what they hold. `is_whole`: names that are not used are an error."""
+    """What is loaded: files in a folder, and what they hold."""
 
     folder: str
     manifest: Manifest

@@ -97,15 +97,17 @@ def save(
     except BaseException as raised:
         error = raised
     opened = job.open(error)
-    if not background:
-        job.run(opened, job.sources(opened))
-        _report(job, opened, begun)
-        return None
     try:
-        sources = staged(job.sources(opened), backend)
+        sources = job.sources(opened)
+        if background:
+            sources = staged(sources, backend)
     except BaseException as raised:
         job.fail(opened, raised)
         raise
+    if not background:
+        job.run(opened, sources)
+        _report(job, opened, begun)
+        return None
     saving = Saving(os.fspath(path), opened.num_bytes)
 
     def write() -> None:
