@@ -26,7 +26,9 @@ def test_a_kill_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None
     assert list(found) == CASES
     for case, (calls, *outcomes) in found.items():
         assert int(calls.split()[0]) >= 10, case
-        assert 1 <= outcomes.count("none left") <= 3, case  # a call more or less: a save waits for files it does not see
+        assert 1 <= outcomes.count("none left") <= 3, (
+            case
+        )  # a call more or less: a save waits for files it does not see
         if case.victim:  # only rank 0 commits, and not without the others
             assert outcomes.count("new") <= 4, (case, outcomes)
     kinds = {outcome for _, *outcomes in found.values() for outcome in outcomes}

@@ -53,7 +53,14 @@ def test_a_load_that_fails_on_one_rank_leaves_the_models_of_all(wrong_rank: int,
 
 
 def test_ranks_that_disagree_are_told_so_and_nothing_is_saved(tmp_path: Path) -> None:
-    words = ["same `extra`", "same folder", "different tensors of one name", "plain values", "which framework its argument belongs to", ""]
+    words = [
+        "same `extra`",
+        "same folder",
+        "different tensors of one name",
+        "plain values",
+        "which framework its argument belongs to",
+        "",
+    ]
     for heard in run(2, programs.save_unlike_others, str(tmp_path)):
         for (kind, text), expected in zip(heard, words, strict=True):
             assert expected in text, heard
