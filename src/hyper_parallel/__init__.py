@@ -81,6 +81,14 @@ _PUBLIC = {
     "materialize": "hyper_parallel.core.parallel.materializing",
     "value_and_grad": "hyper_parallel.core.parallel.gradients",
     "clip_grad_norm_": "hyper_parallel.core.parallel.norms",
+    "save": "hyper_parallel.core.parallel.saving.save",
+    "load": "hyper_parallel.core.parallel.saving.load",
+    "verify": "hyper_parallel.core.parallel.saving.verify",
+    "latest": "hyper_parallel.core.parallel.saving.folder",
+    "export_hugging_face": "hyper_parallel.core.parallel.saving.hugging_face",
+    "import_hugging_face": "hyper_parallel.core.parallel.saving.hugging_face",
+    "convert": "hyper_parallel.core.parallel.saving.convert",
+    "Saving": "hyper_parallel.core.parallel.saving.background",
 }
 
 # Of these a framework has its own: they are asked for each time, as `get_platform` is.

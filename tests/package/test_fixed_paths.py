@@ -33,6 +33,7 @@ WITHOUT_FRAMEWORK = {
         HookCoordinator overlap_forward_backward Schedule ScheduleError schedules PipelineStage split_stages Pipeline Microbatch
         fully_shard accumulate MixedPrecision
         manual_seed init_on_device materialize value_and_grad clip_grad_norm_
+        save load verify latest export_hugging_face import_hugging_face convert Saving
     """,
     "hyper_parallel.platform": PLATFORM + "platform_of",
     "hyper_parallel.platform.platform": PLATFORM,

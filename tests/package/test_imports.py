@@ -43,6 +43,7 @@ ANSWERS_AT_ONCE = "the command answers before it loads what it does"
 LAZY = {
     ("cli", "cli.app"): "Typer, which may not be installed, is asked for in words first",
     ("cli.app", "cli.bench"): ANSWERS_AT_ONCE,
+    ("cli.app", "cli.checkpoint"): ANSWERS_AT_ONCE,
     ("cli.app", "cli.demo"): ANSWERS_AT_ONCE,
     ("cli.app", "cli.doctor.command"): ANSWERS_AT_ONCE,
     ("cli.app", "cli.plan"): ANSWERS_AT_ONCE,

@@ -285,5 +285,52 @@ def schedule(
         typer.echo(str(found))
 
 
+checkpoint = typer.Typer(
+    help="Check, show and convert checkpoints that `hp.save` has written.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+app.add_typer(checkpoint, name="checkpoint")
+CheckpointArgument = Annotated[Path, typer.Argument(help="The folder of a checkpoint.")]
+
+
+@checkpoint.command(epilog="Example: `hyper-parallel checkpoint verify ckpt/step-100`")
+def verify(path: CheckpointArgument, as_json: JsonOption = False) -> None:
+    """Read all of a checkpoint and compare every byte with its checksums. Exit code 1: something is not as written."""
+    from hyper_parallel.cli.checkpoint import checked
+
+    found = checked(path)
+    if as_json:
+        _print_json(vars(found))
+    else:
+        typer.echo(str(found))
+
+
+@checkpoint.command(epilog="Example: `hyper-parallel checkpoint show ckpt/step-100 --json`")
+def show(path: CheckpointArgument, as_json: JsonOption = False) -> None:
+    """Show what a checkpoint has: tensors, files, options of the optimizer, `extra`."""
+    from hyper_parallel.cli.checkpoint import shown
+
+    found = shown(path)
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        typer.echo(str(found))
+
+
+@checkpoint.command(epilog="Example: `hyper-parallel checkpoint convert ckpt/step-100 exported --hugging-face`")
+def convert(
+    source: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of PyTorch's DCP.")],
+    target: Annotated[Path, typer.Argument(help="A new folder.")],
+    hugging_face: Annotated[
+        bool, typer.Option("--hugging-face", help="Write the model of a checkpoint for Hugging Face's libraries.")
+    ] = False,
+) -> None:
+    """Make of a checkpoint a folder of PyTorch's DCP, or of such a folder a checkpoint; the source tells which."""
+    from hyper_parallel.cli.checkpoint import converted
+
+    typer.echo(converted(source, target, to_hugging_face=hugging_face))
+
+
 def _print_json(document: object) -> None:
     sys.stdout.write(json.dumps(document, indent=2) + "\n")

@@ -29,7 +29,7 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,7 +47,9 @@ from hyper_parallel._base.files import NewFile, NotPlainError, checked_path, ope
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["TensorSpec", "TensorRecord", "TensorFile", "write_tensors", "open_tensors"]
+__all__ = [
+    "TensorFile", "TensorRecord", "TensorSpec", "in_file_order", "open_tensors", "sealed_header", "write_tensors",
+]  # fmt: skip
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32}
 _BITS |= {"F16": 16, "BF16": 16, "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8}
@@ -125,7 +127,7 @@ def write_tensors(
         ...     print(file.verified, file.specs, file.read("w").nbytes)
         True (TensorSpec(name='w', dtype='F32', shape=(2,)),) 8
     """
-    ordered = _in_file_order(specs)
+    ordered = in_file_order(specs)
     entries = _checked_metadata(metadata or {})
     header_bytes = len(_header(ordered, entries, "0" * 8 * len(ordered)))
     if header_bytes - 8 > _MAX_HEADER_BYTES:
@@ -143,7 +145,8 @@ def write_tensors(
         file.write(header[:_SUM_AT] + _header_sum(header) + header[_SUM_AT + 8 :])
 
 
-def _in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+def in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Check what is to be written, and put it in the order in which a file has it: wide dtypes first."""
     known: dict[str, TensorSpec] = {}
     for spec in specs:
         _check_text(spec.name, "a tensor's name")
@@ -192,6 +195,12 @@ def _header(specs: list[TensorSpec], metadata: dict[str, str], sums: str) -> byt
     text = json.dumps(fields, separators=(",", ":")).encode() + _TRACES[1]
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def sealed_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str], sums: Sequence[int]) -> bytes:
+    """Make the length and the header of a sealed file, from tensors in the file's order and their checksums."""
+    header = _header(list(specs), _checked_metadata(metadata), "".join(f"{checksum:08x}" for checksum in sums))
+    return header[:_SUM_AT] + _header_sum(header) + header[_SUM_AT + 8 :]
 
 
 def _header_sum(header: bytes) -> bytes:

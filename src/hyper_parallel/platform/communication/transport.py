@@ -50,6 +50,13 @@ class Transport(ABC):
         """Return the world rank; 0 while nothing was started."""
 
     @abstractmethod
+    def store_of_saves(self) -> Any:
+        """Return a connection to the store at which the ranks met, for saves and loads alone; None where there is none.
+
+        It lives as long as the world, and comes with an object: who holds that may use it when the world has ended.
+        """
+
+    @abstractmethod
     def world(self) -> Any:
         """Return the group of all ranks."""
 

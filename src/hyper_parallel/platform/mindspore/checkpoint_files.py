@@ -17,15 +17,15 @@ from hyper_parallel.platform.checkpoint_files import LoadedTensors
 from hyper_parallel.platform.mindspore.parameters import Parameters, new_parameter
 from hyper_parallel.platform.tensor_file import TensorRecord
 
-_CODES = {
+CODES = {
     mindspore.float64: "F64", mindspore.float32: "F32", mindspore.float16: "F16", mindspore.bfloat16: "BF16",
     mindspore.int64: "I64", mindspore.int32: "I32", mindspore.int16: "I16", mindspore.int8: "I8",
     mindspore.uint64: "U64", mindspore.uint32: "U32", mindspore.uint16: "U16", mindspore.uint8: "U8",
     mindspore.bool_: "BOOL", mindspore.complex64: "C64",
     mindspore.float8_e4m3fn: "F8_E4M3", mindspore.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
-_NOT_IN_NUMPY = {mindspore.float8_e4m3fn, mindspore.float8_e5m2}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+NOT_IN_NUMPY = {mindspore.float8_e4m3fn, mindspore.float8_e5m2}
 
 
 class CheckpointFiles:
@@ -50,7 +50,7 @@ class _Codec:
     tensor_type: type = Tensor
 
     def code(self, tensor: Tensor) -> str | None:
-        return _CODES.get(tensor.dtype)
+        return CODES.get(tensor.dtype)
 
     def refusal(self, tensor: Tensor) -> str | None:
         if tensor.is_meta:
@@ -66,25 +66,35 @@ class _Codec:
         return None
 
     def content(self, tensor: Tensor) -> Any:
-        if tensor.dtype in _NOT_IN_NUMPY:
-            tensor = tensor.view(mindspore.uint8)
-        return np.ascontiguousarray(tensor.asnumpy()).reshape(-1).view(np.uint8)
+        return content_of(tensor)
 
     def tensor(self, record: TensorRecord) -> Parameter:
-        dtype = _DTYPES.get(record.dtype)
-        if dtype is None:
-            raise ArgumentTypeError(
-                "MindSpore has no such dtype here.",
-                got=record.dtype,
-                where=f"tensor {record.name!r}",
-                do="Cast it before saving.",
-            )
-        if dtype in _NOT_IN_NUMPY:
-            parameter = _loaded(mint.empty(record.shape, dtype=dtype, device="meta"), record.name)
-            stored = Tensor.convert_bytes_to_tensor(bytes(record.data), record.shape, dtype)
-            Parameters.update_param_data(parameter, Tensor(stored))
-            return parameter
-        return _loaded(np.ndarray(record.shape, _dtype_to_nptype(dtype), record.data), record.name)  # a copy
+        return tensor_of(record)
+
+
+def content_of(tensor: Tensor) -> Any:
+    """Return the bytes of a tensor as a flat array: of its own memory, where that is contiguous."""
+    if tensor.dtype in NOT_IN_NUMPY:
+        tensor = tensor.view(mindspore.uint8)
+    return np.ascontiguousarray(tensor.asnumpy()).reshape(-1).view(np.uint8)
+
+
+def tensor_of(record: TensorRecord) -> Parameter:
+    """Make a new tensor with a copy of the record's bytes."""
+    dtype = DTYPES.get(record.dtype)
+    if dtype is None:
+        raise ArgumentTypeError(
+            "MindSpore has no such dtype here.",
+            got=record.dtype,
+            where=f"tensor {record.name!r}",
+            do="Cast it before saving.",
+        )
+    if dtype in NOT_IN_NUMPY:
+        parameter = _loaded(mint.empty(record.shape, dtype=dtype, device="meta"), record.name)
+        stored = Tensor.convert_bytes_to_tensor(bytes(record.data), record.shape, dtype)
+        Parameters.update_param_data(parameter, Tensor(stored))
+        return parameter
+    return _loaded(np.ndarray(record.shape, _dtype_to_nptype(dtype), record.data), record.name)  # a copy
 
 
 def _loaded(data: object, name: str) -> Parameter:

@@ -14,13 +14,13 @@ from hyper_parallel.platform import checkpoint_files
 from hyper_parallel.platform.checkpoint_files import LoadedTensors
 from hyper_parallel.platform.tensor_file import TensorRecord
 
-_CODES = {
+CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 class CheckpointFiles:
@@ -44,7 +44,7 @@ class _Codec:
     tensor_type: Any = torch.Tensor
 
     def code(self, tensor: torch.Tensor) -> str | None:
-        return _CODES.get(tensor.dtype)
+        return CODES.get(tensor.dtype)
 
     def refusal(self, tensor: torch.Tensor) -> str | None:
         if tensor.device.type == "meta":
@@ -65,7 +65,7 @@ class _Codec:
         return host.reshape(-1).view(torch.uint8).numpy()
 
     def tensor(self, record: TensorRecord) -> torch.Tensor:
-        dtype = _DTYPES.get(record.dtype)
+        dtype = DTYPES.get(record.dtype)
         if dtype is None:
             raise ArgumentTypeError(
                 "PyTorch has no such dtype here.",

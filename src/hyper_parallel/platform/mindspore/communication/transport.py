@@ -40,6 +40,7 @@ class MindSporeTransport(Transport):
     def __init__(self) -> None:
         self._roll_call: RollCall | None = None
         self._store: Any = None
+        self._store_of_saves: tuple[Any, Any] = None, None
         self._was_ended = False
         self._ranks: dict[str, tuple[int, ...]] = {}
 
@@ -53,6 +54,15 @@ class MindSporeTransport(Transport):
             # for later ones.
             self._roll_call = RollCall(self.rank(), store, self.is_up, 0, breaks_all=_is_host())
         return self._roll_call
+
+    def store_of_saves(self) -> Any:
+        if self._store is None or not self.is_up():
+            return None
+        of, store = self._store_of_saves
+        if of is not self._store:
+            store = starting.connect_again(self._store)
+            self._store_of_saves = self._store, store
+        return store, self._store
 
     def is_up(self) -> bool:
         return not self._was_ended and _is_initialized()

@@ -53,6 +53,7 @@ class TorchTransport(Transport):
     def __init__(self) -> None:
         self._roll_call = RollCall(0, None)
         self._known_world: Callable[[], Any] = lambda: None
+        self._store_of_saves: tuple[Callable[[], Any], Any] = (lambda: None, None)
         self._timeout: timedelta | None = None
 
     # Groups
@@ -73,6 +74,16 @@ class TorchTransport(Transport):
         board, self.board = self.board, None
         if board is not None:
             board.close()
+
+    def store_of_saves(self) -> Any:
+        if not self.is_up():
+            return None
+        of_world, store = self._store_of_saves
+        if of_world() is not dist.group.WORLD:
+            store = _open_store()
+            self._store_of_saves = weakref.ref(dist.group.WORLD), store
+        # The server of the store ends with the world's own object: who holds that may go on when the world has ended.
+        return None if store is None else (store, c10d._get_default_store())
 
     def is_up(self) -> bool:
         return dist.is_available() and dist.is_initialized()
