@@ -44,9 +44,18 @@ PLANS: dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[Any, Any]]] = {
 }
 ON_RANKS = {
     1: ["plain", "dp"],
-    2: ["plain", "dp", "tp", "pp", "fsdp2"],
-    3: ["dp", "tp"],
-    4: ["plain", "tp", "dp x tp", "tp then dp in one dim", "two copies of dp", "pp x dp", "fsdp2 x tp"],
+    2: ["plain", "dp", "tp", "pp", "fsdp2", "fully_shard"],
+    3: ["dp", "tp", "fully_shard"],
+    4: [
+        "plain",
+        "tp",
+        "dp x tp",
+        "tp then dp in one dim",
+        "two copies of dp",
+        "pp x dp",
+        "fsdp2 x tp",
+        "two copies of fully_shard",
+    ],
 }
 
 
@@ -91,6 +100,8 @@ def model_of(plan: str, *, is_zero: bool) -> Any:
         return Net(ALL, is_zero=is_zero)
     if plan.startswith("fsdp2"):
         return _with_fsdp2(Net(ALL, is_zero=is_zero), has_tp="tp" in plan)
+    if plan.endswith("fully_shard"):
+        return _fully_sharded(Net(ALL, is_zero=is_zero), has_copies=plan != "fully_shard")
     if plan.startswith("pp"):
         stage = rank * 2 // world
         names = ALL & SECOND_STAGE if stage else ALL - SECOND_STAGE
@@ -112,6 +123,17 @@ def _sharded(net: nn.Module, mesh: hp.DeviceMesh, splits: tuple[Any, Any]) -> nn
         parameters[name] = tuple(splits[dim] if dim < 2 else None for dim in range(parameter.ndim))
     made = hp.shard_module(net, mesh, hp.ShardPlan(parameters=parameters))
     keep_platform_groups()
+    return made
+
+
+def _fully_sharded(net: nn.Module, *, has_copies: bool) -> nn.Module:
+    num_copies = 2 if has_copies else 1
+    mesh = hp.init_device_mesh(
+        "cpu", (num_copies, dist.get_world_size() // num_copies), mesh_dim_names=("copies", "dp")
+    )
+    mesh.get_group("dp"), mesh.get_group("copies")
+    keep_platform_groups()
+    made: nn.Module = hp.fully_shard(net, mesh=mesh, replicate_axis="copies" if has_copies else None)
     return made
 
 
