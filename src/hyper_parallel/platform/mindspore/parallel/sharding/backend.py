@@ -1,0 +1,133 @@
+"""Sharded data parallel's MindSpore part."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import mindspore
+from mindspore import Parameter, nn
+
+from hyper_parallel._base.errors import ArgumentError, StateError, UnsupportedDeviceError
+from hyper_parallel.core.parallel.sharding.backend import DataAxes, ShardingBackend
+from hyper_parallel.core.parallel.sharding.precision import MixedPrecision
+from hyper_parallel.core.parallel.sharding.unit import Unit
+from hyper_parallel.platform.mindspore.devices import Devices
+from hyper_parallel.platform.mindspore.parallel.sharding.hooks import UnitHooks, hooks_of, units_in
+from hyper_parallel.platform.mindspore.parallel.sharding.memory import MindSporeUnitMemory
+from hyper_parallel.platform.mindspore.parallel.sharding.parameters import (
+    UnitParameter,
+    found_parameters,
+    sharded_spec,
+)
+from hyper_parallel.platform.mindspore.regions.graph_mode import refuse_graph_mode
+
+__all__ = ["BACKEND"]
+
+
+class _Owners:
+    """Of which unit's memory a parameter is: shards, and the parameters that they were made of.
+
+    By identity: tensors compare their values.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], MindSporeUnitMemory]] = {}
+
+    def note(self, parameter: Parameter, memory: MindSporeUnitMemory) -> None:
+        number = id(parameter)
+        self._known[number] = weakref.ref(parameter, lambda _: self._known.pop(number, None)), memory
+
+    def of(self, parameter: Parameter) -> MindSporeUnitMemory | None:
+        found = self._known.get(id(parameter))
+        return None if found is None or found[0]() is not parameter else found[1]
+
+
+_owners = _Owners()
+
+
+class MindSporeSharding:
+    """See `ShardingBackend`."""
+
+    folder: ClassVar[str] = ShardingBackend.folder
+
+    def memory(
+        self, modules: Sequence[nn.Cell], axes: DataAxes, precision: MixedPrecision
+    ) -> tuple[MindSporeUnitMemory, tuple[Unit, ...]]:
+        _check_device()
+        refuse_graph_mode("A sharded model")
+        names = [""] if len(modules) == 1 else [f"{number}" for number in range(len(modules))]
+        own, given, borrowed = [], [], []
+        for name, parameter, places in found_parameters(modules, names):
+            memory = _owners.of(parameter)
+            if memory is None:
+                _check_is_plain(name, parameter)
+                spec, part = sharded_spec(name, parameter, axes.mesh, axes.axis)
+                own.append(UnitParameter(name, parameter, places, spec, part))
+                given.append(parameter)
+                continue
+            owner = next(other for other in memory.parameters if other.is_of(parameter))
+            added = [place for place in places if not any(place.is_same(known) for known in owner.places)]
+            if added and memory.unit is not None:
+                owner.places += added
+                owner.show_shard()
+                borrowed.append(memory.unit)
+        name = ", ".join(type(module).__name__ for module in modules)
+        made = MindSporeUnitMemory(name, own, given, axes.mesh, axes.axis, axes.replicate_axis, precision)
+        for parameter, old in zip(own, given, strict=True):
+            _owners.note(parameter.shard, made)
+            _owners.note(old, made)
+            parameter.show_shard()
+        return made, tuple(dict.fromkeys(borrowed))
+
+    def follow(self, unit: Unit, modules: Sequence[nn.Cell], precision: MixedPrecision) -> None:
+        memory: Any = unit.memory
+        memory.unit = unit
+        UnitHooks(unit, modules, precision)
+
+    def units_in(self, module: nn.Cell) -> list[Unit]:
+        return units_in(module)
+
+    def is_sharded(self, module: nn.Cell) -> bool:
+        return bool(hooks_of(module))
+
+    def name_of(self, module: nn.Cell) -> str:
+        return type(module).__name__
+
+    def native(
+        self, module: nn.Cell, axes: DataAxes, precision: MixedPrecision, *, zero: int, prefetch: int
+    ) -> nn.Cell:
+        raise ArgumentError(
+            "MindSpore has no FSDP2.", expected='engine="hyper_parallel"', got='engine="fsdp2" and a MindSpore cell'
+        )
+
+
+def _check_device() -> None:
+    if Devices.device_type() != "cpu":
+        raise UnsupportedDeviceError(
+            "Sharded data parallel on MindSpore is for the CPU.",
+            expected="cpu",
+            got=Devices.device_type(),
+            do="Use PyTorch on this device.",
+        )
+
+
+def _check_is_plain(name: str, parameter: Parameter) -> None:
+    if parameter.hooks():
+        raise StateError(
+            "A parameter has hooks, which its shard would not have.",
+            where=name,
+            do="Call `hp.fully_shard` first, and register hooks on the shards: they are called with the shard's gradient.",
+        )
+    if parameter.init is not None:
+        raise StateError(
+            "A parameter was created without data, and is to be filled later.",
+            where=name,
+            do="Call `cell.init_parameters_data()` first.",
+        )
+    if parameter.dtype in (mindspore.float8_e4m3fn, mindspore.float8_e5m2):
+        raise StateError("MindSpore's CPU cannot compute with this dtype.", got=str(parameter.dtype), where=name)
+
+
+BACKEND: ShardingBackend = MindSporeSharding()

@@ -1,0 +1,151 @@
+"""What tells a unit that its cells run: MindSpore's hooks around `construct`, and nodes in the graph (`graph.py`)."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from mindspore import Tensor, nn
+from mindspore.common import dtype as mstype
+
+from hyper_parallel._base.errors import StateError
+from hyper_parallel.core.parallel.sharding.order import ORDER
+from hyper_parallel.core.parallel.sharding.precision import MixedPrecision
+from hyper_parallel.core.parallel.sharding.unit import Unit
+from hyper_parallel.platform.mindspore.dtensor import DTensor
+from hyper_parallel.platform.mindspore.dtensor.movement import is_grad_enabled
+from hyper_parallel.platform.mindspore.dtensor.tensor import wrapped
+from hyper_parallel.platform.mindspore.dtypes import to_dtype
+from hyper_parallel.platform.mindspore.parallel.sharding.graph import Passage, pass_id
+from hyper_parallel.platform.trees import leaves, map_leaves
+
+__all__ = ["UnitHooks", "units_in"]
+
+
+class UnitHooks:
+    """The hooks of one unit, on each of its cells. A copy of a cell has copies of them, which only raise."""
+
+    def __init__(self, unit: Unit, cells: Sequence[nn.Cell], precision: MixedPrecision) -> None:
+        self.unit: Unit | None = unit
+        self._input_dtype = None if precision.param is None else to_dtype(precision.param)
+        self._output_dtype = None if precision.output is None else to_dtype(precision.output)
+        self._thread = _InThread()
+        for cell in cells:
+            cell.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            cell.register_forward_hook(self.after_forward, always_call=True)
+
+    def __deepcopy__(self, memo: object) -> UnitHooks:
+        return _detached_hooks()
+
+    def __reduce__(self) -> Any:
+        return _detached_hooks, ()
+
+    def before_forward(self, cell: nn.Cell, args: Any, kwargs: Any) -> Any:
+        unit = self.unit
+        if unit is None:
+            raise StateError(
+                "This cell is a copy of one that is sharded: it has shards, and nothing that gathers them.",
+                where=type(cell).__name__,
+                do="Call `hp.fully_shard(copy, mesh=...)` on it as well.",
+            )
+        now = pass_id()
+        ORDER.before_forward(unit, now)
+        running = _Forward(cell, sys.exc_info()[1], now)
+        self._thread.running.append(running)
+        if self._input_dtype is not None:
+            args, kwargs = map_leaves(self._cast_input, (args, kwargs))
+        if is_grad_enabled():
+            running.passage = Passage(unit)
+            inputs = {
+                id(value): value for value in leaves((args, kwargs)) if _has_graph(value) and type(value) is not DTensor
+            }
+            entered = dict(zip(inputs, running.passage.enter(list(inputs.values())), strict=True))
+            if entered:
+                args, kwargs = map_leaves(lambda value: entered.get(id(value), value), (args, kwargs))
+        return args, kwargs
+
+    def after_forward(self, cell: nn.Cell, args: object, output: Any) -> Any:
+        stack = self._thread.running if self.unit is not None else []
+        if not stack or stack[-1].cell is not cell:  # gathering raised: this forward never began
+            return None
+        running = stack.pop()
+        unit = self.unit
+        assert unit is not None
+        if output is None and sys.exc_info()[1] is not running.error:
+            ORDER.after_forward(unit, None, running.pass_id)
+            return None
+        if self._output_dtype is not None:
+            output = map_leaves(self._cast_output, output)
+        passage = running.passage
+        if passage is None:
+            ORDER.after_forward(unit, None, running.pass_id)
+            return output
+        outputs = {id(value): value for value in leaves(output) if _has_graph(value)}
+        if outputs or passage.of:
+            passage.call = unit.add_call()
+        if outputs:
+            left = passage.leave([value._local if _is_ours(value) else value for value in outputs.values()])
+            seen = {
+                key: wrapped(new, old._spec) if _is_ours(old) else new
+                for (key, old), new in zip(outputs.items(), left, strict=True)
+            }
+            output = map_leaves(lambda value: seen.get(id(value), value), output)
+        ORDER.after_forward(unit, passage.call, running.pass_id, is_seen=bool(outputs))
+        return output
+
+    def _cast_input(self, value: Any) -> Any:
+        return value.to(self._input_dtype) if _is_floating(value) else value
+
+    def _cast_output(self, value: Any) -> Any:
+        return value.to(self._output_dtype) if _is_floating(value) else value
+
+
+class _InThread(threading.local):
+    def __init__(self) -> None:
+        self.running: list[_Forward] = []
+
+
+class _Forward:
+    """A forward of a unit's cell that has begun."""
+
+    def __init__(self, cell: nn.Cell, error: BaseException | None, in_pass: int | None) -> None:
+        self.cell = cell
+        self.error = error  # what is handled around this forward: it is none of this forward's own
+        self.pass_id = in_pass
+        self.passage: Passage | None = None  # None where nothing is recorded
+
+
+def _is_ours(value: object) -> bool:
+    return isinstance(value, DTensor)
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in mstype.float_type
+
+
+def _has_graph(value: object) -> bool:
+    return isinstance(value, Tensor) and bool(value._requires_grad)
+
+
+def _detached_hooks() -> UnitHooks:
+    made = object.__new__(UnitHooks)
+    made.unit = None
+    return made
+
+
+def hooks_of(cell: nn.Cell) -> list[UnitHooks]:
+    """List the hooks of units on this very cell."""
+    found = (getattr(hook, "__self__", None) for hook in cell._forward_pre_hook.values())
+    return [each for each in found if isinstance(each, UnitHooks) and each.unit is not None]
+
+
+def units_in(cell: nn.Cell) -> list[Unit]:
+    """List the units of a cell and of those in it, the outer ones first."""
+    found: dict[Unit, None] = {}
+    for _, inner in cell.cells_and_names():
+        for hooks in hooks_of(inner):
+            assert hooks.unit is not None
+            found[hooks.unit] = None
+    return list(found)
