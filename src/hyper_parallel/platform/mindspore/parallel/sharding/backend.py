@@ -56,7 +56,7 @@ class MindSporeSharding:
         self, modules: Sequence[nn.Cell], axes: DataAxes, precision: MixedPrecision
     ) -> tuple[MindSporeUnitMemory, tuple[Unit, ...]]:
         _check_device()
-        refuse_graph_mode("A sharded model")
+        refuse_graph_mode("A sharded cell", "its parameters come and go while Python runs")
         names = [""] if len(modules) == 1 else [f"{number}" for number in range(len(modules))]
         own, given, borrowed = [], [], []
         for name, parameter, places in found_parameters(modules, names):

@@ -9,16 +9,19 @@ from typing import Any
 
 from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
+from mindspore.common.recompute import _RecomputeCell
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.parallel.sharding.order import ORDER
 from hyper_parallel.core.parallel.sharding.precision import MixedPrecision
-from hyper_parallel.core.parallel.sharding.unit import Unit
+from hyper_parallel.core.parallel.sharding.unit import Lease, Unit
 from hyper_parallel.platform.mindspore.dtensor import DTensor
 from hyper_parallel.platform.mindspore.dtensor.movement import is_grad_enabled
 from hyper_parallel.platform.mindspore.dtensor.tensor import wrapped
 from hyper_parallel.platform.mindspore.dtypes import to_dtype
 from hyper_parallel.platform.mindspore.parallel.sharding.graph import Passage, pass_id
+from hyper_parallel.platform.mindspore.parallel.sharding.parameters import check_not_recomputed, recomputed
+from hyper_parallel.platform.mindspore.regions.graph_mode import refusal
 from hyper_parallel.platform.trees import leaves, map_leaves
 
 __all__ = ["UnitHooks", "units_in"]
@@ -42,7 +45,20 @@ class UnitHooks:
     def __reduce__(self) -> Any:
         return _detached_hooks, ()
 
+    @property
+    def runs_in_python(self) -> bool:
+        """Return True. What compiles a cell to a graph reads it where the hooks do, while it compiles, and is refused.
+
+        Raises:
+            StateError: it is read by such a reader.
+        """
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("mindspore.graph._parse"):
+            raise refusal("A sharded cell", "its parameters come and go while Python runs")
+        return True
+
     def before_forward(self, cell: nn.Cell, args: Any, kwargs: Any) -> Any:
+        if not self.runs_in_python:
+            return None
         unit = self.unit
         if unit is None:
             raise StateError(
@@ -50,13 +66,16 @@ class UnitHooks:
                 where=type(cell).__name__,
                 do="Call `hp.fully_shard(copy, mesh=...)` on it as well.",
             )
-        now = pass_id()
+        now, is_recorded = pass_id(), is_grad_enabled()
+        check_not_recomputed(cell, type(cell).__name__, with_inner=True)
+        if now is not None or not is_recorded:
+            _check_around(cell)
         ORDER.before_forward(unit, now)
         running = _Forward(cell, sys.exc_info()[1], now)
         self._thread.running.append(running)
         if self._input_dtype is not None:
             args, kwargs = map_leaves(self._cast_input, (args, kwargs))
-        if is_grad_enabled():
+        if is_recorded:
             running.passage = Passage(unit)
             inputs = {
                 id(value): value for value in leaves((args, kwargs)) if _has_graph(value) and type(value) is not DTensor
@@ -67,39 +86,57 @@ class UnitHooks:
         return args, kwargs
 
     def after_forward(self, cell: nn.Cell, args: object, output: Any) -> Any:
+        if not self.runs_in_python:
+            return None
         stack = self._thread.running if self.unit is not None else []
         if not stack or stack[-1].cell is not cell:  # gathering raised: this forward never began
             return None
         running = stack.pop()
         unit = self.unit
         assert unit is not None
-        if output is None and sys.exc_info()[1] is not running.error:
-            ORDER.after_forward(unit, None, running.pass_id)
-            return None
-        if self._output_dtype is not None:
+        is_failed = output is None and sys.exc_info()[1] is not running.error
+        passage, is_seen = running.passage, True
+        if not is_failed and self._output_dtype is not None:
             output = map_leaves(self._cast_output, output)
-        passage = running.passage
-        if passage is None:
-            ORDER.after_forward(unit, None, running.pass_id)
-            return output
+        if not is_failed and passage is not None:
+            output, is_seen = self._left(unit, passage, output)
+        call = None if is_failed or passage is None else passage.call
+        ORDER.after_forward(unit, call, running.pass_id, is_seen=is_seen)
+        if not unit.has(Lease.FORWARD):
+            stack.clear()  # of forwards that Ctrl-C ended, of which no hook was told
+        return output
+
+    def _left(self, unit: Unit, passage: Passage, output: Any) -> tuple[Any, bool]:
+        """Record the end of a forward. Return its output, and whether there is one that backward begins at."""
         outputs = {id(value): value for value in leaves(output) if _has_graph(value)}
         if outputs or passage.of:
             passage.call = unit.add_call()
-        if outputs:
-            left = passage.leave([value._local if _is_ours(value) else value for value in outputs.values()])
-            seen = {
-                key: wrapped(new, old._spec) if _is_ours(old) else new
-                for (key, old), new in zip(outputs.items(), left, strict=True)
-            }
-            output = map_leaves(lambda value: seen.get(id(value), value), output)
-        ORDER.after_forward(unit, passage.call, running.pass_id, is_seen=bool(outputs))
-        return output
+        if not outputs:
+            return output, False
+        left = passage.leave([value._local if _is_ours(value) else value for value in outputs.values()])
+        seen = {
+            key: wrapped(new, old._spec) if _is_ours(old) else new
+            for (key, old), new in zip(outputs.items(), left, strict=True)
+        }
+        return map_leaves(lambda value: seen.get(id(value), value), output), True
 
     def _cast_input(self, value: Any) -> Any:
         return value.to(self._input_dtype) if _is_floating(value) else value
 
     def _cast_output(self, value: Any) -> Any:
         return value.to(self._output_dtype) if _is_floating(value) else value
+
+
+_OF_REENTRANT = (_RecomputeCell.construct.__code__, _RecomputeCell.bprop.__code__)
+
+
+def _check_around(cell: nn.Cell) -> None:
+    """Raise inside of a cell that MindSpore runs again in a backward of its own, which would lose gradients."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code in _OF_REENTRANT:
+            raise recomputed(type(cell).__name__)
+        frame = frame.f_back
 
 
 class _InThread(threading.local):

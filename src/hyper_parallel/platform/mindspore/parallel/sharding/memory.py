@@ -74,7 +74,6 @@ class MindSporeUnitMemory:
         for parameter, whole in zip(self.parameters, given, strict=True):
             parameter.make_shard(whole, self._rank)
             parameter.make_whole(self._gathered_dtype(parameter.dtype))
-            parameter.on_rerun_gradient = _Leaving(self._gradients, parameter.name)
         self._starts, self._sent_bytes = offsets(
             -(-parameter.part.room * parameter.whole.itemsize // _ALIGNMENT) * _ALIGNMENT
             for parameter in self.parameters
@@ -234,7 +233,8 @@ class MindSporeUnitMemory:
             raise StateError(
                 "There are gradients that come too late: MindSpore takes them while backward passes the unit.",
                 where=f"unit {self._name or 'of the whole cell'}: {', '.join(given)}",
-                do="Use the unit in the last microbatch of the step as well; what it gives may be multiplied by 0.",
+                do="Use the unit in the last microbatch of the step as well; what it gives may be multiplied by 0. After an "
+                "error in a step, ask for `trainable_params()` anew.",
             )
         self._given.update(given)
 
@@ -270,14 +270,3 @@ class MindSporeUnitMemory:
 
     def at_end_of_backward(self, function: Callable[[], None]) -> None:
         self._transport.at_end_of_backward(function)
-
-
-class _Leaving:
-    """Hook of a parameter in a rerun that is differentiated by itself: its gradient is one of the unit."""
-
-    def __init__(self, gradients: UnitGradients, name: str) -> None:
-        self._gradients = gradients
-        self._name = name
-
-    def __call__(self, grad: Tensor) -> None:
-        self._gradients.leave(self._name, grad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mindspore import Parameter, Tensor, mint, nn
@@ -20,7 +20,7 @@ from hyper_parallel.platform.mindspore.dtensor import DTensor
 from hyper_parallel.platform.mindspore.dtensor.tensor import as_parameter, wrapped
 from hyper_parallel.platform.mindspore.parallel.sharding.raw import resize
 
-__all__ = ["Place", "UnitParameter", "found_parameters", "sharded_spec"]
+__all__ = ["Place", "UnitParameter", "check_not_recomputed", "found_parameters", "recomputed", "sharded_spec"]
 
 
 class Place(NamedTuple):
@@ -59,7 +59,6 @@ class UnitParameter:
         self._whole: Tensor = None
         self._plain: Tensor = None
         self._shown: Any = None
-        self.on_rerun_gradient: Callable[[Tensor], None] = _nobody
 
     @property
     def local(self) -> Any:
@@ -107,8 +106,6 @@ class UnitParameter:
         resize(self._whole, self.whole_bytes)
 
     def free(self) -> None:
-        if self._plain is not None:
-            self._plain._grad = None
         resize(self._whole, 0)
 
     # -- shown ---------------------------------------------------------------------------------------------------------
@@ -119,11 +116,15 @@ class UnitParameter:
 
     def as_parameter(self, alias: Any) -> Tensor:
         """Have a tensor taken for a parameter: by cells, which ask for names, and by what keeps activations."""
-        alias.param_info = self.local.param_info
         alias.__class__ = type(self.local)
-        vars(alias).update(vars(self.local))
-        alias.init = None
+        self._note_on(alias)
         return alias
+
+    def _note_on(self, made: Any) -> None:
+        made.param_info = self.local.param_info
+        for name, value in vars(self.local).items():
+            vars(made).setdefault(name, value)
+        made.init = None
 
     def show(self, value: Any) -> None:
         self._shown = value
@@ -132,7 +133,10 @@ class UnitParameter:
 
     def show_alias(self, alias: Tensor) -> None:
         """Have cells compute with a tensor on the memory of the whole one."""
-        self.show(alias if self.inner_spec is None else wrapped(alias, self.inner_spec))
+        if self.inner_spec is not None:
+            alias = wrapped(alias, self.inner_spec, type(self.shard))
+            self._note_on(alias)
+        self.show(alias)
 
     def show_plain(self) -> None:
         """Have cells compute with a tensor that is in no graph: for what keeps none, and for reruns in backward."""
@@ -140,8 +144,12 @@ class UnitParameter:
             self._plain = self.alias()
             if self.is_trained:
                 self._plain.requires_grad_()
-                self._plain.register_hook(self.on_rerun_gradient)
+                self._plain.register_hook(self._refuse_gradient)
         self.show_alias(self._plain)
+
+    def _refuse_gradient(self, _: Tensor) -> None:
+        # A rerun that is differentiated by itself: its gradients would not come to the unit.
+        raise recomputed(self.name)
 
     def show_shard(self) -> None:
         self.show(self.shard)
@@ -173,10 +181,6 @@ class UnitParameter:
 _OF_DTENSORS = frozenset({"_local", "_spec", "_values", "_origin", "_ties", "_view_of", "_local_tensor"})
 
 
-def _nobody(_: Tensor) -> None:
-    """Stand where no unit follows the gradients yet."""
-
-
 def found_parameters(cells: Sequence[nn.Cell], names: Sequence[str]) -> Iterator[tuple[str, Parameter, list[Place]]]:
     """Give every parameter of some cells once, with all places in them.
 
@@ -189,6 +193,7 @@ def found_parameters(cells: Sequence[nn.Cell], names: Sequence[str]) -> Iterator
     seen: set[tuple[int, str]] = set()
     for cell, prefix in zip(cells, names, strict=True):
         for path, inner in cell.cells_and_names(name_prefix=prefix):
+            check_not_recomputed(inner, path)
             _check_no_lists(inner, path)
             for name, parameter in inner._params.items():
                 if parameter is None or (id(inner), name) in seen or name in _WRITTEN_IN_FORWARD:
@@ -200,6 +205,25 @@ def found_parameters(cells: Sequence[nn.Cell], names: Sequence[str]) -> Iterator
 
 
 _WRITTEN_IN_FORWARD = ("moving_mean", "moving_variance")  # of MindSpore's batch normalizations
+
+
+def check_not_recomputed(cell: nn.Cell, path: str, *, with_inner: bool = False) -> None:
+    """Raise where a cell, or one in it, has `recompute()`."""
+    if cell._recompute_cell is not None:
+        raise recomputed(path or type(cell).__name__)
+    if with_inner:
+        for name, inner in cell._cells.items():
+            if inner is not None:
+                check_not_recomputed(inner, f"{path}.{name}", with_inner=True)
+
+
+def recomputed(where: str) -> StateError:
+    return StateError(
+        "MindSpore's `Cell.recompute()` and `recompute(..., use_reentrant=True)` run a backward of their own, for the "
+        "parameters that the cell had before: those of a sharded cell would lose gradients.",
+        where=where,
+        do="Use `hp.checkpoint_wrapper(cell)`, or call `mindspore.recompute(cell, x, use_reentrant=False)`.",
+    )
 
 
 def _check_no_lists(cell: nn.Cell, path: str) -> None:
