@@ -91,7 +91,7 @@ def test_one_block_is_whole_at_a_time(prefetch: int) -> None:
 
 
 def test_nothing_is_left_of_a_step() -> None:
-    assert run(1, states.growth) == [(0, 0)]
+    assert run(1, states.growth) == [(0, 0, 0)]
 
 
 @pytest.mark.parametrize("accumulates", [False, True])

@@ -23,6 +23,9 @@ from hyper_parallel.platform.mindspore.parallel.sharding.raw import resize
 __all__ = ["Place", "UnitParameter", "check_not_recomputed", "found_parameters", "recomputed", "sharded_spec"]
 
 
+_set_info = Tensor.param_info.__set__
+
+
 class Place(NamedTuple):
     """Where a cell holds a parameter."""
 
@@ -121,7 +124,8 @@ class UnitParameter:
         return alias
 
     def _note_on(self, made: Any) -> None:
-        made.param_info = self.local.param_info
+        # Not as `Parameter` sets it, by which the information would hold the tensor, and with it its graph.
+        _set_info(made, self.local.param_info)
         for name, value in vars(self.local).items():
             vars(made).setdefault(name, value)
         made.init = None
