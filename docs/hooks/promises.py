@@ -60,6 +60,26 @@ SHOWN = [
         "15",
     ),
     Shown(
+        "real processes do otherwise than the check of a schedule says",
+        "parallel/test_schedules_on_ranks.py",
+        "test_processes_that_follow_damaged_schedules_show_what_the_check_says",
+        "damaged schedules, of which those that send",
+    ),
+    Shown(
+        "a Hugging Face model trains otherwise in stages",
+        "parallel/test_stages_of_models.py",
+        "test_of_all_families_none_trains_otherwise_than_in_one_process",
+        "families of language models",
+        "22",
+        "189",
+    ),
+    Shown(
+        "a rank of a pipeline fails, and others wait for ever",
+        "parallel/test_pipeline_failures.py",
+        "test_every_rank_ends_in_time_and_names_whom_it_waited_for",
+        "kills, stalls and errors at any action, hook or loss",
+    ),
+    Shown(
         "a gradient that waited is another one",
         "parallel/test_weight_gradients.py",
         "test_both_parts_add_up_to_one_backward",

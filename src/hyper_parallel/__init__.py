@@ -76,6 +76,11 @@ _PUBLIC = {
     "Microbatch": "hyper_parallel.core.parallel.pipeline.running",
     "HookCoordinator": "hyper_parallel.core.parallel.pipeline.coordinator",
     "overlap_forward_backward": "hyper_parallel.core.parallel.pipeline.coordinator",
+    "manual_seed": "hyper_parallel.core.parallel.seeds",
+    "init_on_device": "hyper_parallel.core.parallel.materializing",
+    "materialize": "hyper_parallel.core.parallel.materializing",
+    "value_and_grad": "hyper_parallel.core.parallel.gradients",
+    "clip_grad_norm_": "hyper_parallel.core.parallel.norms",
 }
 
 # Of these a framework has its own: they are asked for each time, as `get_platform` is.

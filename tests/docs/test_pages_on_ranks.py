@@ -22,6 +22,7 @@ if not DOCS.is_dir():
     [
         ("distributed.md", '"cpu", (1, 1)', '"cpu", (1, 2)', ["1 collectives", "all_reduce"]),
         ("operator-rules.md", '"cpu", (1,)', '"cpu", (2,)', ["(Partial('sum'),)"]),
+        ("sharded.md", "mine = slice(", "mine = slice(", ["Layout(dp, -) (8, 32)"]),
         ("pipelines.md", "hp.schedules.zbv(p, 8)", "hp.schedules.zbv(2, 8)", ["complete, in order, free of deadlock"]),
     ],
 )

@@ -31,6 +31,8 @@ WITHOUT_FRAMEWORK = {
         DeviceMesh init_device_mesh Layout layout Shard Replicate Partial distribute_tensor ones zeros empty full rand randn
         DistributedOp EinsumRule StrategyRule shard_module ShardPlan custom_shard comm_debug explicit_communication unknown_ops NoRuleError
         HookCoordinator overlap_forward_backward Schedule ScheduleError schedules PipelineStage split_stages Pipeline Microbatch
+        fully_shard accumulate MixedPrecision
+        manual_seed init_on_device materialize value_and_grad clip_grad_norm_
     """,
     "hyper_parallel.platform": PLATFORM + "platform_of",
     "hyper_parallel.platform.platform": PLATFORM,

@@ -91,6 +91,23 @@ def test_a_weight_of_the_loss_gets_its_gradient(name: str) -> None:
     assert sorted(run(2, programs.weight_of_the_loss, name), key=str) == [None, True]
 
 
+def test_a_weight_of_a_loss_gets_its_gradient_on_mindspore_too() -> None:
+    (error,) = run(1, training("mindspore").weight_of_the_loss, framework="mindspore")
+    assert error <= 1e-6
+
+
+def test_cells_are_cut_by_cost() -> None:
+    ((counted, measured, is_untouched),) = run(1, training("mindspore").cut_by_cost, framework="mindspore")
+    assert counted == [40, 320]
+    assert min(measured) > 0
+    assert is_untouched
+
+
+def test_a_loss_of_another_dtype_than_in_the_first_step_is_refused() -> None:
+    first, second = _failing(programs.a_loss_of_another_dtype, deadline_s=5)
+    assert "The loss is of another form than in the first step" in (first or second)
+
+
 @pytest.mark.parametrize("name", ["one_f_one_b", "zbv"])
 def test_a_step_leaves_nothing_to_the_collector(name: str) -> None:
     for counts in run(2, pipelines.objects_over_steps, name, 12):
@@ -149,10 +166,10 @@ def test_after_a_step_that_failed_the_pipeline_says_so_and_runs_no_other() -> No
     assert first.startswith("A step of this pipeline failed")
 
 
-def _failing(function: Any) -> list[Any]:
+def _failing(function: Any, deadline_s: float = 10) -> list[Any]:
     """What the ranks return, though the second one is left waiting."""
     try:
-        return processes.pool("torch", 2).run(function, deadline_s=10)
+        return processes.pool("torch", 2).run(function, deadline_s=deadline_s)
     except processes.RankError as error:
         return [error.results.get(rank) for rank in range(2)]
 

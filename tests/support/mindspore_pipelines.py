@@ -124,3 +124,35 @@ def train(name: str, num_ranks: int, num_microbatches: int, num_steps: int = 2) 
             elif truth is not None:
                 error = max(error, float(np.abs(weight._grad.asnumpy() - truth).max()))
     return error, wrong
+
+
+class TrainedLoss(nn.Cell):
+    """A loss with a weight of its own, which is no stage's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = ms.Parameter(Tensor(np.linspace(0.5, 2, NUM_WORDS).astype(np.float32)), name="scale")
+
+    def construct(self, logits: Tensor, target: Tensor) -> Tensor:
+        return loss_fn(logits * self.scale, target)
+
+
+def weight_of_the_loss() -> float:
+    """The largest difference of the gradient of a loss's weight from the plain loop's."""
+    cells, cell = stages_of(2), TrainedLoss()
+    schedule = hp.Schedule.of([["0F0", "1F0", "0F1", "1F1", "1B0", "0B0", "1B1", "0B1"]])
+    pipeline = Pipeline([PipelineStage(each, i, 2) for i, each in enumerate(cells)], schedule, loss_fn=cell)
+    words, target = batch(2, 0)
+    pipeline.step(words, target=target)
+    gradient_of = ms.grad(lambda x, y: cell(cells[1](cells[0](x)), y) / 2, None, ms.ParameterTuple([cell.scale]))
+    parts = zip(*(ops.chunk(part, 2) for part in (words, target)), strict=True)
+    expected = sum(gradient_of(*part)[0].asnumpy() for part in parts)
+    return float(np.abs(cell.scale._grad.asnumpy() - expected).max())
+
+
+def cut_by_cost() -> tuple[list[float], list[float], bool]:
+    """Costs of stages, counted and measured, and whether measuring left no gradient."""
+    model = nn.SequentialCell(*(nn.Dense(4, 4) for _ in range(2)), nn.Dense(4, 64))
+    counted = hp.split_stages(model, 2, by="cost").costs
+    measured = hp.split_stages(model, 2, by="cost", batch=Tensor(np.ones((2, 4), np.float32))).costs
+    return counted, measured, all(weight._grad is None for weight in model.get_parameters())

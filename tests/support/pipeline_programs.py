@@ -434,6 +434,24 @@ def a_loss_of_nothing() -> str:
     return "nothing was raised"
 
 
+def a_loss_of_another_dtype() -> str:
+    """What the rank with the loss says where it is float64 in the first step and float32 in the second."""
+    schedule = SCHEDULES["one_f_one_b"](2, 4)
+    rank = hp.get_platform().get_rank()
+    dtypes = iter([torch.float64] * 4 + [torch.float32] * 4)
+    pipeline = Pipeline(
+        PipelineStage(modules_of(PROGRAMS["the input itself"])[rank], rank, 2),
+        schedule,
+        loss_fn=lambda output, target: mean_square(output, target).to(next(dtypes)),
+    )
+    pipeline.step_of(equal_batch(0))
+    try:
+        pipeline.step_of(equal_batch(1))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
 def an_output_that_is_written_over() -> str:
     """A stage gives its own buffer, and writes to it for the next microbatch while the first one is on its way."""
 

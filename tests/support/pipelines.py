@@ -122,6 +122,22 @@ def train(name: str, num_ranks: int, num_microbatches: int, num_steps: int = 2) 
     return error, wrong
 
 
+def train_by(schedule: Schedule) -> list[str]:
+    """What is wrong where ranks follow a schedule of two ranks and four microbatches; the error if it is refused."""
+    try:
+        pipeline = pipeline_of(schedule)
+    except hp.ScheduleError as error:
+        return [f"ScheduleError: {error}"]
+    tokens, target = batch(4, 0)
+    loss = pipeline.step(tokens, target=target).item()
+    expected_losses, expected = plain(schedule.num_stages, 4, 1)
+    wrong = [] if abs(loss - expected_losses[0]) <= 1e-12 else [f"loss {loss}"]
+    for stage in pipeline.stages.values():
+        found, truth = gradients_of(stage.module), expected[stage.index]
+        wrong += [f"stage {stage.index}, {key}" for key in truth if (found[key] - truth[key]).abs().max() > 1e-12]
+    return wrong
+
+
 def pipeline_of(schedule: Schedule) -> Pipeline:
     modules = stages_of(schedule.num_stages)
     rank = hp.get_platform().get_rank()

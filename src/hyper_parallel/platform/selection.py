@@ -116,6 +116,20 @@ def communicating_platform() -> Platform:
         return _choose(PlatformType.PYTORCH) if _is_torchs_by_communication() else get_platform()
 
 
+def imported_platform() -> Platform:
+    """Return the platform of a program that has named none so far, and has no tensor or module to tell it by.
+
+    It is that of `get_platform()`, unless nothing was chosen yet and only one framework has been imported: a program on
+    PyTorch is one where MindSpore is installed as well.
+    """
+    with _lock:
+        is_open = _state.chosen is None and _type_from_environment() is None
+        imported = [kind for kind in PlatformType if kind.value in sys.modules]
+        if is_open and len(imported) == 1:
+            return _choose(imported[0])
+        return communicating_platform()
+
+
 def started_world_size() -> int | None:
     """Count the processes that communicate; None while communication was not started. Chooses no framework."""
     with _lock:

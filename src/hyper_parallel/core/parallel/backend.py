@@ -6,13 +6,14 @@ Example: `parallel_of(module, "PipelineStage").stage(module).weights()` are the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from hyper_parallel.platform import platform_of
 from hyper_parallel.platform.opaque import Device, Module, Tensor
 from hyper_parallel.platform.selection import backend
 
-__all__ = ["ParallelBackend", "StageBackend", "TensorMeta", "parallel_of"]
+__all__ = ["Blocks", "ParallelBackend", "StageBackend", "TensorMeta", "parallel_of"]
 
 
 class TensorMeta(NamedTuple):
@@ -57,6 +58,27 @@ class StageBackend(Protocol):
         Returns: the gradients of `inputs`, and the call that runs the other half.
         """
 
+    def train_with(self, loss_fn: object) -> None:
+        """Let backwards add to the gradients of a loss function's weights, too, where it is a module."""
+
+    def as_taken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """What a step was given, as this stage takes it: arguments that only the first stage needs, and keywords."""
+
+    def weight_of(self, kwargs: Mapping[str, Any]) -> float | None:
+        """What the stage's own loss of a microbatch counts; None where it does not say."""
+
+
+class Blocks(Protocol):
+    """The blocks that a model's stages are made of, in the order in which they are called."""
+
+    names: list[str]
+
+    def stage(self, begin: int, end: int) -> Module:
+        """A module of the blocks from `begin` to before `end`. Parameters keep their names."""
+
+    def num_weights(self) -> list[int]:
+        """How many weights of each block are multiplied with: all but those of embeddings."""
+
 
 class ParallelBackend(Protocol):
     """A framework's part of parallel training."""
@@ -65,13 +87,24 @@ class ParallelBackend(Protocol):
 
     def stage(self, module: Module) -> StageBackend: ...
 
-    def in_sequence(self, model: Module) -> list[tuple[str, Module]] | None:
-        """The modules of a sequence by name, in order; None where the model is none."""
+    def blocks(self, model: Module, by: object, batch: object) -> Blocks:
+        """Find the blocks of a model.
 
-    def sequence(self, modules: Sequence[tuple[str, Module]]) -> Module:
-        """Make a sequence of modules that keep their names."""
+        Args:
+            by: what the user said of where stages begin: names of blocks say which blocks are meant.
+            batch: an example of what the model takes, None where it has to say so itself.
+        """
+
+    def join(self, device: Device) -> None:
+        """Wait until a device has done all that it was given."""
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Around a trial: random numbers go on afterwards as if it had not been."""
 
     def is_tensor(self, value: object) -> bool: ...
+
+    def is_differentiable(self, meta: TensorMeta) -> bool:
+        """Tell whether a tensor of this dtype can have a gradient."""
 
     def meta(self, tensor: Tensor) -> TensorMeta: ...
 
@@ -93,6 +126,9 @@ class ParallelBackend(Protocol):
         """Add to a sum, without a graph. The result is no tensor that was given."""
 
     def zeros(self, meta: TensorMeta, device: Device) -> Tensor: ...
+
+    def nothing_of(self, tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+        """A loss of zero that these tensors have a part in, of the dtype of `like`."""
 
 
 def parallel_of(thing: object, call: str) -> ParallelBackend:

@@ -78,7 +78,8 @@ def explain(
     if reasons:
         what = f"`{failure.call}` did not finish: {'; '.join(reasons)}."
     elif answers is None:
-        what = f"`{failure.call}` did not finish, and the other ranks could not be asked why."
+        gone = "" if silent_holder is None else f": rank {silent_holder}, which holds the store, does not answer"
+        what = f"`{failure.call}` did not finish, and the other ranks could not be asked why{gone}."
     else:
         what = f"`{failure.call}` did not finish, though every rank called it."
     kind = "a pair" if failure.is_pair else f"call {failure.number} of the group"

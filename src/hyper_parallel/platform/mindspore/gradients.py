@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import mindspore
 import numpy as np
@@ -33,12 +33,9 @@ class Gradients:
         """
         norm_type = check_norm_arguments(max_norm, norm_type)
         check_flag(error_if_nonfinite, "error_if_nonfinite")
-        with_grad = [p for p in _as_parameters(parameters) if p._grad is not None]
-        with _no_grad():
-            if any(hasattr(p, "_local_tensor") for p in with_grad):
-                total = _total_norm_over_ranks(with_grad, norm_type)
-            else:
-                total = _total_norm([p._grad for p in with_grad], norm_type)
+        given = _as_parameters(parameters)
+        with_grad = [p for p in given if p._grad is not None]
+        total = total_gradient_norm(given, norm_type)
         if error_if_nonfinite and not np.isfinite(total.asnumpy()):
             raise StateError(
                 "The total norm of the gradients is not finite.",
@@ -51,9 +48,25 @@ class Gradients:
             with _no_grad():
                 scale = _number(float(max_norm), total) / (total + _number(1e-6, total))
                 scale = ops.where(scale > 1.0, _number(1.0, total), scale)  # `clamp` turns NaN into 1 on the CPU
-                for parameter in with_grad:
-                    _scale_grad(parameter, scale)
+            scale_gradients(with_grad, scale)
         return total
+
+
+def total_gradient_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Compute the p-norm of all gradients of parameters, equal on all ranks. One that is not there counts as zeros."""
+    with _no_grad():
+        if any(hasattr(parameter, "_local_tensor") for parameter in parameters):
+            trained = [p for p in parameters if p.requires_grad or p._grad is not None]
+            return _total_norm_over_ranks(trained, norm_type)
+        return _total_norm([p._grad for p in parameters if p._grad is not None], norm_type)
+
+
+def scale_gradients(parameters: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply all gradients that are there by a tensor of one number."""
+    with _no_grad():
+        for parameter in parameters:
+            if parameter._grad is not None:
+                _scale_grad(parameter, factor)
 
 
 def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
@@ -65,18 +78,21 @@ def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
     return norms[0] if len(norms) == 1 else _norm(ops.stack(norms), norm_type)
 
 
-def _total_norm_over_ranks(parameters: list[Tensor], norm_type: float) -> Tensor:
+def _total_norm_over_ranks(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
     """Compute the norm where some gradients are distributed.
 
-    The powers of the norms are added up, over the ranks that have different parts.
+    The powers of the norms are added up, over the ranks that have different parts. Ranks communicate by the parameters,
+    so that none waits for another that has no gradient for one of them.
     """
     from hyper_parallel.platform.mindspore.dtensor.norms import powers_over_ranks
 
-    wide = mindspore.float64 if any(p._grad.dtype == mindspore.float64 for p in parameters) else mindspore.float32
+    # Of the parameters, which all ranks have, and not of the gradients, which may be missing on some.
+    dtypes = {parameter.dtype for parameter in parameters} | {p._grad.dtype for p in parameters if p._grad is not None}
+    wide = mindspore.float64 if mindspore.float64 in dtypes else mindspore.float32
     is_max = math.isinf(norm_type)
 
-    def power(grad: Tensor) -> Tensor:
-        if not grad.numel():
+    def power(grad: Tensor | None) -> Tensor:
+        if grad is None or not grad.numel():
             return Tensor(0.0, wide)
         norm = _norm(grad.to(wide), norm_type)
         return norm if is_max else norm ** _number(norm_type, norm)

@@ -69,7 +69,7 @@ class Parameters:
     def update_param_data(param: Parameter, data: Tensor) -> None:
         check_tensor(param, Tensor, "update_param_data")
         check_tensor(data, Tensor, "update_param_data")
-        _bind(*_local_parts(param, data))
+        bind(*_local_parts(param, data))
 
     @staticmethod
     def load_into_param(param: Parameter, data: Tensor) -> None:
@@ -78,10 +78,10 @@ class Parameters:
         check_same_shape(param.shape, data.shape, "load_into_param")
         param, data = _local_parts(param, data)
         with _no_grad():
-            if _is_placeholder(param):
-                _bind(param, data.to(param.dtype, copy=True))
+            if is_placeholder(param):
+                bind(param, data.to(param.dtype, copy=True))
             elif param.numel():
-                _copy_into(param, data)
+                copy_into(param, data)
 
     @staticmethod
     def init_parameters(module: nn.Cell, stage_index: int) -> None:
@@ -106,8 +106,8 @@ class Parameters:
                 )
         for _, _, placeholders in owners:
             for value in placeholders:
-                if _is_placeholder(value):  # a tied parameter was filled where it was seen first
-                    _bind(value, _initial_data(value))
+                if is_placeholder(value):  # a tied parameter was filled where it was seen first
+                    bind(value, _initial_data(value))
         for _, owner, _ in owners:
             if callable(getattr(owner, "reset_parameters", None)):
                 owner.reset_parameters()
@@ -150,7 +150,7 @@ def _local_parts(param: Tensor, data: Tensor) -> tuple[Tensor, Tensor]:
         return param._local_tensor, data.redistribute(param.layout)._local_tensor
 
 
-def _bind(param: Tensor, data: Tensor) -> None:
+def bind(param: Tensor, data: Tensor) -> None:
     """Make `param` the owner of the memory of `data`; it stays the object that optimizers and cells hold."""
     if not data.is_meta:
         data = ops.stop_gradient(data)  # a view of the same memory outside the graph
@@ -160,7 +160,7 @@ def _bind(param: Tensor, data: Tensor) -> None:
     param.init_mode = None
 
 
-def _copy_into(param: Tensor, data: Tensor) -> None:
+def copy_into(param: Tensor, data: Tensor) -> None:
     if Devices.device_type() != "cpu":
         param.copy_(data)
         return
@@ -176,20 +176,25 @@ def _copy_into(param: Tensor, data: Tensor) -> None:
         param[:] = data.to(param.dtype)
 
 
-def _is_placeholder(value: Tensor) -> bool:
+def is_placeholder(value: Tensor) -> bool:
     """Say whether it has no data yet: on the meta device, or with an initializer still to run."""
     return value.is_meta or value.init is not None
 
 
 def _placeholders(owner: nn.Cell) -> list[Tensor]:
     values = [*owner._params.values(), *owner._buffers.values()]
-    return [value for value in values if value is not None and _is_placeholder(value)]
+    return [value for value in values if value is not None and is_placeholder(value)]
 
 
 def _initial_data(value: Tensor) -> Tensor:
     if value.init is None:
         return mint.empty(value.shape, dtype=value.dtype)
-    return Tensor(shape=value.shape, dtype=value.dtype, init=value.init).init_data()
+    return filled_by(value.init, value)
+
+
+def filled_by(initializer: Any, like: Tensor) -> Tensor:
+    """Make a tensor of the shape of another by an initializer, which draws from NumPy's generator."""
+    return Tensor(shape=tuple(like.shape), dtype=like.dtype, init=initializer).init_data()
 
 
 class _Creation(threading.local):

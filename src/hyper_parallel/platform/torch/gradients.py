@@ -26,12 +26,13 @@ class Gradients:
         """
         norm_type = check_norm_arguments(max_norm, norm_type)
         check_flag(error_if_nonfinite, "error_if_nonfinite")
-        grads = [p.grad for p in _as_parameters(parameters) if p.grad is not None]
-        is_distributed = any(hasattr(grad, "_local_tensor") for grad in grads)
+        given = _as_parameters(parameters)
+        grads = [p.grad for p in given if p.grad is not None]
+        is_distributed = any(hasattr(tensor, "_local_tensor") for tensor in (*given, *grads))
         if is_distributed:
-            from hyper_parallel.platform.torch.dtensor.norms import local_part, total_norm
+            from hyper_parallel.platform.torch.dtensor.norms import local_part, total_gradient_norm
 
-            total = total_norm(grads, norm_type)
+            total = total_gradient_norm(given, norm_type)
             grads = [local_part(grad) for grad in grads]
         else:
             total = nn.utils.get_total_norm(grads, norm_type) if grads else torch.tensor(0.0)

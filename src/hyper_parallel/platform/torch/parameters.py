@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,13 +74,15 @@ class Parameters:
     def init_parameters(module: nn.Module, stage_index: int) -> None:
         """Give data to everything on the meta device, on the current device.
 
-        Each module's own `reset_parameters()` fills it. Nothing is touched if a module with such data has none.
+        Each module's own `reset_parameters()` fills it. A model that fills its modules itself, with `_init_weights` as
+        Hugging Face's do, is asked instead. Nothing is touched if a module with such data has neither.
         """
         check_module(module, nn.Module, "init_parameters")
         check_stage_index(stage_index)
         owners = [(name, owner) for name, owner in module.named_modules() if _has_placeholder(owner)]
+        by_model = getattr(module, "_init_weights", None)
         for name, owner in owners:
-            if not callable(getattr(owner, "reset_parameters", None)):
+            if by_model is None and not callable(getattr(owner, "reset_parameters", None)):
                 raise StateError(
                     "A module was created without data and cannot fill itself.",
                     expected="a method reset_parameters()",
@@ -97,8 +99,11 @@ class Parameters:
                         if id(value) not in made:
                             made[id(value)] = _with_memory(value, device)
                         table[name] = made[id(value)]
-        for _, owner in owners:
-            owner.reset_parameters()
+        for name, owner in owners:
+            if by_model is None:
+                owner.reset_parameters()
+            else:
+                _fill_by_model(name, owner, by_model)
 
     @property
     def meta_device(self) -> torch.device:
@@ -123,6 +128,25 @@ def _replace_placeholder(param: torch.Tensor, data: torch.Tensor) -> None:
 def _has_placeholder(owner: nn.Module) -> bool:
     values = [*owner._parameters.values(), *owner._buffers.values()]
     return any(value is not None and value.device.type == "meta" for value in values)
+
+
+def _fill_by_model(name: str, owner: nn.Module, by_model: Callable[[nn.Module], object]) -> None:
+    """Fill a module as its model does. What the model passes over would be whatever was in memory."""
+    values = {key: value for key, value in (*owner._parameters.items(), *owner._buffers.items()) if value is not None}
+    floats = {key: value for key, value in values.items() if value.is_floating_point()}
+    with torch.no_grad():
+        for value in floats.values():
+            value.fill_(float("nan"))
+        by_model(owner)
+    left = [key for key, value in floats.items() if value.isnan().any()]
+    if left:
+        raise StateError(
+            "A model has not filled a module that was created without data.",
+            expected="numbers from its _init_weights()",
+            got=f"none for {', '.join(left)} of {type(owner).__name__}",
+            where=name or "the root",
+            do="Load a checkpoint with `load_into_param`.",
+        )
 
 
 def _with_memory(value: torch.Tensor, device: torch.device) -> torch.Tensor:

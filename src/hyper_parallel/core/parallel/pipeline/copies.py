@@ -7,6 +7,8 @@ Example: `tied={"embedding.weight": "words"}` at stage 0, `tied={"head.weight": 
 backward of a step the rank of stage 3 sends its gradient to that of stage 0, which adds it to its own and sends the sum
 back. Both copies take the same step of an optimizer then, and stay equal to the bit.
 
+Before the first step the copies are made equal, as the first one is.
+
 Order: all ranks go through the copies in the same order. The first rank of each collects from the others in order, and
 gives all the sum. Who waits there waits for a rank that has come as far, or will: nobody waits in a ring.
 """
@@ -94,6 +96,27 @@ class Copies:
 
     def _gradient(self, owner: _Owner) -> Tensor | None:
         return self._stages[owner.stage].gradient(owner.name)
+
+    def make_equal(self) -> None:
+        """Give all copies the first one's numbers. All ranks call it before their first step.
+
+        Where weights get their numbers by chance, as after `init_parameters`, each copy has others.
+        """
+        for key, owners in self._copies.items():
+            mine = [owner for owner in owners if owner.rank == self._rank]
+            if not mine:
+                continue
+            root = owners[0].rank
+            if root == self._rank:
+                value = self._stages[owners[0].stage].weight(owners[0].name)
+                for rank in sorted({owner.rank for owner in owners} - {root}):
+                    self._exchange.send_gradient(("first", key, rank), rank, value)
+            else:
+                value = self._exchange.receive_gradient(("first", key, self._rank), root)
+            for owner in mine:
+                if owner != owners[0]:
+                    self._stages[owner.stage].set_weight(owner.name, value)
+        self._exchange.join()
 
     def add_up(self) -> None:
         """Make the gradient of each copy the sum of all. All ranks call it when their backwards are done."""

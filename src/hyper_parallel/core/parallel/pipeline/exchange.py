@@ -11,7 +11,7 @@ same name, and the one that sends holds every later message against it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from hyper_parallel._base.errors import StateError
@@ -62,7 +62,7 @@ class Exchange:
         backend: ParallelBackend,
         placement: Placement,
         *,
-        device: Device,
+        device: Callable[[], Device],
         group: Group,
         world_ranks: Sequence[int],
         is_dynamic: bool,
@@ -139,7 +139,7 @@ class Exchange:
             form = found[0]
             if not self._is_dynamic:
                 self._forms[name] = form
-        tensors = [self._backend.empty(meta, self._device) for meta in form.metas if meta is not None]
+        tensors = [self._backend.empty(meta, self._device()) for meta in form.metas if meta is not None]
         return _Message(form, tensors, [self._platform.irecv(tensor, source, self._group) for tensor in tensors])
 
     def join(self) -> None:

@@ -26,6 +26,7 @@ from hyper_parallel.core.parallel.pipeline.copies import Copies
 from hyper_parallel.core.parallel.pipeline.exchange import Exchange, Name
 from hyper_parallel.core.parallel.pipeline.messages import Form, form_of, rebuilt
 from hyper_parallel.core.parallel.pipeline.schedule import Schedule
+from hyper_parallel.core.parallel.pipeline.sharded_stages import ShardedStages
 from hyper_parallel.core.parallel.pipeline.stage import PipelineStage, StageRun, StageWeight
 from hyper_parallel.platform import platform_of
 from hyper_parallel.platform.arguments import check_flag
@@ -87,11 +88,16 @@ class Pipeline:
         self.coordinator = coordinator
         self._platform = platform_of(given[0].module)
         self._backend = given[0].backend
-        self._device = given[0].device
+        # Asked when it is needed: stages that were built on "meta" are filled after this.
+        self._device: Callable[[], Any] = lambda: given[0].device
         self._ranks = _world_ranks(self._platform, mesh, axis, schedule.num_ranks)
         self._rank = self._ranks.index(self._platform.get_rank())
         self._check_placement(given)
-        self._actions = schedule.lower().ranks[self._rank]
+        for stage in given:
+            if stage.is_last:
+                stage.train_with(loss_fn)
+        self._sharded = ShardedStages(self.stages)
+        self._actions = schedule.lower(zero=self._sharded.zero).ranks[self._rank]
         self._cut = self._platform.micro_batch(schedule.num_microbatches, args_batch_dim, kwargs_batch_dim)
         self._cut_target = self._platform.micro_batch(schedule.num_microbatches)
         self._group = None if mesh is None else mesh.get_group(axis)
@@ -106,6 +112,8 @@ class Pipeline:
         )
         everywhere = self._weights_everywhere(is_dynamic=dynamic_shapes)
         self._copies = Copies(self._exchange, self.stages, self._rank, everywhere)
+        self._are_copies_equal = False
+        self._is_dynamic = dynamic_shapes
         self._loss_meta: TensorMeta | None = None
         self._is_broken = False
 
@@ -136,6 +144,11 @@ class Pipeline:
                 got=f"stages {list(got)} of {', '.join(map(str, sorted(sizes)))}",
                 where=f"rank {self._rank} of the pipeline",
             )
+
+    @property
+    def group(self) -> Any:
+        """The pipeline's ranks, as communication takes them; None: all ranks."""
+        return self._group
 
     def parameters(self) -> list[Tensor]:
         """The weights of this rank's stages that are trained, each once, for an optimizer."""
@@ -171,6 +184,7 @@ class Pipeline:
             kwargs: what each stage of this rank takes.
         """
         has_first, has_last = 0 in self.stages, self.schedule.num_stages - 1 in self.stages
+        args, kwargs = self._as_taken(args, kwargs)
         cut_args, cut_kwargs = self._cut(args if has_first else (), kwargs)
         targets, _ = self._cut_target((target if has_last else None,))
         return self.step_of(
@@ -185,7 +199,8 @@ class Pipeline:
             raise ArgumentError(
                 "The schedule is for another number of microbatches.", expected=str(num), got=str(len(microbatches))
             )
-        factors = _factors(weights, num)
+        microbatches = [Microbatch(*self._as_taken(one.args, one.kwargs), one.target) for one in microbatches]
+        factors = _factors(self._own_weights(microbatches) if weights is None else weights, num)
         if self._is_broken:
             raise StateError(
                 "A step of this pipeline failed, and its ranks may have got to different places.",
@@ -193,9 +208,13 @@ class Pipeline:
             )
         self._is_broken = True  # until this step has come to its end
         try:
+            if not self._are_copies_equal:
+                self._copies.make_equal()
+                self._are_copies_equal = True
             step = _Step(self, microbatches, factors)
             with self._copies.apart():
-                step.run(self._actions)
+                with self._sharded.step():
+                    step.run(self._actions)
                 self._copies.add_up()
             loss = self._share(step.loss)
         finally:
@@ -203,14 +222,30 @@ class Pipeline:
         self._is_broken = False
         return loss
 
+    def _as_taken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a step was given, as the stages of this rank take it; they are parts of one model."""
+        args, kwargs = next(iter(self.stages.values())).as_taken(args, kwargs)
+        return tuple(args), kwargs
+
+    def _own_weights(self, microbatches: Sequence[Microbatch]) -> list[float] | None:
+        """What each microbatch counts, where the last stage makes its own loss and says so."""
+        last = self.stages.get(self.schedule.num_stages - 1)
+        if last is None or self.loss_fn is not None:
+            return None
+        found = [last.weight_of(microbatch.kwargs) for microbatch in microbatches]
+        return None if None in found else [weight for weight in found if weight is not None]
+
     def _share(self, loss: Tensor | None) -> Tensor:
         """Give all ranks the sum of the losses, of which the ranks with the last stage have parts."""
         if len(self._ranks) > 1:
-            if self._loss_meta is None:
+            mine = None if loss is None else self._backend.meta(loss)
+            if self._loss_meta is None or self._is_dynamic:
                 metas: list[TensorMeta | None] = [None] * len(self._ranks)
-                self._platform.all_gather_object(metas, None if loss is None else self._backend.meta(loss), self._group)
+                self._platform.all_gather_object(metas, mine, self._group)
                 self._loss_meta = next(meta for meta in metas if meta is not None)
-            part = self._backend.zeros(self._loss_meta, self._device) if loss is None else loss
+            elif mine is not None:
+                Form(None, (mine,)).check_same(Form(None, (self._loss_meta,)), "The loss")
+            part = self._backend.zeros(self._loss_meta, self._device()) if loss is None else loss
             return self._platform.all_reduce(part, self._group)
         return loss
 
@@ -264,7 +299,7 @@ class _Step:
                     self._pipeline.coordinator,
                 )
         elif number is None:
-            pass  # leases and reductions of sharded parameters: those of these stages are whole
+            self._pipeline._sharded.do(action)
         elif kind is Kind.FORWARD:
             self._forward(stage, number)
         elif kind is Kind.BACKWARD:
@@ -318,7 +353,12 @@ class _Step:
                 where=f"microbatch {number}",
                 do="Give loss_fn=, which makes one of the last stage's output and the target.",
             )
-        scaled = self._backend.scaled(loss, self._factors[number])
+        factor = self._factors[number]
+        if factor == 0.0:  # a mean over nothing is not a number, and would be none times zero
+            tensors = [tensor for tensor in form_of(self._backend, output)[1] if tensor is not loss]
+            there = [tensor for tensor in tensors if self._backend.meta(tensor).requires_grad]
+            loss = self._backend.nothing_of(there, loss) if there else loss
+        scaled = self._backend.scaled(loss, factor)
         self.loss = self._backend.add(self.loss, scaled)
         if self._backend.meta(scaled).requires_grad:
             return None, [scaled]

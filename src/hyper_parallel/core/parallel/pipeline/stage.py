@@ -82,6 +82,25 @@ class PipelineStage:
             for name, weight in self._runs.weights()
         ]
 
+    def as_taken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """What a step was given, as this stage takes it: arguments that only the first stage needs, and keywords."""
+        return self._runs.as_taken(args, kwargs)
+
+    def weight_of(self, kwargs: Mapping[str, Any]) -> float | None:
+        """What the stage's own loss of a microbatch counts; None where it does not say."""
+        return self._runs.weight_of(kwargs)
+
+    def train_with(self, loss_fn: object) -> None:
+        """Let the weights of a loss function have gradients, if it is a module."""
+        self._runs.train_with(loss_fn)
+
+    def weight(self, name: str) -> Tensor:
+        return dict(self._runs.weights())[name]
+
+    def set_weight(self, name: str, value: Tensor) -> None:
+        """Write numbers into a weight."""
+        platform_of(self.module).load_into_param(self.weight(name), value)
+
     def gradient(self, name: str) -> Tensor | None:
         return self._runs.gradient(name)
 

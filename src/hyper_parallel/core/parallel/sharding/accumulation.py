@@ -14,7 +14,7 @@ from hyper_parallel._base.log import get_logger
 if TYPE_CHECKING:
     from hyper_parallel.core.parallel.sharding.unit import Unit
 
-__all__ = ["Accumulation", "accumulating"]
+__all__ = ["Accumulation", "accumulating", "whole_step"]
 
 _logger = get_logger("sharding")
 
@@ -68,6 +68,29 @@ def accumulating(units: Sequence[Unit], *, last: bool, weight: float | None, red
         for unit in units:
             state = unit.accumulation
             unit.accumulation = Accumulation(sum_of_weights=None if last else state.sum_of_weights)
+
+
+@contextmanager
+def whole_step(units: Sequence[Unit]) -> Iterator[None]:
+    """Run a step whose schedule says when gradients are sent: `Order.reduce_now`, and once more when it ends."""
+    order = units[0].order
+    with order.lock:
+        for unit in units:
+            unit.accumulation = Accumulation(is_last=False, holds=True)
+    try:
+        yield
+    except BaseException:
+        with order.lock:
+            for unit in units:
+                unit.forget_step(with_schedule=True)
+                unit.accumulation = Accumulation()
+        raise
+    with order.lock:
+        for unit in units:
+            unit.accumulation = Accumulation(is_last=True, holds=True)
+        order.finish_step(units)
+        for unit in units:
+            unit.accumulation = Accumulation()
 
 
 def _share_weights(units: Sequence[Unit]) -> None:

@@ -49,7 +49,5 @@ class ShardingBackend(Protocol):
     def name_of(self, module: Module) -> str:
         """Name a module for errors."""
 
-    def native(
-        self, module: Module, axes: DataAxes, precision: MixedPrecision, *, zero: int, prefetch: int
-    ) -> Module:
+    def native(self, module: Module, axes: DataAxes, precision: MixedPrecision, *, zero: int, prefetch: int) -> Module:
         """Let the framework's own implementation shard the module."""

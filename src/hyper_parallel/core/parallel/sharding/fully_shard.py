@@ -76,12 +76,12 @@ def fully_shard(
     if engine not in _ENGINES:
         raise ArgumentError("There is no such engine.", expected=" or ".join(_ENGINES), got=describe(engine))
     if engine == "fsdp2":
-        for each in modules:
-            found.native(each, axes, precision, zero=stage, prefetch=ahead)
+        for part in modules:
+            found.native(part, axes, precision, zero=stage, prefetch=ahead)
         return module
     _check_not_sharded(found, modules)
     memory, borrowed = found.memory(modules, axes, precision)
-    name = ", ".join(found.name_of(each) for each in modules)
+    name = ", ".join(found.name_of(part) for part in modules)
     unit = Unit(name, memory, ORDER, zero=stage, prefetch=ahead)
     unit.borrowed = borrowed
     found.follow(unit, modules, precision)
@@ -149,6 +149,6 @@ def _checked_axes(mesh: DeviceMesh, axis: str, replicate_axis: str | None) -> Da
 
 
 def _check_not_sharded(found: ShardingBackend, modules: Sequence[Module]) -> None:
-    for each in modules:
-        if found.is_sharded(each):
-            raise ArgumentError("This module is sharded already.", got=found.name_of(each))
+    for part in modules:
+        if found.is_sharded(part):
+            raise ArgumentError("This module is sharded already.", got=found.name_of(part))

@@ -65,7 +65,10 @@ class UnitMemory(Protocol):
         """Wait for what `begin_reduce` began, and add the result to this rank's sums."""
 
     def give_gradients(self, divisor: Any) -> None:
-        """Add the sums over `divisor` to the gradients of the shards. A parameter that no rank had any for gets none."""
+        """Add the sums over `divisor` to the gradients of the shards.
+
+        A parameter that no rank had a gradient for gets none.
+        """
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not given yet."""

@@ -22,7 +22,7 @@ class _Pass:
     thread: int
     units: dict[Unit, None] = field(default_factory=dict)  # that have a part in it, in the order in which they came
     to_reduce: dict[Unit, None] = field(default_factory=dict)  # of them, those whose gradients were not sent yet
-    reducing: Unit | None = None  # whose gradients are on their way
+    calls: dict[Call, None] = field(default_factory=dict)  # whose backward has begun in it
 
 
 class _InThread(threading.local):
@@ -40,7 +40,8 @@ class Order:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._forward = _InThread()
-        self._passes: dict[int, _Pass] = {}
+        self._passes: dict[int, _Pass] = {}  # one within another, too: PyTorch's reentrant checkpoint
+        self._reducing: Unit | None = None  # whose gradients are on their way
         self._units: list[weakref.ref[Unit]] = []  # all there are, in the order in which they were made
         self._ahead: dict[Unit, None] = {}  # units that were gathered ahead, and not used yet
 
@@ -48,13 +49,22 @@ class Order:
         self._units = [known for known in self._units if known() is not None]
         self._units.append(weakref.ref(unit))
 
+    def units(self) -> list[Unit]:
+        """List all units there are, in the order in which they were made."""
+        return [unit for known in self._units if (unit := known()) is not None]
+
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def before_forward(self, unit: Unit, pass_id: int | None) -> None:
-        """Make a unit whole. `pass_id` says in which backward this is a rerun; None: in none."""
+    def before_forward(self, unit: Unit, pass_id: int | None, *, is_within: bool = False) -> None:
+        """Make a unit whole.
+
+        Args:
+            pass_id: in which backward this is a rerun; None: in none.
+            is_within: whether a forward of the same unit runs around this one.
+        """
         with self.lock:
             stack = self._forward.stack
-            if stack and stack[0] is unit and pass_id is None:
+            if stack and stack[0] is unit and pass_id is None and not is_within:
                 self._forget_interrupted_forward()
             if not stack and pass_id is None and self._passes:
                 self._forget_broken_passes()
@@ -148,7 +158,8 @@ class Order:
         """The outermost unit begins again and had not ended: Ctrl-C came, and no hook was told."""
         stack = self._forward.stack
         for unit in stack:
-            unit.forget_step()
+            for other in (unit, *unit.borrowed):
+                other.forget_step()
         stack.clear()
         self._forward.before = self._forward.after = None
         self._forget_ahead()
@@ -163,6 +174,7 @@ class Order:
             unit = call.unit
             unit.check_unchanged(call)
             call.state = CallState.RUNNING
+            self._pass(pass_id, unit).calls[call] = None
             for other in (unit, *unit.borrowed):
                 other.acquire(Lease.BACKWARD)
                 self._use(other)
@@ -198,13 +210,13 @@ class Order:
                     unit.give_back(Lease.RERUN)
                     self._reduce(unit, self._pass(pass_id, unit))
 
-    def reduce_now(self, units: Sequence[Unit], pass_id: int) -> None:
+    def reduce_at_once(self, units: Sequence[Unit], pass_id: int) -> None:
         """Send the gradients of units and wait for the sums: where autograd takes them before backward goes on."""
         with self.lock:
             running = self._pass(pass_id, units[0])
             for unit in units:
                 self._reduce(unit, running)
-            self._end_reduce(running)
+            self._end_reduce()
 
     def end_of_backward(self, pass_id: int) -> None:
         """End what a pass has left open, and give the shards their gradients."""
@@ -212,14 +224,17 @@ class Order:
             ended = self._passes.get(pass_id)
             if ended is None:
                 return
-            for unit in ended.units:
-                for call in unit.running_calls():
+            for call in ended.calls:
+                if call.state is CallState.RUNNING:
                     call.state = CallState.ENDED
-                unit.give_back(Lease.BACKWARD, Lease.RERUN)
+                    for unit in (call.unit, *call.unit.borrowed):
+                        unit.release(Lease.BACKWARD)
+            for unit in ended.units:
+                unit.give_back(Lease.RERUN)
             self._join_unannounced(ended)
             for unit in tuple(ended.to_reduce):
                 self._reduce(unit, ended)
-            self._end_reduce(ended)
+            self._end_reduce()
             del self._passes[pass_id]
             self._forget_ahead()
             for unit in ended.units:
@@ -232,9 +247,8 @@ class Order:
         A module may hide an output, in an attribute or an object that nobody looks into.
         """
         elsewhere = {unit for other in self._passes.values() if other is not ended for unit in other.units}
-        for known in self._units:
-            unit = known()
-            if unit is not None and unit not in elsewhere and unit.memory.has_new_gradients:
+        for unit in self.units():
+            if unit not in elsewhere and unit.memory.has_new_gradients:
                 ended.units[unit] = None
                 ended.to_reduce[unit] = None
 
@@ -249,30 +263,42 @@ class Order:
             memory.hold_gradients(state.weight)
             if not state.is_last:
                 return
-        self._end_reduce(running)
-        trace.emit("sharding.reduce", unit=unit.name, bytes=memory.reduced_bytes)
-        memory.begin_reduce(None if state.holds else state.weight)
-        running.reducing = unit
+        self._begin_reduce(unit)
 
-    def _end_reduce(self, running: _Pass) -> None:
-        unit, running.reducing = running.reducing, None
+    def _begin_reduce(self, unit: Unit) -> None:
+        self._end_reduce()
+        trace.emit("sharding.reduce", unit=unit.name, bytes=unit.memory.reduced_bytes)
+        # What was put aside has its weight already.
+        unit.memory.begin_reduce(None if unit.accumulation.holds else unit.accumulation.weight)
+        self._reducing = unit
+
+    def _end_reduce(self) -> None:
+        unit, self._reducing = self._reducing, None
         if unit is not None:
             unit.memory.end_reduce()
             trace.emit("sharding.reduced", unit=unit.name)
             if unit.accumulation.is_last:
                 unit.give_gradients()
 
+    def forget_reduce(self, unit: Unit) -> None:
+        """What is on its way of a unit was dropped."""
+        if self._reducing is unit:
+            self._reducing = None
+
     # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def reduce_now(self, units: Sequence[Unit]) -> None:
+        """Send the gradients of these units, as a schedule says, and add them to this rank's sums."""
+        with self.lock:
+            for unit in units:
+                if unit.memory.is_trained and unit.memory.holds_gradients:
+                    self._begin_reduce(unit)
+            self._end_reduce()
 
     def finish_step(self, units: Sequence[Unit]) -> None:
         """Send and give what the last microbatch of a step has not: gradients of units that had no part in it."""
         with self.lock:
-            rest = _Pass(threading.get_ident())
-            for unit in units:
-                if unit.memory.holds_gradients:
-                    rest.to_reduce[unit] = None
-                    self._reduce(unit, rest)
-            self._end_reduce(rest)
+            self.reduce_now(units)
             for unit in units:
                 if unit.memory.has_sums:
                     unit.give_gradients()
@@ -285,8 +311,6 @@ class Order:
         for pass_id, broken in list(self._passes.items()):
             if broken.thread == mine or broken.thread not in python_threads:
                 del self._passes[pass_id]
-                if broken.reducing is not None:
-                    broken.reducing.memory.end_reduce()
                 for unit in broken.units:
                     unit.forget_step()
 

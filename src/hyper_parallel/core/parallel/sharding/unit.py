@@ -97,9 +97,9 @@ class Unit:
     def acquire(self, lease: Lease) -> None:
         """Take a lease. The first one begins the gather; `make_whole` waits for it."""
         if not self.is_leased:
-            self.gathered_version = self.memory.version()
             trace.emit("sharding.gather", unit=self.name, bytes=self.memory.whole_bytes, why=lease.name)
             self.memory.begin_gather()
+            self.gathered_version = self.memory.version()  # behind it: what was put elsewhere is taken in there
             self._is_gathering = True
         self._leases[lease] += 1
 
@@ -155,9 +155,6 @@ class Unit:
         """Whether a forward is alive whose backward has not begun."""
         return any(call.state is CallState.WAITING for call in tuple(self._calls))
 
-    def running_calls(self) -> list[Call]:
-        return [call for call in tuple(self._calls) if call.state is CallState.RUNNING]
-
     @property
     def has_open_calls(self) -> bool:
         """Whether a backward may still add to the gradients."""
@@ -193,9 +190,10 @@ class Unit:
         if not self.has_waiting_calls:
             self.give_back(Lease.STEP)
 
-    def forget_step(self) -> None:
-        """Give up all that a step that failed has left."""
+    def forget_step(self, *, with_schedule: bool = False) -> None:
+        """Give up all that a step that failed has left. Whoever runs a schedule gives up its leases as well."""
         for call in tuple(self._calls):
             call.state = CallState.ENDED
-        self.give_back(*(lease for lease in Lease if lease is not Lease.SCHEDULE))
+        self.give_back(*(lease for lease in Lease if with_schedule or lease is not Lease.SCHEDULE))
         self.memory.drop_gradients()
+        self.order.forget_reduce(self)

@@ -9,11 +9,11 @@ import mindspore
 from mindspore import Parameter, Tensor, mint, ops
 
 from hyper_parallel._base.errors import ArgumentTypeError, describe
-from hyper_parallel.core.dtensor.boxes import Box
+from hyper_parallel.core.dtensor.boxes import Box, box_of
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placements import Placement
-from hyper_parallel.core.shard.local_parts import as_layout
+from hyper_parallel.core.shard.local_parts import as_layout, mesh_coordinate
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.mindspore.communication import Communication
 from hyper_parallel.platform.mindspore.devices import to_device_or_none
@@ -51,9 +51,20 @@ def distribute_tensor(
     whole = Spec(Layout(layout.mesh, ((),) * tensor.ndim), tuple(tensor.shape))
     if not isinstance(tensor, Parameter):
         return wrapped(tensor, whole).redistribute(layout)
+    if tensor.is_meta:
+        return _without_memory(tensor, Spec(layout, whole.shape))
     # A parameter's part is a leaf of its own, with memory of its own: the whole one can go.
     part = wrapped(detached(tensor), whole).redistribute(layout)
     return as_parameter(wrapped(owned(part._local), part._spec), tensor.name, tensor.requires_grad)
+
+
+def _without_memory(parameter: Parameter, spec: Spec) -> DTensor:
+    """Make the part of a parameter that has no memory yet, which has none either, and keep what fills it later."""
+    box = box_of(spec.layout, spec.shape, mesh_coordinate(spec.layout.mesh))
+    local = mint.empty(box.sizes, dtype=parameter.dtype, device="meta")
+    made = as_parameter(wrapped(local, spec), parameter.name, parameter.requires_grad)
+    made.init = parameter.init
+    return made
 
 
 def owned(tensor: Tensor) -> Tensor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from hyper_parallel.core.parallel.backend import ParallelBackend, TensorMeta
+from hyper_parallel.core.parallel.backend import Blocks, ParallelBackend, TensorMeta
+from hyper_parallel.platform.torch.dtensor.tensor import DTensor
 from hyper_parallel.platform.torch.dtypes import to_dtype
+from hyper_parallel.platform.torch.parallel.block_stage import BlockList, BlockStage, num_weights
 from hyper_parallel.platform.torch.parallel.weight_gradients import backward_of_inputs
 
 
@@ -30,12 +33,15 @@ class TorchStage:
         return list(self._module.named_parameters())
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        return self._module.get_parameter(name).grad
+        return _plain(self._module.get_parameter(name)).grad
 
     def set_gradient(self, name: str, gradient: torch.Tensor | None) -> None:
-        self._module.get_parameter(name).grad = None if gradient is None else gradient.clone()
+        _plain(self._module.get_parameter(name)).grad = None if gradient is None else gradient.clone()
 
     def forward(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if args and function is self._module and self._of_blocks() is not None:
+            kwargs = {"received": args[0], **kwargs}
+            args = ()
         with torch.enable_grad():
             return function(*args, **kwargs)
 
@@ -57,12 +63,47 @@ class TorchStage:
             self.undeferred.update(name for name, weight in self._module.named_parameters() if id(weight) in done)
         return _gradients_of(inputs), deferred.run
 
+    def train_with(self, loss_fn: object) -> None:
+        """Autograd finds the weights of a loss function by itself."""
+
+    def as_taken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        stage = self._of_blocks()
+        return (args, dict(kwargs)) if stage is None else ((), stage.as_keywords(args, kwargs))
+
+    def weight_of(self, kwargs: Mapping[str, Any]) -> float | None:
+        stage = self._of_blocks()
+        return None if stage is None else stage.weight_of(kwargs)
+
+    def _of_blocks(self) -> BlockStage | None:
+        """The module, if it was cut out of a model; a wrapper of regions may be around it."""
+        inner = getattr(self._module, "_checkpoint_wrapped_module", self._module)
+        return inner if isinstance(inner, BlockStage) else None
+
+
+def _plain(weight: torch.Tensor) -> torch.Tensor:
+    """The memory of a weight on this rank: a shard's part, or the weight itself."""
+    return weight._local if isinstance(weight, DTensor) else weight
+
 
 def _gradients_of(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     found = [value.grad for value in inputs]
     for value in inputs:
         value.grad = None  # the gradient goes to another rank; the leaf may live on in a user's list
     return found
+
+
+class ModulesInOrder:
+    """The modules of a sequence. See `Blocks`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = list(model._modules)
+        self._modules: list[tuple[str, Any]] = list(model._modules.items())
+
+    def stage(self, begin: int, end: int) -> nn.Module:
+        return nn.Sequential(OrderedDict(self._modules[begin:end]))
+
+    def num_weights(self) -> list[int]:
+        return [num_weights(module) for _, module in self._modules]
 
 
 class TorchParallel:
@@ -73,13 +114,23 @@ class TorchParallel:
     def stage(self, module: nn.Module) -> TorchStage:
         return TorchStage(module)
 
-    def in_sequence(self, model: nn.Module) -> list[tuple[str, Any]] | None:
+    def blocks(self, model: nn.Module, by: object, batch: object) -> Blocks:
         # A subclass may call them otherwise.
         is_sequence = getattr(type(model), "forward", None) is nn.Sequential.forward
-        return list(model._modules.items()) if is_sequence else None
+        return ModulesInOrder(model) if is_sequence else BlockList(model, by, batch)
 
-    def sequence(self, modules: Sequence[tuple[str, nn.Module]]) -> nn.Module:
-        return nn.Sequential(OrderedDict(modules))
+    def join(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        with torch.random.fork_rng():
+            yield
+
+    def is_differentiable(self, meta: TensorMeta) -> bool:
+        dtype = to_dtype(meta.dtype)
+        return bool(dtype.is_floating_point or dtype.is_complex)
 
     def is_tensor(self, value: object) -> bool:
         return isinstance(value, torch.Tensor)
@@ -95,6 +146,9 @@ class TorchParallel:
 
     def zeros(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
         return torch.zeros(meta.shape, dtype=to_dtype(meta.dtype), device=device)
+
+    def nothing_of(self, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(tensor * 0).sum().to(like.dtype) for tensor in tensors]).sum()
 
     def as_input(self, tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
         return tensor.detach().requires_grad_(requires_grad)

@@ -90,7 +90,7 @@ class Passage:
             memory.is_taken = True
         try:
             ORDER.after_backward(call, now)
-            ORDER.reduce_now(units, now)
+            ORDER.reduce_at_once(units, now)
         finally:
             for memory in memories:
                 memory.is_taken = False

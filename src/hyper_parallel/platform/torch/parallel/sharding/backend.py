@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hyper_parallel._base.errors import ArgumentError, StateError
 from hyper_parallel.core.parallel.sharding.backend import DataAxes, ShardingBackend
+from hyper_parallel.core.parallel.sharding.order import ORDER
 from hyper_parallel.core.parallel.sharding.precision import MixedPrecision
 from hyper_parallel.core.parallel.sharding.unit import Unit
 from hyper_parallel.platform.torch.dtypes import to_dtype
@@ -21,10 +21,6 @@ from hyper_parallel.platform.torch.parallel.sharding.parameters import (
     found_parameters,
     sharded_spec,
 )
-
-# Of which unit's memory a parameter is: shards, and the parameters that they were made of, which other modules may hold.
-_memory_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_unit_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by memory
 
 
 class TorchSharding:
@@ -37,38 +33,33 @@ class TorchSharding:
     ) -> tuple[TorchUnitMemory, tuple[Unit, ...]]:
         names = [""] if len(modules) == 1 else [f"{number}" for number in range(len(modules))]
         own, given, borrowed = [], [], []
-        device = _device(axes)
-        for name, parameter, places in found_parameters(modules, names):
-            memory = _memory_of.get(parameter)
-            if memory is None:
+        device, known = _device(axes), _known_parameters()
+        for name, parameter, places in found_parameters(modules, names, self.is_sharded):
+            if id(parameter) not in known:
                 _check_has_no_hooks(name, parameter)
                 spec, part = sharded_spec(name, parameter, axes.mesh, axes.axis)
                 own.append(UnitParameter(name, parameter, places, spec, part))
                 given.append(parameter)
                 continue
-            owner = next(other for other in memory.parameters if other.is_of(parameter))
-            added = [place for place in places if not any(place.is_same(known) for known in owner.places)]
-            if added:
-                memory.add_places(owner, added)
-                borrowed.append(_unit_of[memory])
+            unit, owner = known[id(parameter)]
+            added = [place for place in places if not any(place.is_same(other) for other in owner.places)]
+            unit.memory.add_places(owner, added)
+            borrowed.append(unit)
         made = TorchUnitMemory(_name(modules), own, given, axes.mesh, axes.axis, axes.replicate_axis, precision, device)
-        for parameter, old in zip(own, given, strict=True):
-            _memory_of[parameter.shard] = _memory_of[old] = made
         made.show_shards()
         for module in modules:
             _move_buffers(module, device)
         return made, tuple(dict.fromkeys(borrowed))
 
     def follow(self, unit: Unit, modules: Sequence[nn.Module], precision: MixedPrecision) -> None:
-        _unit_of[unit.memory] = unit
         UnitHooks(unit, modules, precision)
 
     def units_in(self, module: nn.Module) -> list[Unit]:
         return units_in(module)
 
     def is_sharded(self, module: nn.Module) -> bool:
-        hooks = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
-        return any(isinstance(each, UnitHooks) and each.unit is not None for each in hooks)
+        holders = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+        return any(isinstance(hooks, UnitHooks) and hooks.unit is not None for hooks in holders)
 
     def name_of(self, module: nn.Module) -> str:
         return type(module).__name__
@@ -94,6 +85,19 @@ class TorchSharding:
         return module
 
 
+def _known_parameters() -> dict[int, tuple[Any, UnitParameter]]:
+    """All parameters that have units: shards, and what they were made of, which other modules may still hold."""
+    found: dict[int, tuple[Any, UnitParameter]] = {}
+    for unit in ORDER.units():
+        memory: Any = unit.memory
+        for parameter in memory.parameters:
+            found[id(parameter.shard)] = unit, parameter
+            given = parameter.given()
+            if given is not None:
+                found[id(given)] = unit, parameter
+    return found
+
+
 def _device(axes: DataAxes) -> torch.device:
     kind = axes.mesh.device_type
     if kind == "cpu" or not torch.accelerator.is_available():
@@ -117,7 +121,7 @@ def _check_has_no_hooks(name: str, parameter: nn.Parameter) -> None:
         raise StateError(
             "A parameter has hooks, which its shard would not have.",
             where=name,
-            do="Call `hp.fully_shard` first, and register hooks on the shards: they are called with the shard's gradient.",
+            do="Call `hp.fully_shard` first, and register hooks on the shards: these get the shard's gradient.",
         )
 
 

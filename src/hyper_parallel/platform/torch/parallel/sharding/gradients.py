@@ -17,7 +17,6 @@ import torch
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.parallel.sharding.cutting import offsets
 from hyper_parallel.platform.communication.reductions import Reduction
-from hyper_parallel.platform.communication.transport import Transport
 from hyper_parallel.platform.torch.parallel.sharding.parameters import UnitParameter
 
 __all__ = ["UnitGradients"]
@@ -38,7 +37,7 @@ class UnitGradients:
     def __init__(
         self,
         parameters: Sequence[UnitParameter],
-        transport: Transport,
+        transport: Any,
         group: Any,
         num_parts: int,
         rank: int,
@@ -107,13 +106,14 @@ class UnitGradients:
         rows = [self._row(parameter) for parameter in self._trained]
         wire = self._wire_dtype or reduce(torch.promote_types, {row.dtype for row in rows})
         rows.append(self._counts(rows[0].device))
-        message = torch._chunk_cat([row if row.dtype is wire else row.to(wire) for row in rows], 0, self._num_parts)
-        message = message.view(-1)
+        rows = [row if row.dtype is wire else row.to(wire) for row in rows if row.numel()]
+        message = torch._chunk_cat(rows, 0, self._num_parts)
+        values = message[:, : self._num_values]
         if weight == 0:  # what has no weight may be no number: the mean over nothing
-            message.zero_()
+            values.zero_()
         elif weight is not None:
-            message.mul_(weight)
-        self._send(message)
+            values.mul_(weight)
+        self._send(message.view(-1))
 
     def _row(self, parameter: UnitParameter) -> torch.Tensor:
         """Take what this rank has of a gradient, zeros if nothing, so that chunks of dim 0 are the ranks' parts."""

@@ -11,10 +11,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.parallel.sharding.order import ORDER
@@ -65,9 +68,13 @@ class UnitHooks:
                 do="Call `hp.fully_shard(copy, mesh=...)` on it as well.",
             )
         now = pass_id()
-        ORDER.before_forward(unit, now)
+        earlier = self._thread.running
+        if earlier and not earlier[-1].is_active():  # Ctrl-C
+            earlier.clear()
+        with _unseen():
+            ORDER.before_forward(unit, now, is_within=bool(earlier))
         running = _Forward(module, sys.exc_info()[1], now)
-        self._thread.running.append(running)
+        earlier.append(running)
         if self._input_dtype is not None:
             args, kwargs = map_leaves(self._cast_input, (args, kwargs))
         if torch.is_grad_enabled():
@@ -75,26 +82,25 @@ class UnitHooks:
         return args, kwargs
 
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:
-        stack = self._thread.running if self.unit is not None else []
+        unit = self.unit
+        if unit is None:
+            return None
+        stack = self._thread.running
         if not stack or stack[-1].module is not module:  # gathering raised: this forward never began
             return None
         running = stack.pop()
-        unit = self.unit
-        assert unit is not None
         if output is None and sys.exc_info()[1] is not running.error:
-            ORDER.after_forward(unit, None, running.pass_id)
+            with _unseen():
+                ORDER.after_forward(unit, None, running.pass_id)
             return None
         if self._output_dtype is not None:
             output = map_leaves(self._cast_output, output)
         if not torch.is_grad_enabled():
-            ORDER.after_forward(unit, None, running.pass_id)
+            with _unseen():
+                ORDER.after_forward(unit, None, running.pass_id)
             return output
         known = {id(value) for value in running.inputs}
-        outputs = [
-            value
-            for value in _tensors(output)
-            if value.requires_grad and id(value) not in known
-        ]
+        outputs = [value for value in _tensors(output) if value.requires_grad and id(value) not in known]
         call = unit.add_call() if outputs or unit.memory.is_trained else None
         if call is not None:
             for value in outputs:
@@ -104,7 +110,8 @@ class UnitHooks:
                     value.register_hook(_AfterBackward(call))
             if not outputs:
                 _follow_gradients(unit)
-        ORDER.after_forward(unit, call, running.pass_id, is_seen=bool(outputs))
+        with _unseen():
+            ORDER.after_forward(unit, call, running.pass_id, is_seen=bool(outputs))
         return output
 
     def _cast_input(self, value: Any) -> Any:
@@ -127,6 +134,14 @@ class _Forward:
         self.error = error  # what is handled around this forward: it is none of this forward's own
         self.pass_id = in_pass
         self.inputs: list[torch.Tensor] = []
+        self._frame = sys._getframe(2)  # of PyTorch, which calls the module
+
+    def is_active(self) -> bool:
+        """Whether it has not ended, and this runs within it: a module that calls itself."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
 
 
 class _BeforeBackward:
@@ -137,8 +152,8 @@ class _BeforeBackward:
 
     def __call__(self, grad: torch.Tensor) -> None:
         now = pass_id()
-        assert now is not None
-        ORDER.before_backward(self._call, now)
+        if now is not None:
+            ORDER.before_backward(self._call, now)
 
 
 class _AfterBackward:
@@ -151,6 +166,11 @@ class _AfterBackward:
         call, now = self._call(), pass_id()
         if call is not None and now is not None:
             ORDER.after_backward(call, now)
+
+
+def _unseen() -> AbstractContextManager[object]:
+    """Around what is no work of the module: regions that record it must not see it, nor who counts its operations."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

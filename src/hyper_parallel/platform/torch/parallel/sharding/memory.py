@@ -24,7 +24,8 @@ from hyper_parallel.platform.torch.communication import Communication
 from hyper_parallel.platform.torch.communication.transport import TorchTransport
 from hyper_parallel.platform.torch.dtypes import to_dtype
 from hyper_parallel.platform.torch.parallel.sharding.gradients import UnitGradients
-from hyper_parallel.platform.torch.parallel.sharding.parameters import Place, UnitParameter
+from hyper_parallel.platform.torch.parallel.sharding.one_rank import OneRank
+from hyper_parallel.platform.torch.parallel.sharding.parameters import Place, UnitParameter, check_optimizers
 
 __all__ = ["TorchUnitMemory"]
 
@@ -65,13 +66,17 @@ class TorchUnitMemory:
         self._name = name
         self.parameters = list(parameters)
         self._precision = precision
-        self._transport = transport or Communication.transport
+        is_alone = len(mesh.ranks) == 1 and not Communication.transport.is_up()
+        self._transport: Any = transport or (OneRank() if is_alone else Communication.transport)
         self._rank = mesh.get_local_rank(axis)
         self._axis_size = mesh.size(axis)
-        self._group = mesh.get_group(axis)
-        self._replicas = None if replicate_axis is None else (mesh.get_group(replicate_axis), mesh.size(replicate_axis))
+        self._group = None if is_alone else mesh.get_group(axis)
+        self._replicas: tuple[Any, int] | None = None
+        if replicate_axis is not None and not is_alone:
+            self._replicas = mesh.get_group(replicate_axis), mesh.size(replicate_axis)
         self._gather_handle: Any = None
         self._received = _NOTHING
+        self._is_checked = False
         self._generation = 0
         self._whole_versions = 0
         self._gradients = UnitGradients(
@@ -154,7 +159,10 @@ class TorchUnitMemory:
         for group in self._groups:
             self._make_group_wholes(group)
         # Where the message lies as the whole memory does, it is received right there.
-        self._is_direct = self._axis_size == 1 or [parameter.part.dim for parameter in self.parameters] == [0]
+        self._is_direct = self._axis_size == 1 or (
+            [parameter.part.dim for parameter in self.parameters] == [0]
+            and self._sent_bytes == self._groups[0].room * self._groups[0].gathered.itemsize
+        )
         self._whole_memory = self._on_storage(torch.uint8, 0, (total,))
         self._storage.resize_(0)
         self._note_tensors()
@@ -170,7 +178,7 @@ class TorchUnitMemory:
         self._gradients.note_trained()
         self._are_trained = [local.requires_grad for local in self._locals]
         self._places_in_modules = [
-            (place.module._parameters, place.name, parameter.shard, parameter.whole)
+            (place.module._parameters, place.name, parameter.shard, parameter.whole, parameter.local)
             for parameter in self.parameters
             for place in parameter.places
         ]
@@ -219,6 +227,9 @@ class TorchUnitMemory:
     def begin_gather(self) -> None:
         if not self.parameters:
             return
+        if not self._is_checked:
+            self._is_checked = True
+            check_optimizers(self.parameters)
         self._take_in_changes()
         sent = self._shards
         if self._is_cast:
@@ -247,14 +258,14 @@ class TorchUnitMemory:
 
     def _fill(self, received: torch.Tensor) -> None:
         for group, rooms, rows in self._filled_at_once:
-            torch.split_with_sizes_copy(self._part_of(received, group), rooms, dim=1, out=rows)
+            torch.split_with_sizes_copy(self._rows_of(received, group), rooms, dim=1, out=rows)
         if self._filled_by_part:
-            parts = {id(group): self._part_of(received, group) for group in self._groups}
+            parts = {id(group): self._rows_of(received, group) for group in self._groups}
             for target, group, rank, start in self._filled_by_part:
                 values = parts[id(group)][rank, start : start + target.numel()]
                 target.copy_(values.view(target.shape))
 
-    def _part_of(self, received: torch.Tensor, group: _SameDtype) -> torch.Tensor:
+    def _rows_of(self, received: torch.Tensor, group: _SameDtype) -> torch.Tensor:
         """All ranks' values of a group, one row for each rank."""
         part = received[:, group.sent_at : group.sent_at + group.room * group.gathered.itemsize]
         return part.view(group.gathered)
@@ -291,11 +302,11 @@ class TorchUnitMemory:
             for parameter in self.parameters:
                 parameter.whole.requires_grad_(parameter.local.requires_grad)
             self._note_tensors()
-        for held, name, _, whole in self._places_in_modules:
+        for held, name, _, whole, _ in self._places_in_modules:
             held[name] = whole
 
     def show_shards(self) -> None:
-        for held, name, shard, _ in self._places_in_modules:
+        for held, name, shard, _, _ in self._places_in_modules:
             held[name] = shard
 
     # -- changes from outside ------------------------------------------------------------------------------------------
@@ -308,11 +319,11 @@ class TorchUnitMemory:
 
         `parameter.data = x`, `load_state_dict(assign=True)`, `module.to(device)` and `hp.materialize` do that.
         """
-        for held, name, shard, whole in self._places_in_modules:
+        for held, name, shard, whole, local in self._places_in_modules:
             current = held.get(name)
-            if current is not shard and current is not whole:
-                next(parameter for parameter in self.parameters if parameter.shard is shard).take_over(current)
-                self._note_tensors()
+            if (current is not shard and current is not whole) or shard._local is not local:
+                self._take_over_parameters()
+                break
         if [local.data_ptr() for local in self._locals] != self._pointers:
             moved = [pair for pair in self._places if pair[0].local.data_ptr() != pair[1].data_ptr()]
             self._check_alike()
@@ -337,6 +348,15 @@ class TorchUnitMemory:
                 where=f"unit {self._name or 'of the whole module'}",
                 do="Call `hp.materialize(model, seed=...)`, or load a checkpoint, before the first forward.",
             )
+
+    def _take_over_parameters(self) -> None:
+        for parameter in self.parameters:
+            for place in parameter.places:
+                current = place.module._parameters.get(place.name)
+                if current is not parameter.shard and current is not parameter.whole:
+                    parameter.take_over(current)
+            parameter.local = parameter.shard._local
+        self._note_tensors()
 
     def _check_alike(self) -> None:
         devices = {parameter.local.device for parameter in self.parameters}
@@ -370,7 +390,7 @@ class TorchUnitMemory:
 
     @property
     def has_new_gradients(self) -> bool:
-        return any([whole.grad is not None for whole in self._wholes])
+        return any(whole.grad is not None for whole in self._wholes)
 
     @property
     def has_sums(self) -> bool:
@@ -412,4 +432,3 @@ class TorchUnitMemory:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,10 @@ from hyper_parallel.core.parallel.sharding.cutting import Cut, cut
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.torch.dtensor.tensor import DTensor, wrapped
 
-__all__ = ["Place", "UnitParameter", "found_parameters", "sharded_spec"]
+__all__ = ["Place", "UnitParameter", "check_optimizers", "found_parameters", "sharded_spec"]
+
+# What a DTensor keeps of itself. Everything else was noted on a parameter by somebody, and goes on to its shard.
+_OF_DTENSORS = ("_is_param", "_last_grad", "_local", "_origin", "_spec", "_ties", "_values", "_view_of")
 
 
 class Place(NamedTuple):
@@ -49,22 +53,18 @@ class UnitParameter:
         self.part = part
         self.inner_spec: Spec | None = given._spec if isinstance(given, DTensor) else None
         self.dtype: torch.dtype = given.dtype
-        self._given = weakref.ref(given)
+        self.given = weakref.ref(given)
         self.shard: Any = None
         self.local: torch.Tensor = torch.empty(0)  # this rank's part of the shard, as plain memory
         self.whole: Any = None
         self.whole_local: torch.Tensor = torch.empty(0)
         self.is_followed = False  # whether each gradient of it is told
 
-    def is_of(self, parameter: nn.Parameter) -> bool:
-        """Whether this is the shard, or the parameter that it was made of."""
-        return parameter is self.shard or parameter is self._given()
-
     def set_shard(self, local: torch.Tensor, like: nn.Parameter) -> None:
         """Make the shard of memory, with what was noted on the parameter that it follows."""
         shard = nn.Parameter(wrapped(local, self.spec), like.requires_grad)
         for name, value in vars(like).items():
-            if not name.startswith(("_local", "_spec", "_values", "_origin", "_ties", "_view_of", "_is_param", "_last_grad")):
+            if name not in _OF_DTENSORS:
                 setattr(shard, name, value)
         self.shard, self.local = shard, shard._local
 
@@ -91,14 +91,30 @@ class UnitParameter:
         self.shard, self.local = current, current._local
 
 
+def check_optimizers(parameters: Sequence[UnitParameter]) -> None:
+    """Raise where an optimizer was made before its parameters were sharded: it would train tensors that nobody uses."""
+    replaced = {id(given): parameter for parameter in parameters if (given := parameter.given()) is not None}
+    if not replaced:
+        return
+    for optimizer in [found for found in gc.get_objects() if isinstance(found, torch.optim.Optimizer)]:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in replaced:
+                    raise StateError(
+                        "An optimizer was made before its parameters were sharded: it would not train them.",
+                        where=f"{type(optimizer).__name__}, {replaced[id(parameter)].name}",
+                        do="Make the optimizer after `hp.fully_shard`, of `model.parameters()`.",
+                    )
+
+
 def found_parameters(
-    modules: Sequence[nn.Module], names: Sequence[str]
+    modules: Sequence[nn.Module], names: Sequence[str], is_sharded: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Parameter, list[Place]]]:
-    """Give every parameter of some modules once, with all places in them."""
+    """Give every parameter of some modules once, with all places in them, but not those inside of sharded modules."""
     found: dict[int, tuple[str, nn.Parameter, list[Place]]] = {}
     seen: set[tuple[int, str]] = set()
     for module, prefix in zip(modules, names, strict=True):
-        for path, inner in module.named_modules(prefix=prefix, remove_duplicate=False):
+        for path, inner in _modules(module, prefix, is_sharded):
             for name, parameter in inner._parameters.items():
                 if parameter is None or (id(inner), name) in seen:
                     continue
@@ -106,6 +122,13 @@ def found_parameters(
                 full = f"{path}.{name}" if path else name
                 found.setdefault(id(parameter), (full, parameter, []))[2].append(Place(inner, name))
     yield from found.values()
+
+
+def _modules(module: nn.Module, path: str, is_sharded: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None and not is_sharded(child):
+            yield from _modules(child, f"{path}.{name}" if path else name, is_sharded)
 
 
 def sharded_spec(name: str, given: nn.Parameter, mesh: DeviceMesh, axis: str) -> tuple[Spec, Cut]:
