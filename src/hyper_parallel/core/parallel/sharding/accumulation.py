@@ -29,6 +29,7 @@ class Accumulation:
         weight: what gradients of this microbatch count, None for 1 with the sum over ranks divided by their number.
         sum_of_weights: of this rank's microbatches until now.
         divisor: what the sums of the last microbatch are divided by; None for the number of ranks.
+        is_scheduled: whether a schedule runs the step: `whole_step`.
     """
 
     is_last: bool = True
@@ -36,6 +37,7 @@ class Accumulation:
     weight: float | None = None
     sum_of_weights: float | None = None
     divisor: Any = None
+    is_scheduled: bool = False
 
 
 @contextmanager
@@ -76,7 +78,7 @@ def whole_step(units: Sequence[Unit]) -> Iterator[None]:
     order = units[0].order
     with order.lock:
         for unit in units:
-            unit.accumulation = Accumulation(is_last=False, holds=True)
+            unit.accumulation = Accumulation(is_last=False, holds=True, is_scheduled=True)
     try:
         yield
     except BaseException:
@@ -87,7 +89,7 @@ def whole_step(units: Sequence[Unit]) -> Iterator[None]:
         raise
     with order.lock:
         for unit in units:
-            unit.accumulation = Accumulation(is_last=True, holds=True)
+            unit.accumulation = Accumulation(is_last=True, holds=True, is_scheduled=True)
         order.finish_step(units)
         for unit in units:
             unit.accumulation = Accumulation()

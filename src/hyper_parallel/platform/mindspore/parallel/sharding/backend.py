@@ -11,6 +11,7 @@ from mindspore import Parameter, nn
 
 from hyper_parallel._base.errors import ArgumentError, StateError, UnsupportedDeviceError
 from hyper_parallel.core.parallel.sharding.backend import DataAxes, ShardingBackend
+from hyper_parallel.core.parallel.sharding.order import ORDER
 from hyper_parallel.core.parallel.sharding.precision import MixedPrecision
 from hyper_parallel.core.parallel.sharding.unit import Unit
 from hyper_parallel.platform.mindspore.devices import Devices
@@ -26,27 +27,6 @@ from hyper_parallel.platform.mindspore.regions.graph_mode import refuse_graph_mo
 __all__ = ["BACKEND"]
 
 
-class _Owners:
-    """Of which unit's memory a parameter is: shards, and the parameters that they were made of.
-
-    By identity: tensors compare their values.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], MindSporeUnitMemory]] = {}
-
-    def note(self, parameter: Parameter, memory: MindSporeUnitMemory) -> None:
-        number = id(parameter)
-        self._known[number] = weakref.ref(parameter, lambda _: self._known.pop(number, None)), memory
-
-    def of(self, parameter: Parameter) -> MindSporeUnitMemory | None:
-        found = self._known.get(id(parameter))
-        return None if found is None or found[0]() is not parameter else found[1]
-
-
-_owners = _Owners()
-
-
 class MindSporeSharding:
     """See `ShardingBackend`."""
 
@@ -59,31 +39,29 @@ class MindSporeSharding:
         refuse_graph_mode("A sharded cell", "its parameters come and go while Python runs")
         names = [""] if len(modules) == 1 else [f"{number}" for number in range(len(modules))]
         own, given, borrowed = [], [], []
+        known = _known_parameters()
         for name, parameter, places in found_parameters(modules, names):
-            memory = _owners.of(parameter)
-            if memory is None:
+            if id(parameter) not in known:
                 _check_is_plain(name, parameter)
                 spec, part = sharded_spec(name, parameter, axes.mesh, axes.axis)
                 own.append(UnitParameter(name, parameter, places, spec, part))
                 given.append(parameter)
                 continue
-            owner = next(other for other in memory.parameters if other.is_of(parameter))
-            added = [place for place in places if not any(place.is_same(known) for known in owner.places)]
-            if added and memory.unit is not None:
+            unit, owner = known[id(parameter)]
+            added = [place for place in places if not any(place.is_same(other) for other in owner.places)]
+            if added:
                 owner.places += added
                 owner.show_shard()
-                borrowed.append(memory.unit)
+                borrowed.append(unit)
         name = ", ".join(type(module).__name__ for module in modules)
         made = MindSporeUnitMemory(name, own, given, axes.mesh, axes.axis, axes.replicate_axis, precision)
-        for parameter, old in zip(own, given, strict=True):
-            _owners.note(parameter.shard, made)
-            _owners.note(old, made)
-            parameter.show_shard()
+        made.show_shards()
         return made, tuple(dict.fromkeys(borrowed))
 
     def follow(self, unit: Unit, modules: Sequence[nn.Cell], precision: MixedPrecision) -> None:
         memory: Any = unit.memory
-        memory.unit = unit
+        known = weakref.ref(unit)
+        memory.is_scheduled = lambda: (found := known()) is not None and found.accumulation.is_scheduled
         UnitHooks(unit, modules, precision)
 
     def units_in(self, module: nn.Cell) -> list[Unit]:
@@ -103,6 +81,20 @@ class MindSporeSharding:
         )
 
 
+def _known_parameters() -> dict[int, tuple[Unit, UnitParameter]]:
+    """All parameters that have units: shards, and what they were made of, which other cells may still hold."""
+    found: dict[int, tuple[Unit, UnitParameter]] = {}
+    for unit in ORDER.units():
+        memory: Any = unit.memory
+        if isinstance(memory, MindSporeUnitMemory):
+            for parameter in memory.parameters:
+                found[id(parameter.shard)] = unit, parameter
+                given = parameter.given()
+                if given is not None:
+                    found[id(given)] = unit, parameter
+    return found
+
+
 def _check_device() -> None:
     if Devices.device_type() != "cpu":
         raise UnsupportedDeviceError(
@@ -118,7 +110,7 @@ def _check_is_plain(name: str, parameter: Parameter) -> None:
         raise StateError(
             "A parameter has hooks, which its shard would not have.",
             where=name,
-            do="Call `hp.fully_shard` first, and register hooks on the shards: they are called with the shard's gradient.",
+            do="Call `hp.fully_shard` first, and register hooks on the shards: these get the shard's gradient.",
         )
     if parameter.init is not None:
         raise StateError(

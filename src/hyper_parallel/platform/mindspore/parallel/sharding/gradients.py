@@ -19,7 +19,6 @@ from mindspore.graph.api import _no_grad
 
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.platform.communication.reductions import Reduction
-from hyper_parallel.platform.communication.transport import Transport
 from hyper_parallel.platform.mindspore.parallel.sharding.parameters import UnitParameter
 from hyper_parallel.platform.mindspore.parallel.sharding.raw import (
     Numbers,
@@ -47,7 +46,7 @@ class UnitGradients:
     def __init__(
         self,
         parameters: Sequence[UnitParameter],
-        transport: Transport,
+        transport: Any,
         group: Any,
         num_parts: int,
         rank: int,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 from mindspore import Tensor, nn
@@ -14,7 +15,7 @@ from mindspore.common.recompute import _RecomputeCell
 from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.parallel.sharding.order import ORDER
 from hyper_parallel.core.parallel.sharding.precision import MixedPrecision
-from hyper_parallel.core.parallel.sharding.unit import Lease, Unit
+from hyper_parallel.core.parallel.sharding.unit import Unit
 from hyper_parallel.platform.mindspore.dtensor import DTensor
 from hyper_parallel.platform.mindspore.dtensor.movement import is_grad_enabled
 from hyper_parallel.platform.mindspore.dtensor.tensor import wrapped
@@ -70,9 +71,12 @@ class UnitHooks:
         check_not_recomputed(cell, type(cell).__name__, with_inner=True)
         if now is not None or not is_recorded:
             _check_around(cell)
-        ORDER.before_forward(unit, now)
+        earlier = self._thread.running
+        if earlier and not earlier[-1].is_active():  # Ctrl-C
+            earlier.clear()
+        ORDER.before_forward(unit, now, is_within=bool(earlier))
         running = _Forward(cell, sys.exc_info()[1], now)
-        self._thread.running.append(running)
+        earlier.append(running)
         if self._input_dtype is not None:
             args, kwargs = map_leaves(self._cast_input, (args, kwargs))
         if is_recorded:
@@ -102,8 +106,6 @@ class UnitHooks:
             output, is_seen = self._left(unit, passage, output)
         call = None if is_failed or passage is None else passage.call
         ORDER.after_forward(unit, call, running.pass_id, is_seen=is_seen)
-        if not unit.has(Lease.FORWARD):
-            stack.clear()  # of forwards that Ctrl-C ended, of which no hook was told
         return output
 
     def _left(self, unit: Unit, passage: Passage, output: Any) -> tuple[Any, bool]:
@@ -132,7 +134,7 @@ _OF_REENTRANT = (_RecomputeCell.construct.__code__, _RecomputeCell.bprop.__code_
 
 def _check_around(cell: nn.Cell) -> None:
     """Raise inside of a cell that MindSpore runs again in a backward of its own, which would lose gradients."""
-    frame: Any = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code in _OF_REENTRANT:
             raise recomputed(type(cell).__name__)
@@ -152,6 +154,14 @@ class _Forward:
         self.error = error  # what is handled around this forward: it is none of this forward's own
         self.pass_id = in_pass
         self.passage: Passage | None = None  # None where nothing is recorded
+        self._frame = sys._getframe(3)  # of MindSpore, which calls `construct`
+
+    def is_active(self) -> bool:
+        """Whether it has not ended, and this runs within it: a cell that calls itself."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
 
 
 def _is_ours(value: object) -> bool:

@@ -8,7 +8,7 @@ the shards are found by a checksum of their bytes, and so are writes to whole pa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mindspore
 import numpy as np
@@ -24,11 +24,9 @@ from hyper_parallel.platform.communication.reductions import Reduction
 from hyper_parallel.platform.mindspore.communication import Communication
 from hyper_parallel.platform.mindspore.dtypes import to_dtype
 from hyper_parallel.platform.mindspore.parallel.sharding.gradients import UnitGradients
-from hyper_parallel.platform.mindspore.parallel.sharding.parameters import UnitParameter
+from hyper_parallel.platform.mindspore.parallel.sharding.one_rank import OneRank
+from hyper_parallel.platform.mindspore.parallel.sharding.parameters import UnitParameter, check_optimizers
 from hyper_parallel.platform.mindspore.parallel.sharding.raw import boxes, bytes_of, checksum
-
-if TYPE_CHECKING:
-    from hyper_parallel.core.parallel.sharding.unit import Unit
 
 __all__ = ["MindSporeUnitMemory"]
 
@@ -49,19 +47,23 @@ class MindSporeUnitMemory:
         precision: MixedPrecision,
     ) -> None:
         self._name = name
-        self.unit: Unit | None = None
         self.parameters = list(parameters)
-        self._transport = Communication.transport
+        is_alone = len(mesh.ranks) == 1 and not Communication.transport.is_up()
+        self._transport: Any = OneRank() if is_alone else Communication.transport
         self._rank = mesh.get_local_rank(axis)
         self._axis_size = mesh.size(axis)
-        self._group = mesh.get_group(axis)
-        self._replicas = None if replicate_axis is None else (mesh.get_group(replicate_axis), mesh.size(replicate_axis))
+        self._group = None if is_alone else mesh.get_group(axis)
+        self._replicas: tuple[Any, int] | None = None
+        if replicate_axis is not None and not is_alone:
+            self._replicas = mesh.get_group(replicate_axis), mesh.size(replicate_axis)
         self._param_dtype = None if precision.param is None else to_dtype(precision.param)
         self._gather_handle: Any = None
         self._received: Any = None
+        self._is_checked = False
         self._filled_sum = 0
         self._given: dict[str, Tensor] = {}
-        self.is_taken = False  # whether somebody waits for what is given
+        self.is_taken = False  # whether a node of the graph waits for what is given
+        self.is_scheduled: Callable[[], bool] = bool  # whether a schedule runs, which looks for gradients on the tape
         self._gradients = UnitGradients(
             self.parameters,
             self._transport,
@@ -91,6 +93,9 @@ class MindSporeUnitMemory:
     def begin_gather(self) -> None:
         if not self.parameters:
             return
+        if not self._is_checked:
+            self._is_checked = True
+            check_optimizers(self.parameters)
         self._check_shards()
         message = np.zeros(self._sent_bytes, np.uint8)
         with _no_grad():
@@ -98,7 +103,7 @@ class MindSporeUnitMemory:
                 values = parameter.local.data
                 if values.dtype != parameter.whole.dtype:
                     values = values.to(parameter.whole.dtype)
-                values = self._transport.contiguous(values)
+                values = Communication.transport.contiguous(values)
                 message[start : start + values.nbytes] = bytes_of(values)
             transport, sent = self._transport, Tensor(message)
             self._received, self._gather_handle = transport.launch(
@@ -157,7 +162,7 @@ class MindSporeUnitMemory:
         for parameter in self.parameters:
             local = parameter.local
             if not local.is_meta:
-                total = checksum(bytes_of(self._transport.contiguous(local.data)), total)
+                total = checksum(bytes_of(Communication.transport.contiguous(local.data)), total)
         return total
 
     def _check_shards(self) -> None:
@@ -229,6 +234,9 @@ class MindSporeUnitMemory:
     def give_gradients(self, divisor: Any) -> None:
         with _no_grad():
             given = self._gradients.taken_sums(divisor)
+        if not self.is_taken and self.is_scheduled():
+            self._add_on_tape(given)
+            return
         if given and not self.is_taken:
             raise StateError(
                 "There are gradients that come too late: MindSpore takes them while backward passes the unit.",
@@ -237,6 +245,13 @@ class MindSporeUnitMemory:
                 "error in a step, ask for `trainable_params()` anew.",
             )
         self._given.update(given)
+
+    def _add_on_tape(self, given: dict[str, Tensor]) -> None:
+        with _no_grad():
+            for parameter in self.parameters:
+                grad, local = given.get(parameter.name), parameter.local
+                if grad is not None:
+                    local._grad = grad if local._grad is None else local._grad + grad
 
     def take_given(self) -> dict[str, Tensor]:
         """Return what was given, by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,15 @@ from hyper_parallel.platform.mindspore.dtensor import DTensor
 from hyper_parallel.platform.mindspore.dtensor.tensor import as_parameter, wrapped
 from hyper_parallel.platform.mindspore.parallel.sharding.raw import resize
 
-__all__ = ["Place", "UnitParameter", "check_not_recomputed", "found_parameters", "recomputed", "sharded_spec"]
+__all__ = [
+    "Place",
+    "UnitParameter",
+    "check_not_recomputed",
+    "check_optimizers",
+    "found_parameters",
+    "recomputed",
+    "sharded_spec",
+]
 
 
 _set_info = Tensor.param_info.__set__
@@ -57,7 +66,7 @@ class UnitParameter:
         self.part = part
         self.inner_spec: Spec | None = given._spec if isinstance(given, DTensor) else None
         self.dtype: Any = given.dtype
-        self._given = weakref.ref(given)
+        self.given = weakref.ref(given)
         self.shard: Any = None
         self._whole: Tensor = None
         self._plain: Tensor = None
@@ -71,10 +80,6 @@ class UnitParameter:
     @property
     def is_trained(self) -> bool:
         return bool(self.shard.requires_grad)
-
-    def is_of(self, parameter: Parameter) -> bool:
-        """Whether this is the shard, or the parameter that it was made of."""
-        return parameter is self.shard or parameter is self._given()
 
     def make_shard(self, given: Any, rank: int) -> None:
         """Make the shard of a rank from the whole parameter, with what was noted on that one."""
@@ -183,6 +188,21 @@ class UnitParameter:
 
 # What a DTensor notes on itself: of the given parameter, not of its shard.
 _OF_DTENSORS = frozenset({"_local", "_spec", "_values", "_origin", "_ties", "_view_of", "_local_tensor"})
+
+
+def check_optimizers(parameters: Sequence[UnitParameter]) -> None:
+    """Raise where an optimizer was made before its parameters were sharded: it would train tensors that nobody uses."""
+    replaced = {id(given): parameter for parameter in parameters if (given := parameter.given()) is not None}
+    if not replaced:
+        return
+    for optimizer in [found for found in gc.get_objects() if issubclass(type(found), nn.Optimizer)]:
+        for parameter in optimizer.parameters:
+            if id(parameter) in replaced:
+                raise StateError(
+                    "An optimizer was made before its parameters were sharded: it would not train them.",
+                    where=f"{type(optimizer).__name__}, {replaced[id(parameter)].name}",
+                    do="Make it after `hp.fully_shard`, of `[p.to_local() for p in model.trainable_params()]`.",
+                )
 
 
 def found_parameters(cells: Sequence[nn.Cell], names: Sequence[str]) -> Iterator[tuple[str, Parameter, list[Place]]]:
