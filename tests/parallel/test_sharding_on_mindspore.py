@@ -10,6 +10,7 @@ from support import processes
 
 pytest.importorskip("mindspore")
 
+from support import mindspore_sharded_pipelines as pipelines
 from support import mindspore_sharding as training
 from support import mindspore_sharding_programs as programs
 from support import mindspore_sharding_states as states
@@ -21,8 +22,7 @@ def run(number: int, function: Any, *arguments: object) -> list[Any]:
     return processes.pool("mindspore", number).run(function, *arguments, deadline_s=DEADLINE_S)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize(("num", "zero"), [(1, 3), (2, 1), (2, 2), (2, 3)])
 def test_three_steps_of_adam_are_those_of_one_process(num: int, zero: int) -> None:
     assert max(run(num, training.steps, zero, "value_and_grad", 3, "float64")) <= 1e-12
 
@@ -48,6 +48,25 @@ def test_models_that_are_not_easy_train_as_in_one_process(title: str) -> None:
 @pytest.mark.parametrize("zero", [1, 2])
 def test_the_tape_and_other_stages_of_zero_give_the_same(title: str, zero: int) -> None:
     assert run(2, programs.compare, title, zero, "tape") == [[], []]
+
+
+@pytest.mark.parametrize("title", ["tied", "weights", "frozen parameters"])
+def test_value_and_grad_of_this_package_gives_the_same(title: str) -> None:
+    assert run(2, programs.compare, title, 3, "hp") == [[], []]
+
+
+@pytest.mark.parametrize(("name", "zero"), [("one_f_one_b", 2), ("zbv", 3)])
+def test_stages_of_a_pipeline_are_sharded(name: str, zero: int) -> None:
+    assert run(4, pipelines.train, name, zero) == [[]] * 4
+
+
+def test_norms_are_those_of_one_process() -> None:
+    for ours, theirs in run(2, states.norms):
+        assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+def test_a_model_without_memory_is_sharded_and_filled_afterwards() -> None:
+    assert run(2, states.filled_afterwards) == [[], []]
 
 
 @pytest.mark.parametrize("num", [2, 4])
@@ -78,11 +97,14 @@ def test_mixed_precision(param: str | None, reduce: str | None, output: str | No
     ("zero", "reduce", "expected"),
     [(3, None, (24, 12, 0)), (3, "last", (24, 3, 0)), (2, None, (3, 12, 0)), (1, None, (3, 3, 0))],
 )
-def test_as_many_collectives_as_the_stage_says(
-    zero: int, reduce: str | None, expected: tuple[int, int, int]
-) -> None:
+def test_as_many_collectives_as_the_stage_says(zero: int, reduce: str | None, expected: tuple[int, int, int]) -> None:
     """Gathers, reductions and others, in four microbatches of three units."""
     assert run(2, states.collectives, zero, reduce) == [expected] * 2
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_a_region_runs_again_is_not_gathered_once_more(inside: bool) -> None:
+    assert run(2, states.collectives_of_regions, inside) == [(6, 3, 0)] * 2
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

@@ -10,6 +10,7 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore._c_expression import run_backward
+from mindspore.common.initializer import initializer
 from mindspore.graph.api import _pynative_executor
 
 import hyper_parallel as hp
@@ -24,7 +25,7 @@ class Norm(nn.Cell):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.gamma = Parameter(ops.ones((width,)), name="gamma")
+        self.gamma = Parameter(initializer("ones", (width,)), name="gamma")
 
     def construct(self, x: Tensor) -> Tensor:
         return x / ((x * x).mean(-1, keep_dims=True) + 1.0).sqrt() * self.gamma

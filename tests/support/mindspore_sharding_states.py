@@ -32,7 +32,7 @@ from support.mindspore_sharding import (
     square_mean,
     value_and_grad,
 )
-from support.mindspore_sharding_programs import left_over
+from support.mindspore_sharding_programs import checkpointed, left_over
 from support.process_worker import keep_platform_groups
 
 FLOAT64 = np.float64
@@ -63,7 +63,7 @@ def message_of(function: Callable[[], object]) -> str:
     """The words of what it raises, beginning with the class."""
     try:
         function()
-    except Exception as error:  # noqa: BLE001 - any of them is an answer
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
 
@@ -97,6 +97,16 @@ def collectives(zero: int, reduce: str | None, num: int = 4) -> tuple[int, int, 
         for number in range(num):
             with hp.accumulate(sharded, last=number == num - 1, reduce=reduce):
                 value_and_grad(lambda x: square_mean(sharded(x)), sharded, x)
+    gathers, reductions = found.pop("all_gather_into_tensor"), found.pop("reduce_scatter_tensor")
+    return gathers, reductions, found.total()
+
+
+def collectives_of_regions(inside: bool) -> tuple[int, int, int]:
+    """Gathers, reductions and others in one backward of three units, with regions around two of them, or inside."""
+    sharded = fill(checkpointed(inside=inside)())
+    shard(sharded, sharded.blocks)
+    with counted() as found:
+        value_and_grad(lambda x: square_mean(sharded(x)), sharded, batch_of(0, 4))
     gathers, reductions = found.pop("all_gather_into_tensor"), found.pop("reduce_scatter_tensor")
     return gathers, reductions, found.total()
 
@@ -182,7 +192,7 @@ def after_an_error(where: str, kind: str, zero: int, accumulates: bool) -> list[
                 value_and_grad(lambda x: square_mean(sharded(x)), sharded, batch)
         else:
             value_and_grad(lambda x: square_mean(sharded(x)), sharded, batch)
-    except BaseException as error:  # noqa: BLE001 - Ctrl-C is one of them
+    except BaseException as error:
         wrong = [] if error is sharded.error or "planted" in str(error) else [repr(error)]
     sharded.error = None
     _pynative_executor.set_grad_flag(False)
@@ -503,6 +513,40 @@ def over_two_axes() -> float:
     return worst
 
 
+def norms() -> tuple[float, float]:
+    """The norm of all gradients, sharded and in one process; clipping makes of them what it does there."""
+    whole, sharded = pair()
+    batch = batch_of(0, 4 * size(), dtype=FLOAT64)
+    by_tape(lambda x: square_mean(whole(x)), whole, batch)
+    by_tape(lambda x: square_mean(sharded(x)), sharded, mine(batch))
+    ours, theirs = hp.clip_grad_norm_(sharded, 0.5), hp.clip_grad_norm_(whole, 0.5)
+    for parameter, full in zip(sharded.trainable_params(), whole.trainable_params(), strict=True):
+        part = part_of(full._grad.asnumpy(), parameter)
+        assert np.abs(part - parameter.to_local()._grad.asnumpy()).max(initial=0.0) <= 1e-12
+    return float(ours), float(theirs)
+
+
+def filled_afterwards() -> list[str]:
+    """A model on the meta device is sharded, then filled: as one that was filled whole."""
+    with hp.init_on_device("meta"):
+        whole, sharded = Model(), Model()
+    shard(sharded, sharded.blocks)
+    x = batch_of(0, 4)
+    said = message_of(lambda: sharded(x))
+    wrong = [] if said.startswith("StateError: The parameters have no values") else [said]
+    for model in (whole, sharded):
+        hp.materialize(model, seed=3)
+    for before, now in zip(whole.get_parameters(), sharded.get_parameters(), strict=True):
+        if not np.array_equal(before.asnumpy(), now.full_tensor().asnumpy()):
+            wrong.append(f"values of {before.name}")
+    _, expected = value_and_grad(lambda x: square_mean(whole(x)), whole, x)
+    _, found = value_and_grad(lambda x: square_mean(sharded(x)), sharded, x)
+    for parameter, full, grad in zip(sharded.trainable_params(), expected, found, strict=True):
+        if not np.array_equal(part_of(full, parameter), grad):
+            wrong.append(f"gradient of {parameter.name}")
+    return wrong
+
+
 def names_and_state() -> list[str]:
     """Names, order and the state of a sharded model are those of the model."""
     whole, sharded = pair()
@@ -512,6 +556,6 @@ def names_and_state() -> list[str]:
     for before, now in zip(whole.get_parameters(), sharded.get_parameters(), strict=True):
         if not np.array_equal(before.asnumpy(), now.full_tensor().asnumpy()):
             wrong.append(f"values of {before.name}")
-        if not now.layout.mesh.axis_names == ("dp",):
+        if now.layout.mesh.axis_names != ("dp",):
             wrong.append(f"layout of {before.name}")
     return wrong

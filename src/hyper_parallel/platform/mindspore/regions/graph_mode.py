@@ -6,7 +6,6 @@ import mindspore
 
 from hyper_parallel._base.errors import StateError
 
-
 _SAVED = "what is saved for backward is decided while Python runs"
 
 

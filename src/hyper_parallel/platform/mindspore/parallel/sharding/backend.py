@@ -112,7 +112,7 @@ def _check_is_plain(name: str, parameter: Parameter) -> None:
             where=name,
             do="Call `hp.fully_shard` first, and register hooks on the shards: these get the shard's gradient.",
         )
-    if parameter.init is not None:
+    if parameter.init is not None and not parameter.is_meta:  # which `hp.materialize` fills
         raise StateError(
             "A parameter was created without data, and is to be filled later.",
             where=name,

@@ -92,12 +92,10 @@ class UnitHooks:
     def after_forward(self, cell: nn.Cell, args: object, output: Any) -> Any:
         if not self.runs_in_python:
             return None
-        stack = self._thread.running if self.unit is not None else []
-        if not stack or stack[-1].cell is not cell:  # gathering raised: this forward never began
+        unit, stack = self.unit, self._thread_stack()
+        if unit is None or not stack or stack[-1].cell is not cell:  # gathering raised: this forward never began
             return None
         running = stack.pop()
-        unit = self.unit
-        assert unit is not None
         is_failed = output is None and sys.exc_info()[1] is not running.error
         passage, is_seen = running.passage, True
         if not is_failed and self._output_dtype is not None:
@@ -107,6 +105,9 @@ class UnitHooks:
         call = None if is_failed or passage is None else passage.call
         ORDER.after_forward(unit, call, running.pass_id, is_seen=is_seen)
         return output
+
+    def _thread_stack(self) -> list[_Forward]:
+        return [] if self.unit is None else self._thread.running
 
     def _left(self, unit: Unit, passage: Passage, output: Any) -> tuple[Any, bool]:
         """Record the end of a forward. Return its output, and whether there is one that backward begins at."""
@@ -193,6 +194,6 @@ def units_in(cell: nn.Cell) -> list[Unit]:
     found: dict[Unit, None] = {}
     for _, inner in cell.cells_and_names():
         for hooks in hooks_of(inner):
-            assert hooks.unit is not None
-            found[hooks.unit] = None
+            if hooks.unit is not None:
+                found[hooks.unit] = None
     return list(found)

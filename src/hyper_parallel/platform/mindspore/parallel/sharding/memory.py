@@ -76,6 +76,10 @@ class MindSporeUnitMemory:
         for parameter, whole in zip(self.parameters, given, strict=True):
             parameter.make_shard(whole, self._rank)
             parameter.make_whole(self._gathered_dtype(parameter.dtype))
+        self.whole_bytes = sum(parameter.whole_bytes for parameter in self.parameters)
+        self.reduced_bytes = sum(
+            parameter.part.room * self._axis_size * int(parameter.whole.itemsize) for parameter in self.parameters
+        )
         self._starts, self._sent_bytes = offsets(
             -(-parameter.part.room * parameter.whole.itemsize // _ALIGNMENT) * _ALIGNMENT
             for parameter in self.parameters
@@ -83,10 +87,6 @@ class MindSporeUnitMemory:
 
     def _gathered_dtype(self, stored: Any) -> Any:
         return stored if self._param_dtype is None or stored not in mstype.float_type else self._param_dtype
-
-    @property
-    def whole_bytes(self) -> int:
-        return sum(parameter.whole_bytes for parameter in self.parameters)
 
     # -- gathered ------------------------------------------------------------------------------------------------------
 
@@ -185,12 +185,6 @@ class MindSporeUnitMemory:
                 )
 
     # -- gradients -----------------------------------------------------------------------------------------------------
-
-    @property
-    def reduced_bytes(self) -> int:
-        return sum(
-            parameter.part.room * self._axis_size * int(parameter.whole.itemsize) for parameter in self.parameters
-        )
 
     @property
     def is_trained(self) -> bool:

@@ -92,6 +92,7 @@ class UnitParameter:
                     values = mint.narrow(values, self.part.dim, *self.part.range_of(rank))
                 local = Communication.transport.copy(values)
             self.shard = as_parameter(wrapped(local, self.spec), given.name, given.requires_grad)
+        self.shard.init = given.init
         for name, value in vars(given).items():
             if name not in vars(self.shard) and name not in _OF_DTENSORS:
                 setattr(self.shard, name, value)

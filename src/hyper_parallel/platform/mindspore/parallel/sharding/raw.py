@@ -48,7 +48,7 @@ def parts_of(values: Numbers, part: Cut) -> list[Numbers]:
 
 def checksum(array: Numbers, before: int = 0) -> int:
     """Return another number for other bytes. A change of one number in them is always seen."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1), before)
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).data, before)
 
 
 def resize(tensor: Tensor, num_bytes: int) -> None:
