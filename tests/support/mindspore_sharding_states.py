@@ -131,7 +131,7 @@ def most_whole_units(prefetch: int) -> int:
 
 
 def growth() -> tuple[int, int, int]:
-    """How many more tensors, and objects of this package, there are after steps than before; and how many calls live."""
+    """How many more tensors and objects of this package there are after steps than before; and how many calls live."""
     sharded = fill(Model())
     shard(sharded, sharded.blocks)
     counts = []
@@ -438,7 +438,7 @@ def hybrid() -> list[str]:
 
 
 def mixed(param: str | None, reduce: str | None, output: str | None) -> tuple[float, list[str]]:
-    """The largest difference of gradients from one process in float32, relative; and dtypes that are not as they should."""
+    """The largest relative difference of gradients from one process in float32, and dtypes that are wrong."""
     whole, sharded = fill(Model()), fill(Model())
     shard(sharded, sharded.blocks, precision=hp.MixedPrecision(param=param, reduce=reduce))
     sharded = Around(sharded)
@@ -463,7 +463,7 @@ def mixed(param: str | None, reduce: str | None, output: str | None) -> tuple[fl
 
 
 def order_of_sums() -> list[str]:
-    """float32, bit for bit: the gradients of all ranks' batches, added up in the order of the ranks, over their number."""
+    """Whose gradients are not, bit for bit, those of all ranks added up in the order of the ranks, over their number."""
     whole, sharded = fill(Model()), fill(Model())
     shard(sharded, sharded.blocks)
     batches = [batch_of(number, 4) for number in range(size())]

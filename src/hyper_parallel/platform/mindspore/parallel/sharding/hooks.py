@@ -185,8 +185,10 @@ def _detached_hooks() -> UnitHooks:
 
 def hooks_of(cell: nn.Cell) -> list[UnitHooks]:
     """List the hooks of units on this very cell."""
+    if cell._lazy_forward_pre_hook is None:  # asking for the hooks of a cell without any would make it a table
+        return []
     found = (getattr(hook, "__self__", None) for hook in cell._forward_pre_hook.values())
-    return [each for each in found if isinstance(each, UnitHooks) and each.unit is not None]
+    return [hooks for hooks in found if isinstance(hooks, UnitHooks) and hooks.unit is not None]
 
 
 def units_in(cell: nn.Cell) -> list[Unit]:

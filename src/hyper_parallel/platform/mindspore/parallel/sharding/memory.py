@@ -235,7 +235,7 @@ class MindSporeUnitMemory:
             raise StateError(
                 "There are gradients that come too late: MindSpore takes them while backward passes the unit.",
                 where=f"unit {self._name or 'of the whole cell'}: {', '.join(given)}",
-                do="Use the unit in the last microbatch of the step as well; what it gives may be multiplied by 0. After an "
+                do="Use the unit in the last microbatch of the step, too; it may be multiplied by 0. After an "
                 "error in a step, ask for `trainable_params()` anew.",
             )
         self._given.update(given)
