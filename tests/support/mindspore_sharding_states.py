@@ -463,7 +463,7 @@ def mixed(param: str | None, reduce: str | None, output: str | None) -> tuple[fl
 
 
 def order_of_sums() -> list[str]:
-    """Whose gradients are not, bit for bit, those of all ranks added up in the order of the ranks, over their number."""
+    """Whose gradients are not, bit for bit, those of all ranks added up in their order, over their number."""
     whole, sharded = fill(Model()), fill(Model())
     shard(sharded, sharded.blocks)
     batches = [batch_of(number, 4) for number in range(size())]
