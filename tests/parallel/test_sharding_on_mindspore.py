@@ -43,7 +43,15 @@ def test_models_that_are_not_easy_train_as_in_one_process(title: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "title", ["tied", "used on some ranks", "two forwards", "four microbatches", "weights", "regions inside of units"]
+    "title",
+    [
+        "tied",
+        "a unit that some ranks pass by",
+        "two forwards",
+        "four microbatches",
+        "weights",
+        "regions inside of units",
+    ],
 )
 @pytest.mark.parametrize("zero", [1, 2])
 def test_the_tape_and_other_stages_of_zero_give_the_same(title: str, zero: int) -> None:
@@ -199,6 +207,11 @@ def test_forwards_that_nothing_follows_leave_nothing() -> None:
 
 def test_gradients_of_two_backwards_add_up_on_the_tape() -> None:
     assert run(2, states.kept_graph) == [[], []]
+
+
+def test_a_parameter_that_no_rank_uses_has_no_gradient() -> None:
+    used = [f"{name}.{kind}" for name in ("blocks.0", "left", "right") for kind in ("weight", "bias")]
+    assert [sorted(found) for found in run(2, states.gradients_there)] == [sorted(used)] * 2
 
 
 def test_names_order_and_values_are_those_of_the_model() -> None:

@@ -71,6 +71,27 @@ class Branches(nn.Cell):
         return x
 
 
+class Gate(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(ops.ones((4,)), name="weight")
+
+    def construct(self, x: Tensor, is_open: bool) -> Tensor:
+        return x * self.weight if is_open else x
+
+
+class Gated(nn.Cell):
+    """A unit that is first, and of which some ranks use nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.CellList([Gate()])
+        self.last = nn.Dense(4, 2)
+
+    def construct(self, x: Tensor, is_open: bool) -> Tensor:
+        return self.last(self.blocks[0](x, is_open))
+
+
 class Repeated(nn.Cell):
     """A unit that runs twice in a forward, and one within another of the same unit."""
 
@@ -169,6 +190,7 @@ PROGRAMS = {
     "a frozen unit": Program(lambda: frozen("blocks.0")),
     "all frozen but one": Program(lambda: frozen("first", "blocks", "last.weight")),
     "used on some ranks": Program(Branches, loss=used_on_some_ranks),
+    "a unit that some ranks pass by": Program(Gated, loss=lambda model, x, at, micro: square_mean(model(x, at == 0))),
     "two forwards": Program(Model, loss=twice),
     "a unit that runs twice": Program(Repeated),
     "a head in parts": Program(Model, units=lambda model: [*model.blocks, model.first, model.last], loss=in_parts),

@@ -32,7 +32,7 @@ from support.mindspore_sharding import (
     square_mean,
     value_and_grad,
 )
-from support.mindspore_sharding_programs import checkpointed, left_over
+from support.mindspore_sharding_programs import Branches, checkpointed, left_over, used_on_some_ranks
 from support.process_worker import keep_platform_groups
 
 FLOAT64 = np.float64
@@ -545,6 +545,14 @@ def filled_afterwards() -> list[str]:
         if not np.array_equal(part_of(full, parameter), grad):
             wrong.append(f"gradient of {parameter.name}")
     return wrong
+
+
+def gradients_there() -> list[str]:
+    """Which parameters have gradients on the tape where ranks use different ones."""
+    model = fill(Branches())
+    shard(model, model.blocks)
+    by_tape(lambda x: used_on_some_ranks(model, x, rank(), 0), model, batch_of(0, 4))
+    return [parameter.name for parameter in model.trainable_params() if parameter.to_local()._grad is not None]
 
 
 def names_and_state() -> list[str]:

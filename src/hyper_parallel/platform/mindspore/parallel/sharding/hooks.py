@@ -112,6 +112,9 @@ class UnitHooks:
     def _left(self, unit: Unit, passage: Passage, output: Any) -> tuple[Any, bool]:
         """Record the end of a forward. Return its output, and whether there is one that backward begins at."""
         outputs = {id(value): value for value in leaves(output) if _has_graph(value)}
+        if not outputs and passage.of:
+            # They depend on no weight on this rank. On another one they may: backward has to pass here as well.
+            outputs = {id(value): value for value in leaves(output) if _is_floating(value) and not _is_ours(value)}
         if outputs or passage.of:
             passage.call = unit.add_call()
         if not outputs:
