@@ -31,6 +31,7 @@ class Accumulation:
         divisor: what the sums of the last microbatch are divided by; None for the number of ranks.
         has_earlier: whether microbatches of the same step came before.
         has_lost: whether their gradients were dropped after an error.
+        is_scheduled: whether a schedule runs the step: `whole_step`.
     """
 
     is_last: bool = True
@@ -40,6 +41,7 @@ class Accumulation:
     divisor: Any = None
     has_earlier: bool = False
     has_lost: bool = False
+    is_scheduled: bool = False
 
     def check_weight(self, name: str) -> None:
         """Raise where a backward without a weight would end a step whose microbatches have weights."""
@@ -97,7 +99,7 @@ def whole_step(units: Sequence[Unit]) -> Iterator[None]:
     order = units[0].order
     with order.lock:
         for unit in units:
-            unit.accumulation = Accumulation(is_last=False, holds=True)
+            unit.accumulation = Accumulation(is_last=False, holds=True, is_scheduled=True)
     try:
         yield
     except BaseException:
@@ -108,7 +110,7 @@ def whole_step(units: Sequence[Unit]) -> Iterator[None]:
         raise
     with order.lock:
         for unit in units:
-            unit.accumulation = Accumulation(is_last=True, holds=True)
+            unit.accumulation = Accumulation(is_last=True, holds=True, is_scheduled=True)
         order.finish_step(units)
         for unit in units:
             unit.accumulation = Accumulation()

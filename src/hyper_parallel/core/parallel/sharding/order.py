@@ -224,6 +224,14 @@ class Order:
                     unit.give_back(Lease.RERUN)  # plant: rerun-ends
                     self._reduce(unit, self._pass(pass_id, unit))  # plant: reduce-early
 
+    def reduce_at_once(self, units: Sequence[Unit], pass_id: int) -> None:
+        """Send the gradients of units and wait for the sums: where autograd takes them before backward goes on."""
+        with self.lock:
+            running = self._pass(pass_id, units[0])
+            for unit in units:
+                self._reduce(unit, running)
+            self._end_reduce()
+
     def end_of_backward(self, pass_id: int) -> None:
         """End what a pass has left open, and give the shards their gradients."""
         with self.lock:

@@ -1,0 +1,1 @@
+"""Sharded data parallel on MindSpore: the memory of a unit, and the hooks that tell it what runs."""
