@@ -38,5 +38,5 @@ def test_a_page_runs_on_two_ranks(page: str, one: str, two: str, said: list[str]
     last = "print(out.placements)" if page == "operator-rules.md" else ""
     program.write_text(f"import torch\ntorch.manual_seed(0)\n{code}\n{last}\nplatform.destroy_process_group()\n")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    output = processes.run_program([*launcher, str(program)], deadline_s=120, OMP_NUM_THREADS="1")
+    output = processes.run_program([*launcher, str(program)], deadline_s=120, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert [each for each in said if output.count(each) != 2] == [], output

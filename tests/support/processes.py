@@ -83,7 +83,7 @@ def pool(framework: str, world_size: int, *, call_s: int | None = None) -> Pool:
     return _pools[key]
 
 
-def run_program(command: list[str], *, deadline_s: float, **variables: str) -> str:
+def run_program(command: list[str], *, deadline_s: float, cwd: Path | None = None, **variables: str) -> str:
     """What a command prints, all its output; it and all that it started are ended at the deadline."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -92,6 +92,7 @@ def run_program(command: list[str], *, deadline_s: float, **variables: str) -> s
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**worker_environment(), **variables},
+            cwd=cwd,
             start_new_session=True,  # a group of its own, to end launchers with their workers
         )
         try:
