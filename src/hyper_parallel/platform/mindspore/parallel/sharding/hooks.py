@@ -65,7 +65,7 @@ class UnitHooks:
             raise StateError(
                 "This cell is a copy of one that is sharded: it has shards, and nothing that gathers them.",
                 where=type(cell).__name__,
-                do="Call `hp.fully_shard(copy, mesh=...)` on it as well.",
+                do="Copy the model before it is sharded, and shard the copy as well.",
             )
         now, is_recorded = pass_id(), is_grad_enabled()
         check_not_recomputed(cell, type(cell).__name__, with_inner=True)

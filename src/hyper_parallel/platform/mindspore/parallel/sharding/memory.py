@@ -20,11 +20,11 @@ from hyper_parallel._base.errors import StateError
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.parallel.sharding.cutting import offsets
 from hyper_parallel.core.parallel.sharding.precision import MixedPrecision
+from hyper_parallel.platform.communication.one_rank import OneRank
 from hyper_parallel.platform.communication.reductions import Reduction
 from hyper_parallel.platform.mindspore.communication import Communication
 from hyper_parallel.platform.mindspore.dtypes import to_dtype
 from hyper_parallel.platform.mindspore.parallel.sharding.gradients import UnitGradients
-from hyper_parallel.platform.mindspore.parallel.sharding.one_rank import OneRank
 from hyper_parallel.platform.mindspore.parallel.sharding.parameters import UnitParameter, check_optimizers
 from hyper_parallel.platform.mindspore.parallel.sharding.raw import boxes, bytes_of, checksum
 
@@ -49,7 +49,7 @@ class MindSporeUnitMemory:
         self._name = name
         self.parameters = list(parameters)
         is_alone = len(mesh.ranks) == 1 and not Communication.transport.is_up()
-        self._transport: Any = OneRank() if is_alone else Communication.transport
+        self._transport: Any = OneRank(Communication.transport) if is_alone else Communication.transport
         self._rank = mesh.get_local_rank(axis)
         self._axis_size = mesh.size(axis)
         self._group = None if is_alone else mesh.get_group(axis)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from mindspore import Parameter, Tensor, mint, nn
 from mindspore.graph.api import _no_grad
 
-from hyper_parallel._base.errors import ArgumentTypeError, StateError, describe
-from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel._base.errors import StateError, describe
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
-from hyper_parallel.core.parallel.sharding.cutting import Cut, cut
+from hyper_parallel.core.parallel.sharding.cutting import Cut
+from hyper_parallel.core.parallel.sharding.shard_spec import shard_spec
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.mindspore.communication import Communication
 from hyper_parallel.platform.mindspore.dtensor import DTensor
@@ -266,25 +266,11 @@ def _check_no_lists(cell: nn.Cell, path: str) -> None:
 
 
 def sharded_spec(name: str, given: Parameter, mesh: DeviceMesh, axis: str) -> tuple[Spec, Cut]:
-    """Say how a parameter lies on the mesh when the data axis cuts it as well, innermost.
+    """Say how the shard of a parameter lies.
 
     Raises:
         TypeError: it lies on another mesh.
     """
-    num_ranks = mesh.size(axis)
-    axes: tuple[tuple[str, ...], ...]
     if isinstance(given, DTensor):
-        axes, inner = given._spec.layout.axes_per_dim, given._spec.layout.mesh
-        if not set(inner.axis_names) <= set(mesh.axis_names) or any(axis in names for names in axes):
-            raise ArgumentTypeError(
-                "A parameter that is distributed already lies on other axes of the same mesh.",
-                expected=f"a layout on axes of {mesh} other than {axis!r}",
-                got=repr(given._spec),
-                where=name,
-            )
-        part = cut(tuple(given._local.shape), num_ranks)
-    else:
-        axes = ((),) * given.ndim
-        part = cut(tuple(given.shape), num_ranks)
-    dims = tuple((*names, axis) if dim == part.dim else names for dim, names in enumerate(axes))
-    return Spec(Layout(mesh, dims), tuple(given.shape)), part
+        return shard_spec(name, given._spec, tuple(given._local.shape), mesh, axis)
+    return shard_spec(name, None, tuple(given.shape), mesh, axis)

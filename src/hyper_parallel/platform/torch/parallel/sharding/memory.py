@@ -20,12 +20,12 @@ from hyper_parallel._base.errors import CommunicationError, StateError
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
 from hyper_parallel.core.parallel.sharding.cutting import offsets
 from hyper_parallel.core.parallel.sharding.precision import MixedPrecision
+from hyper_parallel.platform.communication.one_rank import OneRank
 from hyper_parallel.platform.communication.reductions import Reduction
 from hyper_parallel.platform.torch.communication import Communication
 from hyper_parallel.platform.torch.communication.transport import TorchTransport
 from hyper_parallel.platform.torch.dtypes import to_dtype
 from hyper_parallel.platform.torch.parallel.sharding.gradients import UnitGradients
-from hyper_parallel.platform.torch.parallel.sharding.one_rank import OneRank
 from hyper_parallel.platform.torch.parallel.sharding.parameters import Place, UnitParameter, check_optimizers
 
 __all__ = ["TorchUnitMemory"]
@@ -68,7 +68,7 @@ class TorchUnitMemory:
         self.parameters = list(parameters)
         self._precision = precision
         is_alone = len(mesh.ranks) == 1 and not Communication.transport.is_up()
-        self._transport: Any = transport or (OneRank() if is_alone else Communication.transport)
+        self._transport: Any = transport or (OneRank(Communication.transport) if is_alone else Communication.transport)
         self._rank = mesh.get_local_rank(axis)
         self._axis_size = mesh.size(axis)
         self._group = None if is_alone else mesh.get_group(axis)

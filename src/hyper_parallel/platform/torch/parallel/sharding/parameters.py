@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from hyper_parallel._base.errors import ArgumentTypeError, StateError, describe
-from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import DeviceMesh
-from hyper_parallel.core.parallel.sharding.cutting import Cut, cut
+from hyper_parallel.core.parallel.sharding.cutting import Cut
+from hyper_parallel.core.parallel.sharding.shard_spec import shard_spec
 from hyper_parallel.core.shard.spec import Spec
 from hyper_parallel.platform.torch.dtensor.tensor import DTensor, wrapped
 
@@ -151,23 +151,14 @@ def _modules(module: nn.Module, path: str, is_sharded: Callable[[nn.Module], boo
 
 
 def sharded_spec(name: str, given: nn.Parameter, mesh: DeviceMesh, axis: str) -> tuple[Spec, Cut]:
-    """Say how a parameter lies on the mesh when the data axis cuts it as well, innermost.
+    """Say how the shard of a parameter lies.
 
     Raises:
         TypeError: it is a tensor of a class whose parts nobody knows, or lies on another mesh.
     """
-    num_ranks = mesh.size(axis)
     if isinstance(given, DTensor):
-        axes, inner = given._spec.layout.axes_per_dim, given._spec.layout.mesh
-        if not set(inner.axis_names) <= set(mesh.axis_names) or any(axis in names for names in axes):
-            raise ArgumentTypeError(
-                "A parameter that is distributed already lies on other axes of the same mesh.",
-                expected=f"a layout on axes of {mesh} other than {axis!r}",
-                got=repr(given._spec),
-                where=name,
-            )
-        part = cut(tuple(given._local.shape), num_ranks)
-    elif type(given.data) is not torch.Tensor:
+        return shard_spec(name, given._spec, tuple(given._local.shape), mesh, axis)
+    if type(given.data) is not torch.Tensor:
         raise ArgumentTypeError(
             "Only plain parameters can be sharded, and distributed tensors of this library.",
             expected="a torch.nn.Parameter of a plain tensor",
@@ -175,8 +166,4 @@ def sharded_spec(name: str, given: nn.Parameter, mesh: DeviceMesh, axis: str) ->
             where=name,
             do="Turn PyTorch's own DTensors with `hp.DTensor.from_torch`; leave other classes out.",
         )
-    else:
-        axes = ((),) * given.ndim
-        part = cut(tuple(given.shape), num_ranks)
-    dims = tuple((*names, axis) if dim == part.dim else names for dim, names in enumerate(axes))
-    return Spec(Layout(mesh, dims), tuple(given.shape)), part
+    return shard_spec(name, None, tuple(given.shape), mesh, axis)
