@@ -11,29 +11,24 @@ save on: the first one makes the memory. *Paper*: who writes what for a Llama of
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HYPER_PARALLEL_PLATFORM", "torch")
 
 import numpy as np
+import on_ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from communication import commit
-from results_state import digest
 from torch import nn
 
 import hyper_parallel as hp
@@ -162,24 +157,14 @@ def worker(folder: str, gib: float, rounds: int) -> None:
         for what in ("save", "load"):
             pairs = zip(kept[f"DCP {what}"], kept[f"ours {what}"], strict=True)
             row[f"{what}_ratio"] = statistics.median(theirs / ours for theirs, ours in pairs)
-        print("row " + json.dumps(row), flush=True)
+        on_ranks.say(row)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def run(num_ranks: int, options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    launcher = [sys.executable]
-    if num_ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    arguments = ["--worker", folder, "--rounds", str(options.rounds), "--gib", str(options.gib)]
-    done = subprocess.run(
-        [*launcher, __file__, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=900, check=False,
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("row ")]
-    if not lines:
-        raise SystemExit(done.stderr)
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix("row "))
+    arguments = ["--worker", folder, "--rounds", options.rounds, "--gib", options.gib]
+    found: dict[str, Any] = on_ranks.run(__file__, num_ranks, arguments, has_launcher=num_ranks > 1)
     return found
 
 
@@ -240,19 +225,8 @@ def main() -> int:
             f"{paper['parameters'] / 1e9:.0f} B parameters on {paper['ranks']} ranks, {paper['items']} items: planned in {paper['planning_s']:.1f} s, "
             f"at most {paper['most_written_of_share']:.3f} of a share written, {paper['most_read_of_share']:.3f} read"
         )
-    if options.out:
-        result = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit(),
-            "digest": digest(watched=WATCHED),
-            "watched": WATCHED,
-            "device": "CPU",
-            "versions": {"torch": metadata.version("torch")},
-            "setting": {"rounds": options.rounds, "cores": os.cpu_count(), "gib": options.gib},
-            "rows": rows,
-            "paper": paper,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    setting = {"rounds": options.rounds, "cores": os.cpu_count(), "gib": options.gib}
+    on_ranks.write(options.out, WATCHED, setting, rows=rows, paper=paper)
     return 0
 
 

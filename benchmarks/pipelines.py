@@ -10,25 +10,20 @@ computing, so that cores are no limit; idle time over work, seen and simulated.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HYPER_PARALLEL_PLATFORM", "torch")
 
+import on_ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as native
-from communication import commit
-from results_state import digest
 from torch import nn
 
 import hyper_parallel as hp
@@ -182,21 +177,13 @@ def worker(kind: str, widths: list[int], rounds: int) -> None:
     hp.get_platform().init_process_group()
     rows = rows_of_idle_time() if kind == "idle" else [row for width in widths for row in rows_of_steps(width, rounds)]
     if dist.get_rank() == 0:
-        print("rows " + json.dumps(rows), flush=True)
+        on_ranks.say(rows)
     hp.get_platform().destroy_process_group()
 
 
 def run(kind: str, num_ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    arguments = ["--worker", kind, "--rounds", str(options.rounds), "--widths", *map(str, options.widths)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launcher, __file__, *arguments], env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("rows ")]
-    if not lines:
-        raise SystemExit(done.stderr)
-    found: list[dict[str, Any]] = json.loads(lines[-1].removeprefix("rows "))
+    arguments = ["--worker", kind, "--rounds", options.rounds, "--widths", *options.widths]
+    found: list[dict[str, Any]] = on_ranks.run(__file__, num_ranks, arguments)
     return found
 
 
@@ -223,19 +210,8 @@ def main() -> int:
         print(
             f"idle on {IDLE_RANKS} ranks, {row['schedule']:<12} seen {row['seen']:.3f}, simulated {row['simulated']:.3f}"
         )
-    if options.out:
-        result = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit(),
-            "digest": digest(watched=WATCHED),
-            "watched": WATCHED,
-            "device": "CPU",
-            "versions": {"torch": metadata.version("torch")},
-            "setting": {"rounds": options.rounds, "cores": os.cpu_count(), "sleep_s": SLEEP_S},
-            "steps": steps,
-            "idle": idle,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    setting = {"rounds": options.rounds, "cores": os.cpu_count(), "sleep_s": SLEEP_S}
+    on_ranks.write(options.out, WATCHED, setting, steps=steps, idle=idle)
     return 0
 
 

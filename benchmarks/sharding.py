@@ -11,25 +11,20 @@ allocator's events, beside the formula of core/parallel/sharding/README.md. (glo
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HYPER_PARALLEL_PLATFORM", "torch")
 
+import on_ranks
 import torch
 import torch.distributed as dist
-from communication import commit
-from results_state import digest
 from torch import nn
 from torch.distributed.fsdp import fully_shard as native
 
@@ -204,21 +199,13 @@ def worker(kind: str, widths: list[int], rounds: int) -> None:
         hp.get_platform().init_process_group()
         rows = rows_of_steps(widths, rounds) if kind == "steps" else rows_of_collectives()
     if dist.get_rank() == 0:
-        print("rows " + json.dumps(rows), flush=True)
+        on_ranks.say(rows)
     os._exit(0)  # a fake group does not like to be destroyed
 
 
 def run(kind: str, num_ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    arguments = ["--worker", kind, "--rounds", str(options.rounds), "--widths", *map(str, options.widths)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launcher, __file__, *arguments], env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("rows ")]
-    if not lines:
-        raise SystemExit(done.stderr)
-    found: list[dict[str, Any]] = json.loads(lines[-1].removeprefix("rows "))
+    arguments = ["--worker", kind, "--rounds", options.rounds, "--widths", *options.widths]
+    found: list[dict[str, Any]] = on_ranks.run(__file__, num_ranks, arguments)
     return found
 
 
@@ -247,21 +234,8 @@ def main() -> int:
         print(f"{row['way']}: {row['gathers']} gathers, {row['reductions']} reductions")
     for row in memory:
         print(f"memory of {row['way']}: {row['peak_bytes']} bytes, formula {row['formula_bytes']}")
-    if options.out:
-        result = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit(),
-            "digest": digest(watched=WATCHED),
-            "watched": WATCHED,
-            "device": "CPU",
-            "versions": {"torch": metadata.version("torch")},
-            "setting": {"rounds": options.rounds, "cores": os.cpu_count()},
-            "steps": steps,
-            "host": host,
-            "collectives": collectives,
-            "memory": memory,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    setting = {"rounds": options.rounds, "cores": os.cpu_count()}
+    on_ranks.write(options.out, WATCHED, setting, steps=steps, host=host, collectives=collectives, memory=memory)
     return 0
 
 

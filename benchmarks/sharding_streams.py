@@ -10,19 +10,15 @@ as its bytes would at a given bandwidth, and then copies what is there already. 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import on_ranks
 import torch
 import torch.distributed as dist
-from communication import commit
-from results_state import digest
 from sharding import model_of, ours, theirs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -180,19 +176,9 @@ def main() -> int:
             f"{row['gb_per_s']:>9g} GB/s: plain {row['ms']['plain']:.1f} ms, exposed {exposed['hyper_parallel']:.2f} ms, "
             f"of FSDP2 {exposed['FSDP2']:.2f} ms; gradients {'equal' if row['gradients_equal'] else 'differ'}"
         )
-    if options.out:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        result = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit(),
-            "digest": digest(watched=WATCHED),
-            "watched": WATCHED,
-            "device": name,
-            "versions": {"torch": metadata.version("torch")},
-            "setting": {"width": options.width, "tokens": options.tokens, "blocks": NUM_BLOCKS, "turns": NUM_TURNS},
-            "rows": found,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    setting = {"width": options.width, "tokens": options.tokens, "blocks": NUM_BLOCKS, "turns": NUM_TURNS}
+    on_ranks.write(options.out, WATCHED, setting, device=name, rows=found)
     return 0
 
 
